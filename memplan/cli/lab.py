@@ -10,12 +10,15 @@ import typer
 
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
+from memplan.cli.records import add_show_command
 from memplan.cli.resolve import Overrides, Shapes, open_catalog
 
 lab_command = typer.Typer(
     no_args_is_help=True,
-    help="Train a tiny model for real, to see what a config does to learning. Its commands take --json.",
+    help="Experiments: what formats and methods do to learning, measured for real. Its commands take --json.",
 )
+for add in (add_show_command,):
+    add(lab_command)
 
 _RUN, _TINY = "Run", "Model"
 

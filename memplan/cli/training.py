@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.catalog.catalog import Catalog
 from memplan.cli.output import write_text
+from memplan.cli.progress import Progress
 from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.loading import parse_document
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from memplan.lab.training.text import Text
     from memplan.model.model import Model
     from memplan.setup import TrainingSetup
-
-BAR_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +114,14 @@ def _runs(
     runs = []
     for seed in request.seeds:
         progress = Progress(f"{setup.label}, seed {seed}", request.steps)
-        runs.append(train(model, setup, options, text, seed, None if request.quiet else progress))
+        runs.append(train(model, setup, options, text, seed, None if request.quiet else _shown(progress)))
         if not request.quiet:
             progress.end()
     return runs
 
 
-class Progress:
-    """A bar on a terminal, and a line for every fifth of the steps elsewhere; on standard error."""
-
-    def __init__(self, title: str, steps: int) -> None:
-        self.title, self.steps, self.terminal = title, steps, sys.stderr.isatty()
-
-    def __call__(self, done: int, loss: float) -> None:
-        """Show how far training is, and its last loss."""
-        if self.terminal:
-            bar = "#" * (BAR_WIDTH * done // self.steps)
-            sys.stderr.write(f"\r{self.title} [{bar:<{BAR_WIDTH}}] {done}/{self.steps}, loss {loss:.3f}")
-        elif done % max(1, self.steps // 5) == 0 or done == self.steps:
-            sys.stderr.write(f"memplan: {self.title}: step {done}/{self.steps}, loss {loss:.3f}\n")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        """Leave the bar's line."""
-        if self.terminal:
-            sys.stderr.write("\n")
+def _shown(progress: Progress) -> Callable[[int, float], None]:
+    return lambda done, loss: progress(done, f"loss {loss:.3f}")
 
 
 def record_text(record: dict[str, Any]) -> str:

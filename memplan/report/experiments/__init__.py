@@ -1,0 +1,88 @@
+"""Records of experiments as tables and pictures: one module for each experiment, with ``blocks`` and ``figure``."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from memplan.errors import InvalidFileError, UnknownNameError, match_hint
+from memplan.report.document import Document, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCHEMA = "memplan/experiment/1"
+
+
+class Reporter(Protocol):
+    """What a module of this package has."""
+
+    def blocks(self, record: dict[str, Any]) -> tuple[Table | str, ...]:
+        """Return the tables of a record, without its findings."""
+
+    def figure(self, record: dict[str, Any]) -> Figure:
+        """Return the picture of a record."""
+
+
+def reporter_of(record: dict[str, Any]) -> Reporter:
+    """Return the module that reports such a record.
+
+    Raises:
+        InvalidFileError: There is no such experiment.
+    """
+    name = record["experiment"].replace("-", "_")
+    if not name.isidentifier() or find_spec(f"{__name__}.{name}") is None:
+        raise InvalidFileError([f"experiment: {record['experiment']!r} is not one that memplan has"])
+    return cast("Reporter", import_module(f"{__name__}.{name}"))
+
+
+def read_record(asked: str, folder: Path) -> dict[str, Any]:
+    """Return a record by its path, or by the name of an experiment whose record is shipped.
+
+    Args:
+        asked: A path, or a name such as ``orthogonality``.
+        folder: Where the shipped records are.
+
+    Raises:
+        UnknownNameError: Neither a file nor a shipped record.
+        InvalidFileError: The file holds something else.
+    """
+    shipped = {path.stem.removeprefix("lab-"): path for path in sorted(folder.glob("lab-*.json"))}
+    path = shipped.get(asked.removeprefix("lab-"), Path(asked))
+    if not path.is_file():
+        raise UnknownNameError(f"record {asked!r}: no such file, and no shipped record{match_hint(asked, shipped)}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidFileError([f"{path}: cannot be read as JSON: {error}"]) from None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise InvalidFileError([f"{path}: not a record of an experiment ({SCHEMA})"])
+    return record
+
+
+def record_document(record: dict[str, Any]) -> Document:
+    """Return tables and findings of a record."""
+    seeds = len(record["seeds"])
+    how = f"{seeds} {'seed' if seeds == 1 else 'seeds'}; {record['machine']}; torch {record['torch']}; {record['date']}"
+    said = "\n".join(f"- {finding}" for finding in record["findings"])
+    blocks = (*reporter_of(record).blocks(record), f"{how}\nLimits: {record['limits']}", said)
+    return Document(record, tuple(block for block in blocks if block))
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """Return a record as a file holds it: a row on a line."""
+    rows = record["rows"]
+    text = json.dumps({**record, "rows": []}, indent=1, allow_nan=False, ensure_ascii=False)
+    lines = ",\n  ".join(json.dumps(row, allow_nan=False, ensure_ascii=False) for row in rows)
+    return text.replace('"rows": []', f'"rows": [\n  {lines}\n ]', 1) + "\n"
+
+
+def interval_text(value: dict[str, Any] | None, form: str = ".3g") -> str:
+    """Return a mean and its range, such as ``0.145 (0.139 to 0.150)``; the mean alone where all are equal."""
+    if value is None:
+        return "not finite"
+    mean, low, high = (format(value[key], form) for key in ("mean", "low", "high"))
+    return mean if low == high == mean else f"{mean} ({low} to {high})"

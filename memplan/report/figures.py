@@ -1,0 +1,85 @@
+"""One look for all pictures: legible in print, without colour, and as a file that does not change by itself."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memplan.errors import CannotAnswerError, InvalidFileError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Eight colours that people with any colour vision tell apart: Okabe and Ito,
+# https://jfly.uni-koeln.de/color/ (checked 2026-11-20). Yellow comes last, since it is faint on paper.
+PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (3, 3)))
+SUFFIXES = (".svg", ".png")
+
+STYLE: dict[str, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "svg.hashsalt": "memplan",
+    "figure.constrained_layout.use": True,
+}
+
+
+def check_drawable(path: Path) -> None:
+    """Raise where no picture can be drawn to ``path``: before the work, not after it.
+
+    Raises:
+        InvalidFileError: The name ends in something else than ``.svg`` or ``.png``, or there is no such folder.
+        CannotAnswerError: matplotlib is missing.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidFileError([f"{path}: a picture is {' or '.join(SUFFIXES)}"])
+    if not path.parent.is_dir():
+        raise InvalidFileError([f"{path}: there is no folder {path.parent}"])
+    if find_spec("matplotlib") is None:
+        raise CannotAnswerError("pictures need matplotlib, which is not installed: pip install 'memplan[plots]'")
+
+
+def new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """Return a figure of ``width`` x ``height`` inches with ``columns`` axes side by side."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams.update(STYLE)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and dashes of the curve of that number: each alone tells it apart."""
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": LINES[index % len(LINES)],
+    }
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG or PNG, without a date, so that the same record gives the same file.
+
+    Raises:
+        InvalidFileError: It cannot be written.
+    """
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    try:
+        figure.savefig(path, dpi=160, metadata=metadata)
+    except OSError as error:
+        raise InvalidFileError([f"{path}: cannot be written: {error.strerror or error}"]) from None
