@@ -72,6 +72,8 @@ class Suggestion:
 def changes(config: TrainingConfig) -> Iterator[Change]:
     """Yield the changes that make sense for a config, the cheapest first."""
     profile = config.kernels.profile()
+    if config.parallel.data > 1 and config.parallel.zero_stage == 0:
+        yield Change("weights pass between the GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
         yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
     if profile.optimizer != "fused" and config.adapter is None:
@@ -103,6 +105,9 @@ def _released(config: TrainingConfig) -> tuple[Setting, ...]:
 
 def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
     """Yield the changes that alter what is trained, or how."""
+    if config.offload.optimizer_states == "none" and config.adapter is None and config.master_weights == "none":
+        cost = "host memory for the optimizer states, which every step copies in and out"
+        yield Change(cost, (("offload.optimizer_states", "cpu"),))
     plain = config.weights.get("hidden_matrix", config.weights.get("default", "bf16")) in FLOAT_BYTES
     if config.adapter is None and plain:
         cost = "8-bit optimizer states, which need bitsandbytes"

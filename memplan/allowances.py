@@ -42,6 +42,14 @@ CONTEXT_SOURCE = (
     "(discuss.pytorch.org/t/73021)"
 )
 
+NCCL_EXPECTED_BYTES = {2: 544 * MIB}
+NCCL_EXPECTED_BYTES_BEYOND = 688 * MIB
+NCCL_UPPER_BYTES = 1_600_000_000
+NCCL_SOURCE = (
+    "one NCCL communicator, on 4 A100 with NVLink: 544 MiB between 2 GPUs, 688 MiB between more "
+    "(github.com/NVIDIA/nccl/issues/964); at the upper end 1.6 GB (github.com/NVIDIA/nccl/issues/864)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Allowances:
@@ -54,6 +62,8 @@ class Allowances:
         context_bytes: Memory outside the allocator.
         upper_context_bytes: The same at the upper end.
         measured_on: Card whose own figures workspaces and context are, or nothing.
+        nccl_bytes: NCCL's buffers, which ``context_bytes`` includes.
+        stream_bytes: Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes.
     """
 
     library_bytes: int
@@ -62,6 +72,8 @@ class Allowances:
     context_bytes: int
     upper_context_bytes: int
     measured_on: str = ""
+    nccl_bytes: int = 0
+    stream_bytes: int = 0
 
     def reserve_bytes(self, allocated_bytes: int) -> int:
         """Return the memory that the allocator is expected to hold beyond what it has handed out."""
@@ -99,6 +111,24 @@ def measured_allowances(allowances: Allowances, profile: MachineProfile, count: 
         context_bytes=profile.context_bytes * count,
         upper_context_bytes=profile.upper_context_bytes * count,
         measured_on=f"{profile.device}, torch {profile.torch_version}",
+    )
+
+
+def communicating(allowances: Allowances, ranks: int, stream_bytes: int) -> Allowances:
+    """Return the allowances of one of several GPUs that communicate through NCCL.
+
+    Args:
+        allowances: Those of the GPU alone.
+        ranks: How many GPUs there are.
+        stream_bytes: Buffers of collectives that no other stream can use.
+    """
+    expected = NCCL_EXPECTED_BYTES.get(ranks, NCCL_EXPECTED_BYTES_BEYOND)
+    return replace(
+        allowances,
+        context_bytes=allowances.context_bytes + expected,
+        upper_context_bytes=allowances.upper_context_bytes + NCCL_UPPER_BYTES + stream_bytes,
+        nccl_bytes=expected,
+        stream_bytes=stream_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.setup import FLOAT_BYTES
-from memplan.states import TensorStates
+from memplan.states import TensorStates, slot_bytes
 from memplan.units import round_up
 
 CHUNK_ELEMENTS = 2**18
@@ -44,6 +44,21 @@ def moment_chunk_bytes(entry: TensorStates) -> int:
         return 4 * k + (0 if slot.block_bytes == 4 else 4 * k)
     packed = slot.block_bytes - 4 < block
     return 4 * k + (5 if packed else 4) * k + 4 * k // block
+
+
+def staged_bytes(entry: TensorStates, k: int) -> int:
+    """Return the buffers through which a state in host memory passes: two stretches of k elements that take turns.
+
+    Formula:
+        ``ceil(min(2 k, n) / block_elements) * block_bytes``, summed over the state's slots.
+
+    Source:
+        memplan/muon/offload.py and ``_staged_bytes`` in memplan/muon/byte_model.py, measured.
+    """
+    optimizer, elements = entry.optimizer, entry.tensor.elements
+    slots = optimizer.exempt_slots if elements < optimizer.exempt_below else optimizer.slots
+    held = (min(2 * k, elements),)
+    return sum(slot_bytes(slot, held, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
 
 
 def weight_chunk_bytes(entry: TensorStates) -> int:

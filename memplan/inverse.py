@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memplan.errors import MemplanError
+from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, allowances_of, bytes_per_parameter
+from memplan.planner import CompiledPlan, Device, allowances_of, bytes_per_parameter, devices_for
 from memplan.setup import TrainingSetup
 
 MOST_DEVICES = 2**20
@@ -46,7 +46,7 @@ def max_parameters(setup: TrainingSetup, device: Device) -> int:
 
 def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
     """Return the upper end of the device total, given the requested peak."""
-    allowances = allowances_of(plan.setup, device)
+    allowances = allowances_of(plan.setup, device, plan.forms.stream_bytes)
     allocated = requested + plan.rounding_bytes + allowances.library_bytes
     return allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
 
@@ -64,7 +64,7 @@ def largest_models(
     compiled = _compiled(models, setup)
     figure = bytes_per_parameter(setup).total
     rows = []
-    for device in devices:
+    for device in devices_for(setup, devices):
         usable = device.usable_bytes(setup.reserve_bytes)
         name, count = next(
             (
@@ -98,6 +98,8 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     GPU and so does what each costs, so that fitting is monotonic in their number.
     """
     setup = plan.setup
+    if setup.config.parallel.data > 1:
+        raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def fits(count: int) -> bool:

@@ -9,15 +9,16 @@ from functools import cached_property
 from typing import Literal
 
 from memplan.adapters import adapter_tensors
-from memplan.allowances import Allowances, MachineProfile, allowances_for, measured_allowances
+from memplan.allowances import Allowances, MachineProfile, allowances_for, communicating, measured_allowances
 from memplan.catalog.entries import Gpu, Kind
-from memplan.errors import InvalidFileError
-from memplan.forms import QUANTITIES, Form, Quantity, part_bytes, quantities, total_bytes, with_totals
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.forms import QUANTITIES, Form, Part, Quantity, part_bytes, quantities, total_bytes, with_totals
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.phases import StepForms, compile_step
 from memplan.playback import Instant, dominant
 from memplan.setup import FLOAT_BYTES, TrainingSetup
+from memplan.sharding import bucket_bytes, is_sharded, share
 from memplan.states import ModelStates, model_states, slot_bytes
 from memplan.units import round_up
 
@@ -36,6 +37,7 @@ COMPONENTS = (
     "library_workspaces",
     "allocator_reserve",
     "device_context",
+    "nccl_buffers",
 )
 """The names of DESIGN section 5, in the order of every table."""
 
@@ -113,6 +115,7 @@ class MemoryPlan:
         device_bytes: What nvidia-smi shows.
         upper_bytes: Upper end of the interval around ``device_bytes``.
         persistent_bytes: Weights, master weights, gradients kept and optimizer states.
+        communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
         parts: Activations, logits, temporaries and gradients at the peak.
         values: Values of the quantities that the forms are made of.
     """
@@ -134,6 +137,7 @@ class MemoryPlan:
     states: ModelStates
     forms: StepForms
     parts: tuple[int, ...]
+    communication_bytes: int
     values: tuple[int, ...]
     buffer_bytes: int
     rounding_bytes: int
@@ -142,10 +146,57 @@ class MemoryPlan:
     sequence_length: int
 
 
-def allowances_of(setup: TrainingSetup, device: Device) -> Allowances:
-    """Return the allowances for a setup on a device."""
+def devices_for(setup: TrainingSetup, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that a setup is for: where states are offloaded, those with memory of their own.
+
+    Raises:
+        CannotAnswerError: None is left, or memory is pooled for a setup that says how it shares out.
+    """
+    ranks = setup.config.parallel.data
+    if ranks > 1 and any(device.count > 1 for device in devices):
+        raise CannotAnswerError(
+            f"parallel.data: {ranks} plans one GPU of {ranks}; leave it out where memory of several GPUs is pooled"
+        )
+    found = [device for device in devices if not (setup.offloads_states and device.gpu.unified_memory)]
+    for device in devices if not found else ():
+        raise CannotAnswerError(
+            f"offload.optimizer_states: {device.name} shares its memory with the CPU, so that moving states there frees none"
+        )
+    return found
+
+
+def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Allowances:
+    """Return the allowances for a setup on a device, or on one of the several that it is for.
+
+    Args:
+        setup: The training setup.
+        device: What the job, or one rank of it, has to fit on.
+        stream_bytes: Buffers of collectives that no other stream can use.
+
+    Raises:
+        CannotAnswerError: States are to lie in host memory, which the device shares.
+    """
+    devices_for(setup, [device])
     found = allowances_for(device.gpu, device.count, setup.config.allocator, setup.trains_codes)
-    return found if device.profile is None else measured_allowances(found, device.profile, device.count)
+    found = found if device.profile is None else measured_allowances(found, device.profile, device.count)
+    ranks = setup.config.parallel.data
+    return found if ranks == 1 else communicating(found, ranks, stream_bytes)
+
+
+def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
+    """Raise for an embedding or head in floats wider than products are computed in.
+
+    Such an embedding makes the whole residual stream as wide; plain torch refuses the products then.
+    Autocast, which all weights in fp32 mean, is another matter.
+    """
+    roles = {tensor.role for tensor in model.inventory} & {"embedding", "head"}
+    for role in () if setup.autocast else sorted(roles):
+        name = setup.format_names[role]
+        if FLOAT_BYTES.get(name, 0) > setup.compute_bytes:
+            raise CannotAnswerError(
+                f"{setup.name}: weights.{role} in {name} beside products in {setup.config.compute_dtype} is not modelled; "
+                f"use {setup.config.compute_dtype}, or fp32 for all weights, which is autocast"
+            )
 
 
 class CompiledPlan:
@@ -162,20 +213,25 @@ class CompiledPlan:
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
         self.model = model
         self.setup = setup
+        _refuse_wide_tables(model, setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
-        self.forms = compile_step(model, setup, self.states)
+        self.forms = _compiled(model, setup, self.states)
         self.candidates = _candidates(self.forms.candidates)
         states = self.states
+        self.bucket_bytes = bucket_bytes(setup.config.parallel, states.gradient_bytes)
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
+        self.constant_bytes += self.bucket_bytes
 
     @cached_property
     def rounding_bytes(self) -> int:
-        """What block rounding adds to weights, gradients and states, exactly."""
+        """What block rounding adds to weights, gradients and states, exactly; shards of gradients come unit by unit."""
         total = 0
+        by_unit = is_sharded(self.setup.config.parallel)
         for entry in self.states.tensors:
-            sizes = (entry.weight_bytes, entry.master_bytes, entry.gradient_bytes, entry.state_bytes)
+            gradient = 0 if by_unit else entry.gradient_bytes
+            sizes = (entry.weight_bytes, entry.master_bytes, gradient, entry.state_bytes)
             total += entry.tensor.count * sum(round_up(size, BLOCK_BYTES) - size for size in sizes)
-        return total
+        return total + sum(round_up(size, BLOCK_BYTES) - size for size in self.forms.unit_gradients)
 
     @property
     def persistent_bytes(self) -> int:
@@ -217,12 +273,14 @@ class CompiledPlan:
         sizes = [always + total_bytes(candidate.form, values) for candidate in self.candidates]
         requested = max(sizes)
         peak = self.candidates[sizes.index(requested)]
-        allowances = allowances_of(self.setup, device)
+        allowances = allowances_of(self.setup, device, self.forms.stream_bytes)
         allocated = requested + self.rounding_bytes + allowances.library_bytes
         reserved = allocated + allowances.reserve_bytes(allocated)
         total = reserved + allowances.context_bytes
         upper = allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
         usable = device.usable_bytes(self.setup.reserve_bytes)
+        parts = list(part_bytes(peak.form, values))
+        parts[Part.TEMPORARIES] -= peak.communication
         return MemoryPlan(
             model=self.model,
             setup=self.setup,
@@ -240,7 +298,8 @@ class CompiledPlan:
             host_bytes=self.states.host_bytes,
             states=self.states,
             forms=self.forms,
-            parts=part_bytes(peak.form, values),
+            parts=tuple(parts),
+            communication_bytes=peak.communication + self.bucket_bytes,
             values=values,
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
@@ -248,6 +307,15 @@ class CompiledPlan:
             micro_batch_size=batch,
             sequence_length=length,
         )
+
+
+def _compiled(model: Model, setup: TrainingSetup, states: ModelStates) -> StepForms:
+    """Return the closed forms of one rank's step."""
+    if not is_sharded(setup.config.parallel):
+        return compile_step(model, setup, states)
+    from memplan.sharded import compile_sharded_step
+
+    return compile_sharded_step(model, setup, states)
 
 
 def _candidates(instants: Sequence[Instant]) -> tuple[Instant, ...]:
@@ -281,17 +349,18 @@ def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
         (
             Fraction(slot_bytes(slot, (side, side), own) - slot.tensor_bytes, side * side)
             for slot in optimizer.slots
-            if slot.dimensions != "one" and slot.layout == "elementwise"
+            if slot.dimensions != "one" and slot.layout == "elementwise" and not setup.offloads_states
         ),
         Fraction(0),
     )
     kept = setup.config.gradients.lifetime == "step"
     gradient = setup.gradient.element_bytes if setup.gradient else own
+    held = share(setup.config.parallel)
     return BytesPerParameter(
-        layout.bytes_per_element,
-        Fraction(FLOAT_BYTES.get(setup.config.master_weights, 0)),
-        Fraction(gradient if kept else 0),
-        states,
+        held * layout.bytes_per_element,
+        held * FLOAT_BYTES.get(setup.config.master_weights, 0),
+        held * (gradient if kept else 0),
+        held * states,
     )
 
 

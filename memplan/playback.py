@@ -15,11 +15,17 @@ from memplan.tape import SAME, VIEW, Mode, Node, Tape, Value, Weight
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A point of backward: the bytes alive there, as far as the tape knows them."""
+    """A point of backward: the bytes alive there, as far as the tape knows them.
+
+    Attributes:
+        communication: How many of the form's constant temporaries are gathered weights and reduced
+            gradients of several GPUs.
+    """
 
     name: str
     operation: str
     form: Form
+    communication: int = 0
 
 
 def play_backward(tape: Tape, output: Value, mode: Mode, held: Sequence[Value] = ()) -> list[Instant]:

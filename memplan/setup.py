@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
+from memplan.parallel import parallel_problems, parallel_refusals
 from memplan.training.config import MAXIMUM_TOKENS, Offload, Parallel, TrainingConfig
 from memplan.training.kernels import KernelProfile
 from memplan.units import parse_bytes
@@ -79,6 +80,11 @@ class TrainingSetup:
         return self.config.adapter is None and self.format_names["hidden_matrix"] not in FLOAT_BYTES
 
     @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states lie in host memory, so that the bundled optimizer steps."""
+        return self.config.offload.optimizer_states == "cpu"
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream, which autocast leaves in fp32."""
         return 4 if self.autocast else self.compute_bytes
@@ -104,6 +110,13 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     _refuse_unmodelled(config, place)
     format_names = {role: _format_name(config, role) for role in ROLES}
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
+    if config.offload.optimizer_states == "cpu":
+        _refuse_offloading(config, optimizer_names.values(), catalog, place)
+    if config.parallel != Parallel():
+        used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
+        named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
+        for path, text in parallel_refusals(config, named, FLOAT_BYTES, used):
+            raise CannotAnswerError(f"{place(path)}: {text}")
     return TrainingSetup(
         name=name,
         config=config,
@@ -144,6 +157,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     yield from _numbers(config)
     yield from _names(config, catalog)
     yield from _contradictions(config)
+    yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
 
@@ -234,10 +248,40 @@ def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
 
 
 def _refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
-    for key, default in (("parallel", Parallel()), ("offload", Offload())):
-        value = getattr(config, key)
-        for name in default.__dataclass_fields__:
-            given = getattr(value, name)
-            if given != getattr(default, name):
-                what = "sharding over several devices" if key == "parallel" else "offloading to the host"
-                raise CannotAnswerError(f"{place((key, name))}: {given} is not supported: {what} is not modelled yet")
+    for name in Offload.__dataclass_fields__:
+        given = getattr(config.offload, name)
+        if given != getattr(Offload(), name) and name != "optimizer_states":
+            path = ("offload", name)
+            raise CannotAnswerError(
+                f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
+            )
+
+
+def is_bundled(entry: Optimizer) -> bool:
+    """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
+    return entry.algorithm in ("adamw", "muon") and entry.step != "in-place"
+
+
+def _refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog: Catalog, place: Where) -> None:
+    """Refuse states in host memory where the bundled optimizer, which alone keeps them there, does not step.
+
+    Raises:
+        CannotAnswerError: Another optimizer would have to.
+    """
+    where = place(("offload", "optimizer_states"))
+    used = {name: catalog.optimizers[name] for name in optimizers}
+    for name, entry in used.items():
+        if not is_bundled(entry):
+            able = ", ".join(key for key, other in catalog.optimizers.entries.items() if is_bundled(other))
+            raise CannotAnswerError(
+                f"{where}: cpu is not supported with {name}: only the bundled optimizer keeps states in host memory ({able})"
+            )
+    if config.master_weights != "none":
+        raise CannotAnswerError(
+            f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
+        )
+    muon = any(entry.algorithm == "muon" for entry in used.values())
+    if muon and config.kernels.profile().newton_schulz == "torch":
+        raise CannotAnswerError(
+            f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
+        )

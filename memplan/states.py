@@ -9,6 +9,7 @@ from functools import lru_cache
 from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.setup import FLOAT_BYTES, TrainingSetup
+from memplan.sharding import held
 from memplan.units import ceil_div
 
 
@@ -25,7 +26,7 @@ class TensorStates:
         formed_bytes: Gradient as backward forms it.
         gradient_bytes: Gradient as it is kept.
         state_bytes: Optimizer states on the device.
-        host_bytes: Optimizer states on the host (step counters).
+        host_bytes: Optimizer states on the host: step counters, and all where they are offloaded.
         element_bytes: Bytes of an element as operations read it: its own, or decoded.
         copy_bytes: Copy of the weight in the compute dtype that a product needs; 0 for none.
         optimizer_name: Optimizer that takes it.
@@ -83,9 +84,7 @@ def tensor_states(setup: TrainingSetup, tensor: ParameterTensor, frozen: bool) -
     if setup.gradient is not None:
         stored = elements * setup.gradient.element_bytes + setup.gradient.tensor_bytes
     optimizer = setup.optimizers[tensor.role]
-    device, host = (
-        (0, 0) if frozen else state_bytes(optimizer, tensor.shape, own_bytes, setup.profile.optimizer == "fused")
-    )
+    device, host = (0, 0) if frozen else _placed_bytes(setup, optimizer, tensor.shape, own_bytes)
     return TensorStates(
         tensor=tensor,
         format_name=name,
@@ -140,6 +139,14 @@ def state_bytes(optimizer: Optimizer, shape: tuple[int, ...], own_bytes: int, fu
     return _slots_bytes(optimizer.exempt_slots if exempt else optimizer.slots, shape, own_bytes, fused)
 
 
+def _placed_bytes(
+    setup: TrainingSetup, optimizer: Optimizer, shape: tuple[int, ...], own_bytes: int
+) -> tuple[int, int]:
+    """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
+    device, host = state_bytes(optimizer, shape, own_bytes, setup.profile.optimizer == "fused")
+    return (0, device + host) if setup.offloads_states else (device, host)
+
+
 def slot_bytes(slot: StateSlot, shape: tuple[int, ...], own_bytes: int) -> int:
     """Return the bytes of one state tensor.
 
@@ -183,9 +190,9 @@ class ModelStates:
 
 
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
-    """Return the states of a model under a setup; with adapters, its own tensors are frozen."""
+    """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
     frozen = setup.config.adapter is not None
-    tensors = [tensor_states(setup, tensor, frozen) for tensor in inventory]
+    tensors = [tensor_states(setup, tensor, frozen) for tensor in held(inventory, setup.config.parallel)]
     tensors += [_adapter_states(setup, tensor) for tensor in adapters]
     shared = {t.optimizer_name: t.optimizer.shared_bytes for t in tensors if t.trainable}
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
@@ -207,7 +214,7 @@ def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStat
     width = FLOAT_BYTES[adapter.dtype]
     role: Role = "hidden_matrix" if len(tensor.shape) > 1 else "norm"
     optimizer = setup.optimizers[role]
-    device, host = state_bytes(optimizer, tensor.shape, width, setup.profile.optimizer == "fused")
+    device, host = _placed_bytes(setup, optimizer, tensor.shape, width)
     size = tensor.elements * width
     return TensorStates(
         tensor,

@@ -11,6 +11,7 @@ from memplan.chunks import (
     COLUMN_CHUNK,
     chunk_elements,
     moment_chunk_bytes,
+    staged_bytes,
     weight_chunk_bytes,
 )
 from memplan.setup import FLOAT_BYTES, TrainingSetup
@@ -136,7 +137,7 @@ def _update(setup: TrainingSetup, group: list[TensorStates], alone: bool) -> Tem
     if optimizer.algorithm == "muon":
         return max((_muon(setup, entry) for entry in group), key=_size)
     if optimizer.step == "tensor" or any(_mixed(setup, entry) for entry in group):
-        return max((_chunked(entry) for entry in group), key=_size)
+        return max((_chunked(setup, entry) for entry in group), key=_size)
     if optimizer.algorithm == "adamw":
         return _adamw(setup, group, alone)
     if optimizer.algorithm == "adafactor":
@@ -163,10 +164,12 @@ def _with_masters(setup: TrainingSetup, group: list[TensorStates], alone: bool) 
 
 
 def _mixed(setup: TrainingSetup, entry: TensorStates) -> bool:
-    """Whether states, weight or kept gradient differ in dtype, so that torch's own AdamW cannot run.
+    """Whether torch's own AdamW cannot run: states, weight or kept gradient differ in dtype, or states are offloaded.
 
     The bundled optimizer runs then, tensor by tensor.
     """
+    if setup.offloads_states:
+        return True
     own = FLOAT_BYTES.get(entry.format_name)
     slots = (s for s in entry.optimizer.slots if s.layout == "elementwise" and not s.as_parameter)
     widths = {slot.block_bytes for slot in slots}
@@ -222,7 +225,8 @@ def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
         Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
         where the gradient is bf16 and serves as workspace, else 2 m n. Newton-Schulz takes
         ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. ``torch``:
-        6 m n + 4 m^2 for bf16 gradients, 8 m n + 4 m^2 for fp32 ones, and nothing else.
+        6 m n + 4 m^2 for bf16 gradients, 8 m n + 4 m^2 for fp32 ones, and nothing else. The momentum's
+        chunk includes two stretches of a momentum in host memory.
 
     Source:
         memplan/muon/byte_model.py, measured; torch.optim.Muon 2.13, measured.
@@ -238,19 +242,21 @@ def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     extra = " + 2 m n" if own else ""
     squares, chunks = (2, 1) if kind == "fast" else (1, 2)
     newton_schulz = 2 * squares * m * m + 2 * chunks * m * c
-    chunk = max(moment_chunk_bytes(entry), weight_chunk_bytes(entry))
+    k = chunk_elements(entry.tensor.elements, entry.optimizer.slots[0].block_elements)
+    staged = staged_bytes(entry, k) if setup.offloads_states else 0
+    chunk = max(moment_chunk_bytes(entry) + staged, weight_chunk_bytes(entry))
     if chunk > newton_schulz:
         return Temporaries(own + chunk, f"momentum and weight in chunks of {CHUNK_ELEMENTS:,} elements{extra}")
     text = f"{2 * squares} m^2 + {2 * chunks} m c{extra}, m = {m}, n = {n}, c = {c}"
     return Temporaries(own + newton_schulz, text)
 
 
-def _chunked(entry: TensorStates) -> Temporaries:
+def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     """Return the scratch memory of the bundled AdamW, which goes through a tensor in chunks of k elements.
 
     Formula:
         fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights
-        that are not fp32.
+        that are not fp32. Moments in host memory: two stretches of k elements of each besides.
 
     Source:
         memplan/muon/byte_model.py, measured.
@@ -262,7 +268,11 @@ def _chunked(entry: TensorStates) -> Temporaries:
     k = chunk_elements(entry.tensor.elements, block)
     moments = 4 * k if width == 4 and block == 1 else 12 * k + (k // 32 if block > 1 else 0)
     weight = weight_chunk_bytes(entry) - 4 * chunk_elements(entry.tensor.elements, 1)
-    return Temporaries(moments + max(0, weight), f"the largest tensor in chunks of {k:,} elements")
+    staged = staged_bytes(entry, k) if setup.offloads_states else 0
+    text = f"the largest tensor in chunks of {k:,} elements"
+    return Temporaries(
+        moments + max(0, weight) + staged, f"{text}, and two stretches of its states" if staged else text
+    )
 
 
 FOREACH_CHUNK_ELEMENTS = 2**16

@@ -7,7 +7,7 @@ import typer
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.profile import ProfileOption, with_profile
-from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, require_one_device
+from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 
 
 def explain_command(
@@ -44,11 +44,10 @@ def explain_command(
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
     found = find_model(model, shapes, catalog)
     named = gpu if gpu is not None or gpu_memory is not None else "rtx4090"
-    device = with_profile(find_device(named, gpu_memory, gpus, catalog), profile)
-    require_one_device(gpus)
+    device = with_profile(find_device(named, gpu_memory, 1, catalog), profile)
     setup = find_setup(
         "bf16-adamw" if config is None else config,
-        Overrides(batch, length, checkpointing, tuple(settings or ())),
+        Overrides(batch, length, checkpointing, tuple(settings or ()), gpus),
         catalog,
         found,
     )

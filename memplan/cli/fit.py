@@ -7,7 +7,7 @@ import typer
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.profile import ProfileOption, with_profile
-from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, require_one_device
+from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 from memplan.errors import MemplanError
 
 
@@ -45,9 +45,8 @@ def fit_command(
     catalog = open_catalog(catalog_path)
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
     found = find_model(model, shapes, catalog)
-    device = with_profile(find_device(gpu, gpu_memory, gpus, catalog), profile)
-    require_one_device(gpus)
-    overrides = Overrides(batch, length, checkpointing, tuple(settings or ()))
+    device = with_profile(find_device(gpu, gpu_memory, 1, catalog), profile)
+    overrides = Overrides(batch, length, checkpointing, tuple(settings or ()), gpus)
     setups, left_out = [], []
     for name in [config] if config is not None else list(catalog.configs):
         try:
@@ -56,6 +55,11 @@ def fit_command(
             if config is not None or (name == list(catalog.configs)[-1] and not setups):
                 raise
             left_out.append(f"{name}: {error}")
+    if gpus > 1 and left_out:
+        names = ", ".join(line.partition(":")[0] for line in left_out)
+        left_out = [
+            f"{names}: not planned with zero_stage 3; --config NAME says why, --set parallel.zero_stage=0 replicates"
+        ]
     from memplan.report.fit import fit_document
 
     document = fit_document(

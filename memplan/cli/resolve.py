@@ -24,11 +24,12 @@ from memplan.model.model import Model
 from memplan.planner import Device
 from memplan.setup import Path as KeyPath
 from memplan.setup import TrainingSetup, config_problems, resolve
+from memplan.sharding import FULLY_SHARDED
 from memplan.units import parse_bytes
 from memplan.validation import validate
 
 if TYPE_CHECKING:
-    from memplan.training.config import TrainingConfig
+    from memplan.training.config import Parallel, TrainingConfig
 
 
 def open_catalog(extra: Path | None) -> Catalog:
@@ -142,12 +143,17 @@ def read_model_file(path: Path, catalog: Catalog) -> Model:
 # ------------------------------------------------------------------ training setups
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the command line changes in a training config."""
+    """What the command line changes in a training config.
+
+    Attributes:
+        gpus: GPUs that share the work; a config that says nothing of it is sharded over them.
+    """
 
     batch: int | None = None
     length: int | None = None
     checkpointing: str | None = None
     settings: tuple[str, ...] = field(default=())
+    gpus: int = 1
 
 
 def find_setup(name: str, overrides: Overrides, catalog: Catalog, model: Model | None = None) -> TrainingSetup:
@@ -163,6 +169,8 @@ def find_setup(name: str, overrides: Overrides, catalog: Catalog, model: Model |
         "activation_checkpointing": overrides.checkpointing and str(overrides.checkpointing),
     }
     changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
+    if overrides.gpus > 1:
+        changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
     positions = model.spec.learned_positions if model is not None and not _is_file(name) else 0
     if (
         0 < positions < config.sequence_length
@@ -179,6 +187,47 @@ def find_setup(name: str, overrides: Overrides, catalog: Catalog, model: Model |
 
     setup = resolve(replace(config, **changes), catalog, name if name != "-" else "stdin", where)
     return replace(setup, changed=True) if overrides.settings else setup
+
+
+def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
+    """Return how so many GPUs share the work: as the config says, else with everything sharded.
+
+    Raises:
+        InvalidFileError: The config is for another number of GPUs.
+    """
+    if parallel.data not in (1, gpus):
+        raise InvalidFileError(
+            [f"--gpus {gpus}: the config is for parallel.data {parallel.data}; give the same number"]
+        )
+    said = parallel.data > 1 or ("parallel", "zero_stage") in given
+    return replace(parallel, data=gpus, zero_stage=parallel.zero_stage if said else FULLY_SHARDED)
+
+
+def parallels(parallel: Parallel, gpus: int, *, fixed: bool) -> tuple[Parallel, ...]:
+    """Return the ways in which so many GPUs may share the work: what a config says, else sharded and replicated.
+
+    Args:
+        parallel: What the config says.
+        gpus: ``--gpus``, or 1.
+        fixed: Whether the stage was set on the command line.
+    """
+    if gpus == 1 or fixed or parallel.data > 1:
+        given: set[KeyPath] = {("parallel", "zero_stage")} if fixed else set()
+        return (parallel if gpus == 1 else _shared_out(parallel, gpus, given),)
+    return tuple(replace(parallel, data=gpus, zero_stage=stage) for stage in (FULLY_SHARDED, 0))
+
+
+def require_one_gpu(setup: TrainingSetup, command: str) -> TrainingSetup:
+    """Return a setup that one device runs.
+
+    Raises:
+        CannotAnswerError: It is for several.
+    """
+    if setup.config.parallel.data > 1:
+        raise CannotAnswerError(
+            f"parallel.data: {command} runs on one device; memplan trace follows one GPU of several"
+        )
+    return setup
 
 
 def _is_file(name: str) -> bool:
@@ -330,14 +379,6 @@ def _closest_entry(name: str, total: int, catalog: Catalog) -> Gpu:
         if same and abs(entry.memory_bytes - total) < 2**30:
             return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, total))
     return replace(custom_gpu(total, "its driver's total"), name=name)
-
-
-def require_one_device(count: int) -> None:
-    """Refuse several devices where sharding would have to be known."""
-    if count > 1:
-        raise CannotAnswerError(
-            f"--gpus {count}: sharding over several devices is not modelled yet; memplan where and memplan max answer for pooled memory"
-        )
 
 
 __all__ = [

@@ -11,8 +11,9 @@ import typer
 
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
-from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, require_one_device
+from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, parallels
 from memplan.errors import InvalidFileError
+from memplan.units import parse_bytes
 
 _SEARCH = "Search"
 BASE = "bf16-adamw"
@@ -22,8 +23,8 @@ KeepOption = Annotated[
     typer.Option(
         "--keep",
         metavar="AXIS",
-        help="Keep what the config says of: weights, master, gradients, lifetime, optimizer, checkpointing, kernels, "
-        "batch, accumulation; repeatable. A key given by --set is kept anyway.",
+        help="Keep what the config says of: weights, master, gradients, lifetime, optimizer, offload, checkpointing, "
+        "kernels, batch, accumulation; repeatable. A key given by --set is kept anyway.",
         rich_help_panel=_SEARCH,
     ),
 ]
@@ -42,6 +43,15 @@ MinStepBatchOption = Annotated[
 ]
 MinSequenceOption = Annotated[
     int, typer.Option("--min-sequence", min=1, max=2**30, help="Least tokens per sequence.", rich_help_panel=_SEARCH)
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Most host memory for optimizer states, such as 32GiB or 0B.",
+        rich_help_panel=_SEARCH,
+    ),
 ]
 ExperimentalOption = Annotated[
     bool, typer.Option("--experimental", help="Use experimental settings too.", rich_help_panel=_SEARCH)
@@ -70,6 +80,7 @@ def suggest_command(
     min_batch: MinBatchOption = 1,
     min_step_batch: MinStepBatchOption = None,
     min_sequence: MinSequenceOption = 1,
+    host_memory: HostMemoryOption = None,
     experimental: ExperimentalOption = False,
     most: MostOption = 5,
     save: SaveOption = None,
@@ -100,8 +111,7 @@ def suggest_command(
     catalog = open_catalog(catalog_path)
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
     found = find_model(model, shapes, catalog)
-    device = find_device(gpu, gpu_memory, gpus, catalog)
-    require_one_device(gpus)
+    device = find_device(gpu, gpu_memory, 1, catalog)
     overrides = Overrides(batch, length, checkpointing, tuple(settings or ()))
     base = find_setup(BASE if config is None else config, overrides, catalog, found).config
     from memplan.report.suggest import suggest_document
@@ -110,7 +120,8 @@ def suggest_command(
     given = [tuple(setting.partition("=")[0].strip().split(".")) for setting in settings or ()]
     given += [("micro_batch_size",)] if batch is not None else []
     given += [("activation_checkpointing",)] if checkpointing is not None else []
-    own = 1 if config is None else base.micro_batch_size * base.gradient_accumulation_steps
+    shared = parallels(base.parallel, gpus, fixed=("parallel", "zero_stage") in given)
+    own = 1 if config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
     request = Request(
         base=base,
         keep=tuple(dict.fromkeys((*(keep or ()), *axes_of(given)))),
@@ -120,6 +131,8 @@ def suggest_command(
         experimental=experimental,
         strict=strict,
         most=most,
+        host_bytes=None if host_memory is None else parse_bytes(host_memory),
+        parallels=shared,
     )
     document = suggest_document(suggestions(found, request, device, catalog), catalog, unit_text(units))
     if save is not None:

@@ -109,6 +109,10 @@ def _traced(request: TraceRequest, catalog: Catalog) -> _Traced:
             if request.hf is None:
                 raise
     setup = find_setup(request.config, overrides, catalog, model)
+    if setup.config.parallel.data > 1 and (request.module is not None or request.hf is not None):
+        raise CannotAnswerError(
+            "parallel.data: several GPUs are traced with models of the catalog only, not with --hf or --module"
+        )
     _note(request, "loading torch")
     if request.module is not None:
         from memplan.lab.modules import trace_module
@@ -165,7 +169,7 @@ def _write_timeline(traced: _Traced, path: Path) -> None:
 # ------------------------------------------------------------------ the document
 def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
     """Return the requested components of a plan at its peak."""
-    outside = ("library_workspaces", "allocator_reserve", "device_context")
+    outside = ("library_workspaces", "allocator_reserve", "device_context", "nccl_buffers")
     return {c.name: c.bytes for c in components(plan) if c.name not in outside}
 
 
@@ -187,8 +191,9 @@ def _document(traced: _Traced, request: TraceRequest, unit: str) -> Document:
 
 def _heading(traced: _Traced) -> str:
     config = traced.setup.config
+    of = f" of one GPU of {config.parallel.data}" if config.parallel.data > 1 else ""
     return (
-        f"{traced.title}, {traced.setup.name}: one steady-state step, traced on tensors without memory\n"
+        f"{traced.title}, {traced.setup.name}: one steady-state step{of}, traced on tensors without memory\n"
         f"micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, accumulation "
         f"{config.gradient_accumulation_steps}, checkpointing {config.activation_checkpointing}"
     )
@@ -263,6 +268,8 @@ def _totals_table(traced: _Traced, unit: str) -> Table:
         ),
         ("device", format_bytes(replayed.reserved_peak_bytes + CONTEXT_EXPECTED_BYTES, unit), "with the CUDA context"),
     ]
+    if traced.setup.offloads_states:
+        rows.append(("host", format_bytes(traced.trace.host_bytes, unit), "optimizer states in pinned host memory"))
     return Table(("total", ">bytes", "meaning"), tuple(rows))
 
 
@@ -338,6 +345,7 @@ def _data(traced: _Traced, request: TraceRequest) -> dict[str, Any]:
         },
         "library_workspace_bytes": workspaces,
         "persistent_bytes": trace.persistent_bytes,
+        "host": {"bytes": trace.host_bytes},
         "events": len(trace.events),
         "survives": traced.on_device.survives if traced.on_device else None,
         "retries": traced.on_device.retries if traced.on_device else 0,

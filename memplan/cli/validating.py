@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
-from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup
+from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup, require_one_gpu
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.report.document import Document
 from memplan.report.validation import Facts, calibration_document, measured_document, plan_document, replay_document
@@ -125,6 +125,7 @@ def _task(request: ValidateRequest, device: str, catalog: Catalog) -> Task:
         model, scale = find_model(request.model, request.shapes, catalog), Scale()
         name = model.spec.name
     setup = find_setup(request.config, _overrides(request, device, scale), catalog, model)
+    require_one_gpu(setup, "memplan validate")
     conf = request.alloc_conf or ("expandable_segments:True" if setup.config.allocator == "expandable" else "")
     return Task(
         name, scale, model, setup, device, request.steps, conf if device == "cuda" else "", history=device == "cuda"

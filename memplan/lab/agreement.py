@@ -20,7 +20,7 @@ from memplan.model.model import Model
 from memplan.model.spec import LayerRun
 from memplan.planner import CompiledPlan, Device
 from memplan.setup import resolve
-from memplan.training.config import Adapter, Gradients, TrainingConfig
+from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.training.kernels import Kernels
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
@@ -53,6 +53,11 @@ LLAMA_CASES: Mapping[str, Mapping[str, Any]] = {
     "momentum": {"optimizer": {"default": "sgd-momentum"}},
     "8-bit states": {"optimizer": {"default": "adamw-8bit-bnb"}},
     "accumulation": {"gradient_accumulation_steps": 3},
+    "chunked loss, released": {
+        "kernels": Kernels(loss="chunked"),
+        "gradients": Gradients(lifetime="layer"),
+        "activation_checkpointing": "full",
+    },
     "zero-filled gradients": {"zero_gradients": "fill"},
     "clipping": {"clip_gradients": True},
     "evaluation": {"evaluation": True},
@@ -79,7 +84,8 @@ class Agreement:
     """Formula and trace of one configuration.
 
     Attributes:
-        differences: Bytes by which the formula exceeds the trace, for instants where it does not agree.
+        differences: Bytes by which the formula exceeds the trace, for instants where it does not agree, and for
+            states in host memory under ``host``.
     """
 
     name: str
@@ -110,6 +116,25 @@ STORING_CASES: Mapping[str, Mapping[str, Any]] = {
 }
 """What a model with a head of its own, and one whose head is its embedding, are traced with."""
 
+OFFLOADED_CASES: Mapping[str, Mapping[str, Any]] = {
+    "AdamW in bf16": {},
+    "AdamW in fp32": {"optimizer": {"default": "adamw-fp32"}},
+    "AdamW in int8": {"optimizer": {"default": "adamw-int8"}},
+    "Muon in fp32": {"optimizer": {"default": "muon-fp32"}},
+    "Muon in int8": {"optimizer": {"default": "muon-int8"}},
+    "Muon in int4": {"optimizer": {"default": "muon-int4"}},
+    "accumulation": {"optimizer": {"default": "muon-int8"}, "gradient_accumulation_steps": 3},
+    "clipping": {"optimizer": {"default": "adamw-int8"}, "clip_gradients": True},
+    "released": {"optimizer": {"default": "muon-int4"}, "gradients": Gradients(lifetime="layer")},
+    "autocast": AUTOCAST,
+    "adapters": {"adapter": Adapter()},
+    "codes": {
+        "weights": {"hidden_matrix": "q4-0", "default": "q8-0", "norm": "fp32"},
+        "optimizer": {"default": "muon-int4"},
+    },
+}
+"""What states in host memory are traced with, on a model with a head of its own and on one without."""
+
 
 def grid(catalog: Catalog) -> Iterator[tuple[str, Model, TrainingConfig]]:
     """Yield (name, model, config) of every configuration."""
@@ -126,6 +151,9 @@ def grid(catalog: Catalog) -> Iterator[tuple[str, Model, TrainingConfig]]:
         model = cut_model(name, catalog)
         for case, keys in STORING_CASES.items():
             yield f"{name}, {case}", model, _config(keys, *BATCHES[0])
+        for case, keys in OFFLOADED_CASES.items():
+            offloaded = {**keys, "offload": Offload(optimizer_states="cpu")}
+            yield f"{name}, offloaded states, {case}", model, _config(offloaded, *BATCHES[0])
     for name in WHOLE:
         model = cut_model(name, catalog, layers=10**6)
         for shipped in ("bf16-adamw", "mixed-adamw", "lora"):
@@ -170,6 +198,8 @@ def compare(name: str, model: Model, config: TrainingConfig, catalog: Catalog) -
         for instant, size in trace.instant_bytes.items()
         if instant in formula and formula[instant] != size
     }
+    if plan.host_bytes != trace.host_bytes:
+        differences["host"] = plan.host_bytes - trace.host_bytes
     return Agreement(name, model.spec.architecture, plan.requested_bytes, trace.peak_bytes, differences)
 
 

@@ -27,7 +27,8 @@ def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) 
     events = _events(recorder, storages)
     marks = [(position, name) for position, name, _ in recorder.marks[recorder.steady_mark :]]
     steady_from = recorder.steady_from
-    return Trace(storages, events, steady_from, _instants(events, storages, steady_from, marks), notes)
+    instants = _instants(events, storages, steady_from, marks)
+    return Trace(storages, events, steady_from, instants, notes, recorder.host_bytes)
 
 
 def _outliving(recorder: Recorder, births: dict[int, int], deaths: dict[int, int]) -> set[int]:

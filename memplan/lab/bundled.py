@@ -47,8 +47,14 @@ class MetaMuon(Muon):
     """The bundled optimizer without what needs numbers: the check for overflow and random seeds.
 
     Where tensors have no memory, only the first of several weights of one shape is updated:
-    the others would take and give back the same memory again.
+    the others would take and give back the same memory again. Offloaded states then pass through
+    as many buffers as they would on the device that is traced.
     """
+
+    staged = 0
+
+    def _buffers_on(self, device: torch.device) -> int:
+        return self.staged if device.type == "meta" else super()._buffers_on(device)
 
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
@@ -74,17 +80,24 @@ class MetaMuon(Muon):
 
 
 class BundledUpdate:
-    """What steps some of the weights by the bundled optimizer."""
+    """What steps some of the weights by the bundled optimizer.
+
+    Attributes:
+        on_host: Whether its states are offloaded.
+    """
 
     note = ""
 
-    def __init__(self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile) -> None:
+    def __init__(
+        self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
+    ) -> None:
         stored = {weight.keeps for weight in weights if weight.keeps != _own_dtype(weight)}
         formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
         keeps = next((formats[dtype] for dtype in stored if dtype is not None), None)
         options = _options(name, entry, profile)
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **options}
-        self.optimizer = MetaMuon([group], gradient_format=keeps)
+        self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
+        self.optimizer.staged, self.on_host = staged, staged > 0
         for weight, (handle, _) in zip(weights, self.optimizer.handles(), strict=True):
             weight.store = handle.store
 

@@ -55,6 +55,9 @@ class Marker:
     def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
         """Do nothing."""
 
+    def on_host(self, tensor: Tensor) -> None:
+        """Do nothing: the CPU's allocator cannot tell host from device."""
+
 
 def cpu_peaks(model: Model, setup: TrainingSetup, *, steps: int = 2) -> dict[str, int]:
     """Return the greatest need of each instant of the last step, measured on this machine's CPU.

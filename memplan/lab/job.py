@@ -11,8 +11,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from memplan.lab.gradients import Trained
 from memplan.lab.optimizers import Update, update_of
-from memplan.lab.options import TORCH_DTYPES, Probe
+from memplan.lab.options import TORCH_DTYPES, Probe, Target
 from memplan.lab.trace import LATER_MICRO_STEP, Component
+from memplan.muon.offload import buffers_on
 from memplan.setup import TrainingSetup
 
 
@@ -30,6 +31,9 @@ class Watcher(Probe, Protocol):
 
     def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
         """Book the storage of ``tensor`` under ``component``."""
+
+    def on_host(self, tensor: Tensor) -> None:
+        """Note that the storage of ``tensor`` stands for host memory, whatever its device is called."""
 
 
 class _Graded:
@@ -52,13 +56,17 @@ class Job:
         setup: The training setup.
         trained: The weights that are trained, in the order of the model.
         device: ``meta`` to trace, ``cpu`` or ``cuda`` to run.
+        target: Whose kernels run.
 
     Attributes:
         notes: What the job leaves out, one sentence each.
     """
 
-    def __init__(self, model: nn.Module, setup: TrainingSetup, trained: list[Trained], device: str) -> None:
+    def __init__(
+        self, model: nn.Module, setup: TrainingSetup, trained: list[Trained], device: str, target: Target = "cuda"
+    ) -> None:
         self.model, self.setup, self.config, self.device = model, setup, setup.config, device
+        self.staged = buffers_on(torch.device(target)) if setup.offloads_states else 0
         self.trained = trained
         self.masters = self._copies(self.config.master_weights)
         self.average = self._copies(self.config.weight_average)
@@ -98,7 +106,7 @@ class Job:
             items, name = [self.trained[index] for index in members], key.split()[0]
             entry = self.setup.optimizers[items[0].role]
             masters = [self.masters[index] for index in members] if self.masters else []
-            found.append((items, update_of(name, entry, items, self.setup.profile, masters)))
+            found.append((items, update_of(name, entry, items, self.setup.profile, masters, self.staged)))
         return found
 
     def _follows_muon(self, group: tuple[str, list[int]]) -> bool:
@@ -113,6 +121,9 @@ class Job:
             watcher.mark(tensor, "buffers")
         for tensor in self.masters:
             watcher.mark(tensor, "master_weights")
+        for _, update in self.updates:
+            for tensor, _ in update.states() if update.on_host else ():
+                watcher.on_host(tensor)
         owners = {id(item): update for items, update in self.updates for item in items}
         alone = self.config.gradients.lifetime == "layer"
 

@@ -56,12 +56,11 @@ class Experts(nn.Module):
         self._down = Weight((experts, *down), "expert_matrix", run, device)
         self._up.register(self, "gate_up_proj")
         self._down.register(self, "down_proj")
-        self._biases: tuple[Tensor, ...] = ()
+        self._biases: tuple[str, ...] = ()
         if part.expert_bias:
             for name, width in (("gate_up_proj_bias", 2 * inner), ("down_proj_bias", hidden)):
-                bias = parameter((experts, width), "bias", run, device)
-                self.register_parameter(name, bias)
-                self._biases += (bias,)
+                self.register_parameter(name, parameter((experts, width), "bias", run, device))
+                self._biases += (name,)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, (tokens, hidden)."""
@@ -85,7 +84,7 @@ class Experts(nn.Module):
         stored = (self._up, self._down)[which]
         out = stored.grouped_product(rows, offsets, transposed=self.part.transposed)
         if self._biases:
-            bias = self.run.lowered(self._biases[which])[experts]
+            bias = self.run.lowered(self.get_parameter(self._biases[which]))[experts]
             # Selective checkpointing keeps the product and forbids changing it in place.
             out = out + bias if self.run.options.checkpointing == "selective" else out.add_(bias)
         return out

@@ -25,9 +25,15 @@ _FLOAT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 class Update(Protocol):
-    """What steps some of the weights."""
+    """What steps some of the weights.
+
+    Attributes:
+        note: What of it is not traced.
+        on_host: Whether all its states lie in host memory, whatever device their tensors name.
+    """
 
     note: str
+    on_host: bool
 
     def step(self) -> None:
         """Update the weights from their gradients."""
@@ -55,6 +61,7 @@ class TorchUpdate:
     """One of torch's own optimizers."""
 
     note = ""
+    on_host = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -72,7 +79,10 @@ class TorchUpdate:
 class StatesOnly:
     """States of a catalog entry, byte for byte, whose update allocates nothing here."""
 
-    def __init__(self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], *, fused: bool) -> None:
+    def __init__(
+        self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], *, fused: bool, on_host: bool = False
+    ) -> None:
+        self.on_host = on_host
         self.note = "" if entry.step == "in-place" else f"temporaries of the {name} update are not traced"
         self._states = [item for weight in weights for item in _state_tensors(entry, weight, fused)]
         if entry.shared_bytes:
@@ -93,10 +103,9 @@ def _state_tensors(entry: OptimizerEntry, weight: Trained, fused: bool) -> Itera
     for slot in entry.exempt_slots if exempt else entry.slots:
         if slot.dimensions == ("more" if len(weight.shape) < 2 else "one"):
             continue
-        if slot.device == "host" or (slot.device == "device-if-fused" and not fused):
-            continue
-        size = _slot_bytes(slot, weight)
-        yield torch.empty(size, dtype=torch.uint8, device=weight.tensor.device), slot.name
+        aside = slot.device == "host" or (slot.device == "device-if-fused" and not fused)
+        device = torch.device("cpu") if aside else weight.tensor.device
+        yield torch.empty(_slot_bytes(slot, weight), dtype=torch.uint8, device=device), slot.name
 
 
 def _slot_bytes(slot: StateSlot, weight: Trained) -> int:
@@ -113,7 +122,12 @@ def _slot_bytes(slot: StateSlot, weight: Trained) -> int:
 
 
 def update_of(
-    name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile, masters: Sequence[Tensor]
+    name: str,
+    entry: OptimizerEntry,
+    weights: Sequence[Trained],
+    profile: KernelProfile,
+    masters: Sequence[Tensor],
+    staged: int = 0,
 ) -> Update:
     """Return what steps ``weights`` under the optimizer called ``name``.
 
@@ -123,10 +137,15 @@ def update_of(
         weights: The weights that it takes.
         profile: Says which of torch's implementations runs.
         masters: Master weights, which are updated in the weights' place; empty for none.
+        staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they lie on the device.
     """
     tensors = list(masters) or [weight.tensor for weight in weights]
     ways: dict[str, Any] = {"foreach": profile.optimizer == "foreach", "fused": profile.optimizer == "fused"}
-    if all(tensor.dtype in _FLOAT_BYTES for tensor in tensors) and (masters or all(map(_plain, weights))):
+    if (
+        not staged
+        and all(tensor.dtype in _FLOAT_BYTES for tensor in tensors)
+        and (masters or all(map(_plain, weights)))
+    ):
         same_width = _state_width(entry) == {tensor.element_size() for tensor in tensors}
         if entry.algorithm == "adamw" and entry.step == "torch" and same_width:
             return TorchUpdate(AdamW(tensors, lr=LEARNING_RATE, **ways))
@@ -138,8 +157,8 @@ def update_of(
         if entry.algorithm == "muon" and profile.newton_schulz == "torch" and all(t.ndim == 2 for t in tensors):
             return TorchUpdate(Muon(tensors, lr=LEARNING_RATE))
     if not masters and is_bundled(name, entry, weights, profile):
-        return BundledUpdate(name, entry, weights, profile)
-    return StatesOnly(name, entry, weights, fused=profile.optimizer == "fused")
+        return BundledUpdate(name, entry, weights, profile, staged)
+    return StatesOnly(name, entry, weights, fused=profile.optimizer == "fused", on_host=staged > 0)
 
 
 def _plain(weight: Trained) -> bool:

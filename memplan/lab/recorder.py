@@ -56,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._skipped = {__file__, *skipped_files}
         self._user_code: dict[CodeType, bool] = {}
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}
+        self._host: dict[int, torch.UntypedStorage] = {}
         self._spans: list[int] = []
         self._backward = False
         self._with_workspace: set[bool] = set()
@@ -102,10 +103,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
         """Book the storage of ``tensor`` under ``component``."""
+        if component == "optimizer_states" and tensor.device.type != self._device:
+            self.on_host(tensor)
         index = self._see(tensor, "given")
         if index is not None:
             self.records[index].component = component
             self.records[index].name = name or self.records[index].name
+
+    def on_host(self, tensor: Tensor) -> None:
+        """Leave the storage of ``tensor`` out: it stands for host memory, whatever its device is called.
+
+        The storage is held, so that no other can take its place.
+        """
+        storage = tensor.untyped_storage()
+        self._host[storage._cdata] = storage
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of optimizer states in host memory."""
+        return sum(storage.nbytes() for storage in self._host.values())
 
     # What the operators say.
 
@@ -159,6 +175,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in self._host:
+            return None
         known = self._alive.get(key)
         size = storage.nbytes()
         if known is not None:
@@ -210,7 +228,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _called_by_engine() -> bool:
     """Tell whether the operator being dispatched was called by autograd's engine itself."""
     frame: Any = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_TORCH)
+        or frame.f_code.co_name == "__torch_dispatch__"  # of a recorder that extends this one
+    ):
         if frame.f_code.co_name == "_engine_run_backward":
             return True
         frame = frame.f_back

@@ -55,12 +55,16 @@ class Session(Job):
 
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, device: str = "meta", target: Target = "cuda") -> None:
         options = reference_options(setup, spec, target)
-        model = ReferenceModel(spec, options, device)
+        model = self.built(spec, options, device)
         if device != "meta":
             model.initialise()
         config = setup.config
         self.batch = batch_of(spec, options, config.micro_batch_size, config.sequence_length, device)
-        super().__init__(model, setup, list(_trained(model, config.gradients.dtype)), device)
+        super().__init__(model, setup, list(_trained(model, config.gradients.dtype)), device, target)
+
+    def built(self, spec: ModelSpec, options: ReferenceOptions, device: str) -> ReferenceModel:
+        """Return the model."""
+        return ReferenceModel(spec, options, device)
 
     def loss(self) -> Tensor:
         """Return the loss of one micro-batch."""

@@ -28,7 +28,6 @@ class Weight:
     Attributes:
         shape: Its dimensions.
         role: What decides how it is stored.
-        tensor: The parameter, or the codes.
         quantized: Whether ``tensor`` holds codes.
         matrix: The codes as the bundled library handles them; None where it does not have their format.
         trained: Whether backward forms a gradient.
@@ -42,14 +41,24 @@ class Weight:
         stored = run.options.stored_bytes(shape, role)
         self.quantized = stored is not None
         self.matrix: CodedMatrix | None = None
+        self._home: tuple[nn.Module, str] | None = None
         dtype = run.options.weight_dtype(role)
         if stored is not None:
-            self.tensor = torch.empty(stored, dtype=torch.uint8, device=device)
+            self._tensor: Tensor = torch.empty(stored, dtype=torch.uint8, device=device)
             self._anchor = torch.empty(0, requires_grad=self.trained, device=device)
             name = library_format(run.options.coded[role])
-            self.matrix = None if name is None else CodedMatrix(self.tensor, name, shape)
+            self.matrix = None if name is None else CodedMatrix(self._tensor, name, shape)
         else:
-            self.tensor = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=self.trained)
+            self._tensor = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=self.trained)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The codes, or the parameter that stands in the module now: sharding exchanges it."""
+        if self._home is None:
+            return self._tensor
+        module, name = self._home
+        found: Any = module._parameters[name]
+        return found  # type: ignore[no-any-return]
 
     def register(self, module: nn.Module, name: str) -> None:
         """Register the tensor in ``module``, and this weight in the runtime."""
@@ -58,6 +67,7 @@ class Weight:
             self.run.coded[id(self.tensor)] = self
         else:
             module.register_parameter(name, self.tensor)  # type: ignore[arg-type]
+            self._home = (module, name)
 
     def decoded(self) -> Tensor:
         """Return the weight in the compute dtype, as a new tensor; of formats that the library lacks only its size."""

@@ -99,6 +99,7 @@ class Trace:
         steady_from: Index of the first event of the reported step.
         instants: The greatest need of each part of the reported step, in order of appearance.
         notes: What is left out, one sentence each.
+        host_bytes: Optimizer states in host memory, step counters included; in no other figure.
     """
 
     storages: tuple[TracedStorage, ...]
@@ -106,6 +107,7 @@ class Trace:
     steady_from: int
     instants: Mapping[str, Moment]
     notes: tuple[str, ...] = ()
+    host_bytes: int = 0
 
     @cached_property
     def peak_instant(self) -> str:

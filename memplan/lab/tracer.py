@@ -12,6 +12,7 @@ from memplan.lab.trace import Component, Trace, TracedStorage
 from memplan.lab.workspaces import cublas_workspace_bytes
 from memplan.model.model import Model
 from memplan.setup import TrainingSetup
+from memplan.sharding import is_sharded
 
 
 def trace_training(
@@ -23,7 +24,7 @@ def trace_training(
     target: Target = "cuda",
     steps: int = 2,
 ) -> Trace:
-    """Return the trace of a training run on one device, whose last step is reported.
+    """Return the trace of a training run on one device, or on the first of several, whose last step is reported.
 
     Args:
         model: The model.
@@ -36,6 +37,8 @@ def trace_training(
     Raises:
         CannotAnswerError: The config asks for something that cannot be traced.
     """
+    if setup.config.parallel.data > 1:
+        return _one_rank(model, setup, compute_capability, workspaces)
     session = Session(model.spec, setup, target=target)
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
     inside = workspaces and target == "cuda"
@@ -46,6 +49,17 @@ def trace_training(
             recorder.next_step()
             session.step(recorder)
     return assembled(recorder, model.spec.vocab_size, session.notes)
+
+
+def _one_rank(model: Model, setup: TrainingSetup, compute_capability: str | None, workspaces: bool) -> Trace:
+    """Return the trace of one GPU of several; ``torch.distributed`` takes a second to import."""
+    if is_sharded(setup.config.parallel):
+        from memplan.lab.sharded import trace_sharded
+
+        return trace_sharded(model, setup, compute_capability=compute_capability, workspaces=workspaces)
+    from memplan.lab.replicated import trace_replicated
+
+    return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)
 
 
 def peak_by_instant(model: Model, setup: TrainingSetup, *, workspaces: bool = True) -> dict[str, int]:

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memplan.muon.codecs import codec_bytes
 from memplan.muon.errors import OptimizerError
 from memplan.muon.gradients import GRADIENT_FORMATS
 from memplan.muon.handles import FloatHandle, Handle
+from memplan.muon.offload import buffers_on
 from memplan.muon.options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
-from memplan.muon.steps import FIRST, MOMENTUM, SECOND, accumulate_bytes, adamw_bytes, apply_bytes, chunk_length
+from memplan.muon.steps import (
+    FIRST,
+    MOMENTUM,
+    SECOND,
+    accumulate_bytes,
+    adamw_bytes,
+    adamw_chunk_length,
+    apply_bytes,
+    chunk_length,
+)
 from memplan.muon.steps import orthogonalise_bytes as newton_schulz_bytes
 from memplan.units import ceil_div
 
@@ -63,7 +74,8 @@ class PredictedBytes:
         weights: The parameter.
         master_weights: The other 16 bits of split weights.
         gradients: The gradient between backward and step.
-        optimizer_states: Codes, scales and floats on the device, or on the host if offloaded.
+        optimizer_states: Codes, scales and floats on the device.
+        host_states: The same where they are offloaded.
         step_counters: ``step``, on the host.
         temporaries: Most that a step allocates beyond all of these.
     """
@@ -72,6 +84,7 @@ class PredictedBytes:
     master_weights: int = 0
     gradients: int = 0
     optimizer_states: int = 0
+    host_states: int = 0
     step_counters: int = 0
     temporaries: int = 0
 
@@ -82,6 +95,7 @@ class PredictedBytes:
             self.master_weights + other.master_weights,
             self.gradients + other.gradients,
             self.optimizer_states + other.optimizer_states,
+            self.host_states + other.host_states,
             self.step_counters + other.step_counters,
             max(self.temporaries, other.temporaries),
         )
@@ -117,6 +131,7 @@ def predict_bytes(
     states: Sequence[Layout] | None = None,
     weight: Layout | None = None,
     gradient: Layout | None = None,
+    device: str = "cpu",
 ) -> PredictedBytes:
     """Return what one parameter takes under ``Muon`` with the options of ``group``.
 
@@ -130,6 +145,7 @@ def predict_bytes(
         states: Layouts of the state slots, as the catalog has them; by default the codecs'.
         weight: Layout of the weight; by default that of ``parameter_dtype``.
         gradient: Layout of the gradient; by default that of its dtype or store.
+        device: Type of the device of the parameter, which decides how offloaded state passes through it.
 
     Raises:
         OptimizerError: If the group projects gradients, splits momentum or quantises products, whose
@@ -143,33 +159,41 @@ def predict_bytes(
     weight = weight or BlockLayout(1, parameter_dtype.itemsize)
     gradient = gradient or BlockLayout(1, dtype.itemsize, 4 if dtype.itemsize == 1 else 0)
     slots = states if states is not None else tuple(state_layouts(full, elements).values())
+    kept = sum(layout_bytes(slot, elements) for slot in slots)
     return PredictedBytes(
         weights=layout_bytes(weight, elements),
         master_weights=2 * elements if full["master"] == "split" else 0,
         gradients=layout_bytes(gradient, elements),
-        optimizer_states=sum(layout_bytes(slot, elements) for slot in slots),
+        optimizer_states=0 if full["offload"] else kept,
+        host_states=kept if full["offload"] else 0,
         step_counters=STEP_BYTES,
-        temporaries=step_temporary_bytes(handle, full, dtype),
+        temporaries=step_temporary_bytes(handle, full, dtype, device),
     )
 
 
-def step_temporary_bytes(handle: Handle, group: Mapping[str, Any], gradient_dtype: torch.dtype) -> int:
+def step_temporary_bytes(
+    handle: Handle, group: Mapping[str, Any], gradient_dtype: torch.dtype, device: str = "cpu"
+) -> int:
     """Return the most that the update of one parameter allocates.
 
     Formula:
         Muon: ``own + max(accumulate, orthogonalise, apply)``, phases that follow one another;
         ``own`` is the update, ``n`` elements of ``ns_dtype``, unless it overwrites a gradient of that dtype.
-        AdamW: one fp32 chunk, and the scratch of both moments and of the weight.
+        AdamW: one fp32 chunk, and the scratch of both moments and of the weight. Offloaded state adds
+        the buffers that its stretches pass through, in Muon to ``accumulate``.
     """
     full = _full(group)
     if full["algorithm"] == "adamw":
-        return adamw_bytes(handle, adamw_options(full, handle.shape.numel()))
+        moments = adamw_options(full, handle.shape.numel())
+        staged = _staged_bytes(handle, full, moments.codecs, adamw_chunk_length(handle, moments), device)
+        return adamw_bytes(handle, moments) + staged
     if full["projection_rank"] or full["low_rank"] or full["ns_gram_format"]:
         raise OptimizerError("temporaries of projections, low-rank momentum and quantised products are not modelled")
     options = muon_options(full)
     elements = handle.shape.numel()
     reused = options.reuse_gradient and gradient_dtype == options.dtype
-    staged = _staged_bytes(handle, full, options.codec) if full["offload"] else 0
+    length = chunk_length(elements, options.chunk_elements, options.codec.block_elements)
+    staged = _staged_bytes(handle, full, (options.codec,), length, device)
     phases = (
         accumulate_bytes(elements, options.chunk_elements, options.codec) + staged,
         newton_schulz_bytes(handle.shape, options),
@@ -190,15 +214,17 @@ def predict_optimizer_bytes(optimizer: Muon) -> PredictedBytes:
             gradient_format=optimizer.gradient_format,
             handle=handle,
             weight=handle.layout,
+            device=handle.key.device.type,
         )
     return total
 
 
-def _staged_bytes(handle: Handle, group: Mapping[str, Any], codec: Codec) -> int:
-    """Return the bytes of stretches of offloaded state: one on the CPU, two that take turns on a device."""
-    length = chunk_length(handle.shape.numel(), group["chunk_elements"], codec.block_elements)
-    one = ceil_div(length, codec.block_elements) * codec.block_bytes
-    return one if handle.key.device.type in ("cpu", "meta") else 2 * one
+def _staged_bytes(handle: Handle, group: Mapping[str, Any], codecs: Iterable[Codec], length: int, device: str) -> int:
+    """Return the bytes of the buffers of offloaded state: a stretch on the CPU, two that take turns on a device."""
+    if not group["offload"]:
+        return 0
+    held = min(length * buffers_on(torch.device(device)), handle.shape.numel())
+    return sum(codec_bytes(codec, held) for codec in codecs)
 
 
 def _layout(codec: Codec) -> BlockLayout:

@@ -19,14 +19,16 @@ from torch import Tensor
 from memplan.muon.errors import OptimizerError
 from memplan.muon.gradients import GradientStore
 from memplan.muon.handles import FloatHandle, Handle, SplitHandle
-from memplan.muon.offload import InPlace, Offloaded, Stager, finish_copies
+from memplan.muon.offload import Stager, buffers_on, finish_copies, stager_of
 from memplan.muon.options import DEFAULTS, adamw_options, checked_keys, checked_options, diverges, muon_options
 from memplan.muon.projection import projected_step_
 from memplan.muon.state import checked_parameter, checked_state_dict, float_options, initial_state, restored
-from memplan.muon.steps import adamw_step_, chunk_length, muon_step_
+from memplan.muon.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from memplan.muon.codecs import Codec
 
 Group = dict[str, Any]
 
@@ -55,7 +57,7 @@ class Muon(torch.optim.Optimizer):
             ``scale_dtype`` (``fp32``), ``adamw_format`` (``fp32``, ``bf16`` or ``int8``), ``betas``, ``adjust_lr_fn``,
             ``ns_coefficients``, ``ns_steps``, ``ns_workspace`` (``min``, ``fast`` or ``gram``), ``rounding``
             (of weights that are not fp32), ``master`` (``split``: bf16 weights with their other 16 bits),
-            ``offload`` (momentum on the CPU), ``reuse_gradient`` (a bf16 gradient is overwritten by
+            ``offload`` (states on the CPU), ``reuse_gradient`` (a bf16 gradient is overwritten by
             the update), ``projection_rank`` (GaLore), ``low_rank`` (a part of momentum in int8).
 
     Raises:
@@ -194,19 +196,27 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         generator = self._seeded_generator(handle.key)
         if group["algorithm"] == "adamw":
-            adamw_step_(handle, gradient, state, adamw_options(group, handle.shape.numel()), generator)
+            moments = adamw_options(group, handle.shape.numel())
+            stager = self._stager(handle, group, moments.codecs[0], adamw_chunk_length(handle, moments))
+            adamw_step_(handle, gradient, state, moments, generator, stager)
             return
         options = muon_options(group)
-        stager: Stager = InPlace()
-        if group["offload"]:
-            elements = handle.shape.numel()
-            length = chunk_length(elements, options.chunk_elements, options.codec.block_elements)
-            stager = Offloaded(options.codec, length, elements, handle.key.device)
+        length = chunk_length(handle.shape.numel(), options.chunk_elements, options.codec.block_elements)
+        stager = self._stager(handle, group, options.codec, length)
         if group["projection_rank"]:
             projected_step_(handle, gradient, state, options, generator, stager, group)
         else:
             muon_step_(handle, gradient, state, options, generator, stager)
         state["step"] += 1
+
+    def _stager(self, handle: Handle, group: Group, codec: Codec, length: int) -> Stager:
+        """Return what brings a parameter's state to its device, in stretches of ``length`` elements."""
+        buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
+        return stager_of(handle, self.state[handle.key], codec, length, buffers)
+
+    def _buffers_on(self, device: torch.device) -> int:
+        """Return how many buffers stretches of offloaded state pass through."""
+        return buffers_on(device)
 
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
         """Return noise that depends on the seed, the parameter's place and its step, and on nothing else."""
@@ -264,7 +274,7 @@ class Muon(torch.optim.Optimizer):
             handle.clear_gradient()
 
     def state_dict(self) -> Group:
-        """Return state and options, as torch does, once offloaded momentum has arrived on the CPU."""
+        """Return state and options, as torch does, once offloaded state has arrived on the CPU."""
         for handle, group in self.handles():
             if group["offload"]:
                 finish_copies(handle.key.device)

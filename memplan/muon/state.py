@@ -10,7 +10,7 @@ from torch import Tensor
 from memplan.muon.errors import OptimizerError
 from memplan.muon.handles import FloatHandle, Handle
 from memplan.muon.low_rank import low_rank_state
-from memplan.muon.offload import pinned
+from memplan.muon.offload import home_of, pinned
 from memplan.muon.options import DEFAULTS, LAYOUT_KEYS, adamw_options, muon_options
 from memplan.muon.projection import projection_state
 from memplan.muon.steps import FIRST, MOMENTUM, SECOND
@@ -44,7 +44,8 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
 
 def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
     """Return the state of a fresh parameter: momentum or moments, and ``step``, one fp32 number on the CPU."""
-    elements, device = handle.shape.numel(), handle.key.device
+    elements, parameters = handle.shape.numel(), handle.key.device
+    device = home_of(parameters) if group["offload"] else parameters
     if group["algorithm"] == "adamw":
         first, second = adamw_options(group, elements).codecs
         state = {**first.empty(FIRST, elements, device), **second.empty(SECOND, elements, device)}
@@ -54,8 +55,8 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
         state = projection_state(handle.shape, group, muon_options(group).codec, device)
     else:
         state = muon_options(group).codec.empty(MOMENTUM, elements, device)
-        if group["offload"]:
-            state = {name: pinned(tensor, device) for name, tensor in state.items()}
+    if group["offload"]:
+        state = {name: pinned(tensor, parameters) for name, tensor in state.items()}
     shaped = {name: t.view(handle.shape) if name in (MOMENTUM, FIRST, SECOND) and t.numel() == elements else t
               for name, t in state.items()}  # fmt: skip
     return {**shaped, "step": torch.zeros(())}
@@ -108,8 +109,9 @@ def restored(saved: Group, states: Sequence[dict[str, Tensor]]) -> None:
 
 
 def float_options(saved: Group) -> Group:
-    """Return the options of a saved group, which replace those of the live one."""
-    options = {key: value for key, value in saved.items() if key in DEFAULTS or key == "initial_lr"}
+    """Return the options of a saved group, which replace those of the live one; state stays where it lies."""
+    known = DEFAULTS.keys() - {"offload"} | {"initial_lr"}
+    options = {key: value for key, value in saved.items() if key in known}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return options

@@ -167,7 +167,7 @@ def accumulate_(
         noise = new.uniform_(generator=generator) if options.stochastic_momentum else None
         codec.store(mean, held, MOMENTUM, offset, count, scratch, noise)
         stager.flush(state, start, count)
-        del held
+    stager.finish()
 
 
 def accumulate_bytes(elements: int, chunk_elements: int, codec: Codec) -> int:
@@ -230,7 +230,12 @@ def apply_bytes(handle: Handle, options: MuonOptions) -> int:
 
 @torch.no_grad()
 def adamw_step_(
-    handle: Handle, gradient: Gradient, state: State, options: AdamwOptions, generator: torch.Generator | None
+    handle: Handle,
+    gradient: Gradient,
+    state: State,
+    options: AdamwOptions,
+    generator: torch.Generator | None,
+    stager: Stager,
 ) -> None:
     """Update one tensor by AdamW, in chunks, with moments in any codec.
 
@@ -250,8 +255,9 @@ def adamw_step_(
     weight_noise = generator if options.stochastic_weights else None
     for start in range(0, elements, length):
         count = min(length, elements - start)
-        mean = first.load(state, FIRST, start, count, scratches[0])
-        square = second.load(state, SECOND, start, count, scratches[1])
+        held, offset = stager.fetch(state, start, count)
+        mean = first.load(held, FIRST, offset, count, scratches[0])
+        square = second.load(held, SECOND, offset, count, scratches[1])
         new = _padded_gradient(gradient, gradients, start, count, mean.numel())
         mean.lerp_(new, 1 - beta1)
         square.mul_(beta2).addcmul_(new, new, value=1 - beta2)
@@ -259,9 +265,11 @@ def adamw_step_(
         torch.div(mean, new.mul_(correction).add_(options.epsilon), out=new)
         keep = 1 - options.lr * options.weight_decay
         handle.apply_(start, new[:count], keep, options.lr / (1 - beta1**step), weights, weight_noise)
-        first.store(mean, state, FIRST, start, count, scratches[0])
+        first.store(mean, held, FIRST, offset, count, scratches[0])
         noise = new.uniform_(generator=generator) if second.block_elements > 1 else None
-        second.store(square, state, SECOND, start, count, scratches[1], noise)
+        second.store(square, held, SECOND, offset, count, scratches[1], noise)
+        stager.flush(state, start, count)
+    stager.finish()
 
 
 def adamw_chunk_length(handle: Handle, options: AdamwOptions) -> int:

@@ -71,6 +71,7 @@ def _tensor_data(entry: TensorStates) -> dict[str, Any]:
         "master_bytes": entry.master_bytes,
         "gradient_bytes": entry.gradient_bytes,
         "state_bytes": entry.state_bytes,
+        "host_bytes": entry.host_bytes,
     }
 
 
@@ -101,6 +102,8 @@ def _sums(plan: MemoryPlan) -> str:
         f"gradients        = sum(gradient B x count) = {states.gradient_bytes:,}",
         f"optimizer_states = sum(states B x count)   = {states.state_bytes:,}",
     ]
+    if plan.setup.offloads_states:
+        lines.append(f"host             = sum(states on the host x count) = {states.host_bytes:,}")
     if states.master_bytes:
         lines.append(f"master_weights   = sum(n x width x count)  = {states.master_bytes:,}")
     return "\n".join(lines)

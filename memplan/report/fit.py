@@ -81,7 +81,10 @@ def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
 def _sentence(plans: Sequence[MemoryPlan], model: Model, unit: str) -> str:
     """Return the answer in one sentence."""
     device = device_name(plans[0])
-    asked = f"{model.source.removeprefix('catalog:')} --gpu {plans[0].device.name}"
+    ranks = plans[0].setup.config.parallel.data
+    asked = (
+        f"{model.source.removeprefix('catalog:')} --gpu {plans[0].device.name}{f' --gpus {ranks}' if ranks > 1 else ''}"
+    )
     fitting = [plan for plan in plans if plan.verdict == "fits"]
     sound = [plan for plan in fitting if plan.setup.config.status in ("proven", "works")]
     if fitting:

@@ -31,7 +31,7 @@ def frontier_document(grid: Frontier, catalog: Catalog, unit: str, *, strict: bo
         "catalog_hash": catalog.hash,
         "model": grid.plan.model.spec.name,
         "config": grid.plan.setup.name,
-        "gpu": {"name": grid.device.name, "count": grid.device.count, "usable_bytes": grid.usable_bytes},
+        "gpu": {"name": grid.device.name, "count": _gpus(grid), "usable_bytes": grid.usable_bytes},
         "rows": [_cell_data(cell) for row in grid.cells for cell in row],
         "largest_batch": [_edge_data("sequence_length", edge, "batch") for edge in grid.by_length],
         "longest_sequence": [_edge_data("micro_batch_size", edge, "length") for edge in grid.by_batch],
@@ -75,9 +75,14 @@ def _edge_data(key: str, edge: Edge, what: str) -> dict[str, Any]:
     }
 
 
+def _gpus(grid: Frontier) -> int:
+    return max(grid.device.count, grid.plan.setup.config.parallel.data)
+
+
 def _heading(grid: Frontier) -> str:
     plan, config = grid.plan, grid.plan.setup.config
     several = f"{grid.device.count} x " if grid.device.count > 1 else ""
+    several = f"each of {_gpus(grid)} " if config.parallel.data > 1 else several
     return (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name} on "
         f"{several}{grid.device.name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"

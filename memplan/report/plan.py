@@ -13,6 +13,13 @@ from memplan.forms import Part, Quantity
 from memplan.model.inventory import ROLES, active_parameter_count, parameter_count
 from memplan.planner import BytesPerParameter, Component, MemoryPlan, bytes_per_parameter, form_text
 from memplan.report.document import Document, Table
+from memplan.report.several import (
+    communication_rows,
+    gpu_count,
+    nccl_rows,
+    parallel_assumptions,
+    parallel_not_modelled,
+)
 from memplan.setup import FLOAT_BYTES, TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
@@ -72,9 +79,17 @@ def components(plan: MemoryPlan) -> list[Component]:
         Component("activations", parts[Part.ACTIVATIONS], _part_text(plan, Part.ACTIVATIONS), tokens, tape, "derived"),
         Component("logits", parts[Part.LOGITS], _part_text(plan, Part.LOGITS), tokens, tape, "derived"),
         Component("temporaries", parts[Part.TEMPORARIES], _temporaries_text(plan), tokens, tape, "derived"),
+        *communication_rows(plan),
         _allowance(plan, "library_workspaces", plan.allowances.library_bytes, "cuBLAS workspaces", CUBLAS_SOURCE),
         _allocator(plan),
-        _allowance(plan, "device_context", plan.allowances.context_bytes, "CUDA context", CONTEXT_SOURCE),
+        _allowance(
+            plan,
+            "device_context",
+            plan.allowances.context_bytes - plan.allowances.nccl_bytes,
+            "CUDA context",
+            CONTEXT_SOURCE,
+        ),
+        *nccl_rows(plan),
     ]
     return [row for row in rows if row.bytes]
 
@@ -101,7 +116,9 @@ def _allocator(plan: MemoryPlan) -> Component:
 
 def _part_text(plan: MemoryPlan, part: Part) -> str:
     width = len(Quantity)
-    form = plan.peak.form[part * width : (part + 1) * width]
+    form = list(plan.peak.form[part * width : (part + 1) * width])
+    if part is Part.TEMPORARIES:
+        form[Quantity.ONE] -= plan.peak.communication
     return form_text(tuple(form) + (0,) * (3 * width)) if any(form) else "0"
 
 
@@ -163,7 +180,7 @@ def plan_data(plan: MemoryPlan, catalog_hash: str, advice: Sequence[Suggestion] 
         "model": model_data(plan),
         "gpu": {
             "name": plan.device.name,
-            "count": plan.device.count,
+            "count": gpu_count(plan),
             "memory_bytes": plan.device.memory_bytes,
             "usable_bytes": plan.usable_bytes,
         },
@@ -233,6 +250,8 @@ def answer(plan: MemoryPlan, advice: Sequence[Suggestion] = (), unit: str = "") 
 
 def device_name(plan: MemoryPlan) -> str:
     """Return the device as people say it."""
+    if plan.setup.config.parallel.data > 1:
+        return f"each of {plan.setup.config.parallel.data} {plan.device.name}"
     return plan.device.name if plan.device.count == 1 else f"{plan.device.count} x {plan.device.name} (memory pooled)"
 
 
@@ -249,6 +268,13 @@ def assumptions(plan: MemoryPlan) -> list[str]:
         f"allocator: {config.allocator}; the least it lives with, {format_fraction(plan.allowances.reserve_fraction * 100)} % of what is allocated, "
         f"or {format_fraction(plan.allowances.upper_reserve_fraction * 100)} % at the upper end"
     )
+    if setup.offloads_states:
+        found.append(
+            f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "
+            "and two stretches of a tensor's states at a time are on the device; torch rounds each pinned tensor up to a "
+            "power of two, so that up to twice as much is taken (https://github.com/pytorch/pytorch/issues/150517)"
+        )
+    found.extend(parallel_assumptions(plan))
     spec = plan.model.spec
     if spec.dropout and config.dropout is None:
         found.append(f"dropout {spec.dropout}, the model's own")
@@ -287,6 +313,7 @@ def not_modelled(plan: MemoryPlan) -> list[str]:
         "memory of other processes and of the desktop (set reserve for it)",
         "what the sort of the embedding's backward takes inside itself",
     ]
+    found.extend(parallel_not_modelled(plan))
     preset, family = plan.setup.config.kernels.preset, plan.model.spec.architecture
     if preset == "hf-transformers" and family in LOOSE_UNDER_TRANSFORMERS:
         found.insert(0, f"{family} in transformers: {LOOSE_UNDER_TRANSFORMERS[family]}")
@@ -355,8 +382,8 @@ def share(part: int, whole: int) -> str:
 
 
 def totals_table(plan: MemoryPlan, unit: str) -> Table:
-    """Return the four totals and what they are held against."""
-    rows = (
+    """Return the four totals and what they are held against; and what lies in host memory."""
+    rows: tuple[tuple[str, ...], ...] = (
         (
             "requested",
             format_bytes(plan.requested_bytes, unit),
@@ -372,6 +399,8 @@ def totals_table(plan: MemoryPlan, unit: str) -> Table:
             f"of {format_bytes(plan.device.memory_bytes, unit)} on the device",
         ),
     )
+    if plan.setup.offloads_states:
+        rows += (("host", format_bytes(plan.host_bytes, unit), "optimizer states in pinned host memory"),)
     return Table(("total", ">bytes", "meaning"), rows)
 
 

@@ -34,6 +34,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "lifetime": ("gradients.lifetime",),
     "optimizer": ("optimizer",),
     "checkpointing": ("activation_checkpointing",),
+    "offload": ("offload.optimizer_states",),
     "optimizer-kernel": ("kernels.optimizer",),
     "newton-schulz": ("kernels.newton_schulz",),
     "loss": ("kernels.loss", "kernels.loss_chunks"),
@@ -66,6 +67,7 @@ def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], s
         losses=_first(profile.loss, ("bf16", "fp32", "chunked")),
         allocators=_first(base.allocator, ("native", "expandable")),
         batches=tuple(batches),
+        offloads=("none",) if adapters else ("none", "cpu"),
         step_batch=step_batch,
     )
 
@@ -133,6 +135,7 @@ def _fixed(name: str, base: TrainingConfig, profile: KernelProfile, setup: Train
         "lifetime": {"lifetimes": (base.gradients.lifetime,)},
         "optimizer": {"optimizers": (dict(setup.optimizer_names),)},
         "checkpointing": {"checkpointing": (base.activation_checkpointing,)},
+        "offload": {"offloads": (base.offload.optimizer_states,)},
         "optimizer-kernel": {"optimizer_kernels": (profile.optimizer,)},
         "newton-schulz": {"newton_schulz": (profile.newton_schulz,)},
         "loss": {"losses": (profile.loss,)},

@@ -11,10 +11,10 @@ from memplan.solver.space import PassChoice, StateChoice
 
 FINE = 2**16
 
-Class = tuple[int, int, int, int, int]
+Class = tuple[int, int, int, int, int, int]
 """Status, quality risk, whether gradients are released at once (which rules out accumulating and
-clipping), and how coarse weights and optimizer states are: their bytes per element in units of
-1 / FINE, negated."""
+clipping), how coarse weights and optimizer states are (their bytes per element in units of
+1 / FINE, negated), and whether optimizer states take host memory."""
 
 
 TENTHS = 10
@@ -80,9 +80,9 @@ def thinned(front: Sequence[Found]) -> list[Found]:
 
 
 def best_few(front: Sequence[Found], most: int) -> list[Found]:
-    """Return the first of a ranked front, with places for the least risk and for the finest weights.
+    """Return the first of a ranked front, with places for the least risk, the finest weights, and no host memory.
 
-    Neither is lost to combinations that are all alike and a little faster.
+    None is lost to combinations that are all alike and a little faster.
     """
     if len(front) <= most:
         return list(front)
@@ -90,6 +90,7 @@ def best_few(front: Sequence[Found], most: int) -> list[Found]:
     equal = [item for item in front if item.group[0] == status]
     least_risk = min(equal, key=lambda item: (item.group[1], *item.group[2:]))
     finest = min(equal, key=lambda item: item.group[3])
-    wanted = [item for item in front if item in (least_risk, finest, front[0])][:most]
+    alone = next((item for item in front if not item.group[5]), front[0])
+    wanted = [item for item in front if item in (least_risk, finest, alone, front[0])][:most]
     others = [item for item in front if item not in wanted][: most - len(wanted)]
     return [item for item in front if item in wanted or item in others]

@@ -62,6 +62,6 @@ class Gauge:
         return (q * (room + 1) - 1) // (p + q) - part.library_bytes
 
 
-def gauge_of(setup: TrainingSetup, device: Device) -> Gauge:
+def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Gauge:
     """Return the gauge of a device for a setup, which says what is kept free and which allocator runs."""
-    return Gauge(device.usable_bytes(setup.reserve_bytes), allowances_of(setup, device))
+    return Gauge(device.usable_bytes(setup.reserve_bytes), allowances_of(setup, device, stream_bytes))

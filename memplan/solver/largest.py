@@ -8,7 +8,7 @@ from typing import Literal
 
 from memplan.errors import InvalidFileError
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.planner import CompiledPlan, Device, MemoryPlan, devices_for
 from memplan.setup import TrainingSetup
 from memplan.solver.gauge import gauge_of
 from memplan.solver.inverse import (
@@ -66,7 +66,7 @@ def largest_values(what: Sought, model: Model, setup: TrainingSetup, devices: Se
             [f"--for lora-rank: {setup.name} has no adapters; add --config lora or --set adapter.kind=lora"]
         )
     plans = _Plans(_maker(what, model, setup))
-    return [_on(what, setup, plans, device) for device in devices]
+    return [_on(what, setup, plans, device) for device in devices_for(setup, devices)]
 
 
 def _maker(what: Sought, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:
@@ -83,7 +83,7 @@ def _maker(what: Sought, model: Model, setup: TrainingSetup) -> Callable[[int], 
 
 
 def _on(what: Sought, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
-    gauge = gauge_of(setup, device)
+    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
     plan = _evaluated(what, plans, device, fits.value) if fits.value else None

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 
-from memplan.allowances import allowances_for
+from memplan.allowances import Allowances, allowances_for, communicating
 from memplan.catalog.catalog import Catalog
+from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.planner import CompiledPlan, Device, MemoryPlan, devices_for
 from memplan.setup import resolve
 from memplan.solver.evidence import STATUSES, Evidence, Standing
 from memplan.solver.front import FINE, Class, Found, no_worse, ranked
-from memplan.solver.gauge import Gauge
+from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.sizes import Run, Sizes
 from memplan.solver.space import Space, StateChoice, optimizer_names
 from memplan.solver.timing import Rates, rates_of
@@ -111,6 +112,7 @@ class Search:
         self.sizes = Sizes(model, space, length, catalog, self.rates)
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)
+        self.tight = False
         self.states = list(self._stood(evidence))
         self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
 
@@ -121,8 +123,23 @@ class Search:
             formed = weights.compute_dtype if weights.coded else weights.dtype
             names = optimizer_names(state.optimizer, self.catalog)
             standing = evidence.standing(weights.dtype, formed, state.gradient or formed, state.master, names)
-            if STATUSES.index(standing.status) <= self.most_status:
+            known = STATUSES.index(standing.status) <= self.most_status
+            if known and self._within_host(state) and self._shared_out(state):
                 yield state, standing
+
+    def _shared_out(self, state: StateChoice) -> bool:
+        """Tell whether several GPUs can share a combination."""
+        if self.space.base.parallel.data == 1:
+            return True
+        try:
+            self.sizes.setup(state)
+        except CannotAnswerError:
+            return False
+        return True
+
+    def _within_host(self, state: StateChoice) -> bool:
+        limit = self.space.host_bytes
+        return limit is None or state.offload == "none" or self.sizes.host_bytes(state) <= limit
 
     # ---------------------------------------------------------------- the front
     def run(self, *, tight: bool = False) -> Outcome:
@@ -131,6 +148,7 @@ class Search:
         Args:
             tight: Also take what fits only at the expected value.
         """
+        self.tight = tight
         most = {key: gauge.most_requested_bytes(tight) for key, gauge in self._gauges().items()}
         classes = self._classes(most)
         found: dict[Class, Found] = {}
@@ -143,12 +161,18 @@ class Search:
 
     def _gauges(self) -> dict[tuple[bool, str], Gauge]:
         """Return what the device makes of a peak, by whether codes are trained and by allocator."""
-        first, usable = self.device.gpu, self.device.usable_bytes(self.reserve_bytes)
+        usable = self.device.usable_bytes(self.reserve_bytes)
         return {
-            (coded, allocator): Gauge(usable, allowances_for(first, self.device.count, allocator, coded))
+            (coded, allocator): Gauge(usable, self._allowances(coded, allocator))
             for coded in (False, True)
             for allocator in self.space.allocators
         }
+
+    def _allowances(self, coded: bool, allocator: str) -> Allowances:
+        """Return the allowances, without the streams of collectives, which depend on the plan."""
+        found = allowances_for(self.device.gpu, self.device.count, allocator, coded)
+        ranks = self.space.base.parallel.data
+        return found if ranks == 1 else communicating(found, ranks, 0)
 
     def _codes(self, state: StateChoice) -> bool:
         return state.weights.coded and self.space.base.adapter is None
@@ -185,7 +209,8 @@ class Search:
         ]
         coarse = -int(FINE * min(widths, default=Fraction(0)))
         own = -int(FINE * weights.bytes_per_element)
-        return STATUSES.index(standing.status), standing.risk, int(lifetime == "layer"), own, coarse
+        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
+        return STATUSES.index(standing.status), standing.risk, released, own, coarse, offloaded
 
     def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
         """Return the fastest combination that fits and beats a bound, or None."""
@@ -206,7 +231,11 @@ class Search:
 
     def _fits(self, arm: _Arm, batch: int) -> bool:
         plan = self.sizes.plan(arm.state, arm.run.way, batch)
-        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= arm.room
+        room = arm.room
+        if plan.forms.stream_bytes and not self.tight:
+            gauge = gauge_of(plan.setup, self.device, plan.forms.stream_bytes)
+            room = gauge.most_requested_bytes() - plan.constant_bytes
+        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= room
 
     def _found(self, arm: _Arm, own: Class, place: int, time: int) -> Found:
         batch, way = arm.run.batches[place], arm.run.way
@@ -215,26 +244,27 @@ class Search:
 
     # ---------------------------------------------------------------- nothing fits
     def nearest_miss(self) -> Miss | None:
-        """Return the combination that needs the least memory, or None where nothing is allowed."""
-        heap: list[tuple[int, int, int]] = []
+        """Return the combination that needs the least memory, of equals on the host, or None where nothing is allowed."""
+        heap: list[tuple[int, int, int, int]] = []
         arms: list[_Least] = []
         gauges = self._gauges()
         for state, _ in self.states:
             always, kept = self.sizes.always_bytes(state), self.sizes.kept_gradient_bytes(state)
+            host = self.sizes.host_bytes(state)
             for way in self.space.passes():
                 run = self.sizes.run_of(state.weights, state.gradient, way)
                 if run.batches:
                     gauge = gauges[self._codes(state), way.allocator]
                     least = always + (kept if way.lifetime == "step" else 0)
-                    heap.append((gauge.upper_bytes(least, 0), 0, len(arms)))
+                    heap.append((gauge.upper_bytes(least, 0), 0, host, len(arms)))
                     arms.append(_Least(state, run, gauge, always))
         heapify(heap)
         while heap:
-            _, stage, index = heappop(heap)
+            _, stage, host, index = heappop(heap)
             arm = arms[index]
             if stage == 2:
                 return self._miss(self.sizes.plan(arm.state, arm.run.way, arm.run.batches[0]), arm.run.batches[0])
-            heappush(heap, (self._need(stage, arm), stage + 1, index))
+            heappush(heap, (self._need(stage, arm), stage + 1, host, index))
         return None
 
     def _need(self, stage: int, arm: _Least) -> int:
@@ -243,11 +273,12 @@ class Search:
             return arm.gauge.upper_bytes(arm.always + arm.run.peak_bytes(0), 0)
         batch = arm.run.batches[0]
         plan = self.sizes.plan(arm.state, arm.run.way, batch)
-        return arm.gauge.upper_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)
+        upper = arm.gauge.upper_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)
+        return upper + plan.forms.stream_bytes
 
     def _miss(self, compiled: CompiledPlan, batch: int) -> Miss:
         plan = compiled.evaluate(self.device, batch, self.length)
-        devices = [Device(gpu, name) for name, gpu in self.catalog.gpus.entries.items()]
+        devices = devices_for(compiled.setup, [Device(gpu, name) for name, gpu in self.catalog.gpus.entries.items()])
         devices.sort(key=lambda device: (device.usable_bytes(self.reserve_bytes), device.name))
         enough = (d for d in devices if compiled.evaluate(d, batch, self.length).verdict == "fits")
         return Miss(plan, next(enough, None))

@@ -16,6 +16,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.model.model import Model
 from memplan.planner import CompiledPlan
 from memplan.setup import TrainingSetup, resolve
+from memplan.sharding import bucket_bytes, is_sharded
 from memplan.solver.space import PassChoice, Space, StateChoice, WeightChoice
 from memplan.solver.timing import (
     Rates,
@@ -30,6 +31,9 @@ from memplan.states import ModelStates, model_states
 
 NO_SCRATCH = "adamw-8bit-bnb"
 """An optimizer whose update takes no memory: with it, a pass is a lower bound for any other."""
+
+NO_SCRATCH_ON_SHARDS = "sgd"
+"""The same for sharded weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +110,23 @@ class Sizes:
 
     def _plain(self, weights: WeightChoice, gradient: str | None) -> StateChoice:
         first = self.space
-        return StateChoice(weights, "none", gradient, {"default": NO_SCRATCH}, "fused", first.newton_schulz[0])
+        name = NO_SCRATCH_ON_SHARDS if is_sharded(first.base.parallel) else NO_SCRATCH
+        return StateChoice(weights, "none", gradient, {"default": name}, "fused", first.newton_schulz[0])
 
     def always_bytes(self, state: StateChoice) -> int:
         """Return the bytes that a combination holds at every instant, gradients left out."""
         held = self.held(state.weights, state.gradient)
-        total = held.states.weight_bytes + held.states.average_bytes
+        buckets = bucket_bytes(self.space.base.parallel, held.states.gradient_bytes)
+        total = held.states.weight_bytes + held.states.average_bytes + buckets
         return total + self._stepped_by(state, held).bytes
+
+    def host_bytes(self, state: StateChoice) -> int:
+        """Return the host memory that a combination's offloaded states take: half of what passes in and out."""
+        return self._stepped_by(state, self.held(state.weights, state.gradient)).work.host_bytes // 2
 
     def _stepped_by(self, state: StateChoice, held: Held) -> Stepped:
         optimizer = tuple(state.optimizer.items())
-        key = (held.kind, optimizer, state.optimizer_kernel, state.newton_schulz, state.master)
+        key = (held.kind, optimizer, state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
         if key not in self._stepped:
             setup = self.setup(state)
             states = self.states(setup)
@@ -224,4 +234,5 @@ def _key(state: StateChoice) -> tuple[object, ...]:
         tuple(state.optimizer.items()),
         state.optimizer_kernel,
         state.newton_schulz,
+        state.offload,
     )

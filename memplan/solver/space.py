@@ -9,14 +9,14 @@ from math import prod
 from typing import Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import Optimizer
-from memplan.setup import FLOAT_BYTES
+from memplan.setup import FLOAT_BYTES, is_bundled
 from memplan.training.config import (
     Checkpointing,
     ComputeDtype,
     GradientLifetime,
     Gradients,
     MasterWeights,
+    Place,
     Status,
     TrainingConfig,
 )
@@ -44,7 +44,7 @@ class WeightChoice:
 
 @dataclass(frozen=True, slots=True)
 class StateChoice:
-    """What stays from step to step, and how it is updated."""
+    """What stays from step to step, how it is updated, and whether optimizer states lie in host memory."""
 
     weights: WeightChoice
     master: MasterWeights
@@ -52,6 +52,7 @@ class StateChoice:
     optimizer: Mapping[str, str]
     optimizer_kernel: OptimizerKernel
     newton_schulz: NewtonSchulzKernel
+    offload: Place = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Space:
         step_batch: Sequences of an optimizer step, at least; the fewest accumulation steps that give
             so many go with each micro-batch.
         accumulation: Accumulation steps where they are fixed.
+        host_bytes: Host memory that offloaded states may take; None for any amount.
     """
 
     base: TrainingConfig
@@ -87,13 +89,15 @@ class Space:
     losses: tuple[LossKernel, ...]
     allocators: tuple[Allocator, ...]
     batches: tuple[int, ...]
+    offloads: tuple[Place, ...] = ("none",)
     step_batch: int = 1
     accumulation: int | None = None
+    host_bytes: int | None = None
 
     @property
-    def size(self) -> int:
-        """Combinations before any is ruled out: the product of the axes."""
-        axes = (
+    def axes(self) -> tuple[Sequence[object], ...]:
+        """The choices of each axis."""
+        return (
             self.weights,
             self.masters,
             self.gradients,
@@ -105,12 +109,17 @@ class Space:
             self.losses,
             self.allocators,
             self.batches,
+            self.offloads,
         )
-        return prod(map(len, axes))
+
+    @property
+    def size(self) -> int:
+        """Combinations before any is ruled out: the product of the axes."""
+        return prod(map(len, self.axes))
 
     def steps(self, batch: int) -> int:
-        """Return the accumulation steps that go with a micro-batch."""
-        return self.accumulation or -(-self.step_batch // batch)
+        """Return the accumulation steps that go with a micro-batch, which each GPU has one of."""
+        return self.accumulation or -(-self.step_batch // (batch * self.base.parallel.data))
 
     def config(
         self, state: StateChoice, way: PassChoice, batch: int, description: str = "", status: Status = "works"
@@ -136,6 +145,7 @@ class Space:
             activation_checkpointing=way.checkpointing,
             kernels=kernels,
             allocator=way.allocator,
+            offload=replace(self.base.offload, optimizer_states=state.offload),
             micro_batch_size=batch,
             gradient_accumulation_steps=self.steps(batch),
         )
@@ -148,7 +158,8 @@ class Space:
         for weights in self.weights:
             for optimizer in self.optimizers:
                 entries = [catalog.optimizers[name] for name in optimizer_names(optimizer, catalog)]
-                bundled = len(self.optimizers) == 1 or all(map(_is_bundled, entries))
+                able = all(map(is_bundled, entries))
+                bundled = len(self.optimizers) == 1 or able
                 if weights.coded and not bundled:
                     continue
                 torch = any(e.algorithm == "adamw" and e.step == "torch" for e in entries)
@@ -158,9 +169,17 @@ class Space:
                     _gradients(self.gradients, weights, bundled, catalog),
                     self.optimizer_kernels if torch else self.optimizer_kernels[:1],
                     self.newton_schulz if muon else self.newton_schulz[:1],
+                    self.offloads,
                 )
-                for master, gradient, kernel, newton_schulz in parts:
-                    yield StateChoice(weights, master, gradient, optimizer, kernel, newton_schulz)
+                for master, gradient, kernel, newton_schulz, offload in parts:
+                    state = StateChoice(weights, master, gradient, optimizer, kernel, newton_schulz, offload)
+                    if offload == "none" or (able and self._offloads(state, muon)):
+                        yield state
+
+    def _offloads(self, state: StateChoice, muon: bool) -> bool:
+        """Tell whether the bundled optimizer can step a combination, which then runs none of torch's kernels."""
+        first = state.optimizer_kernel == self.optimizer_kernels[0]
+        return first and state.master == "none" and not (muon and state.newton_schulz == "torch")
 
     def passes(self) -> Iterator[PassChoice]:
         """Yield how forward and backward may run."""
@@ -187,11 +206,6 @@ def optimizer_names(optimizer: Mapping[str, str], catalog: Catalog) -> tuple[str
         entry = catalog.optimizers[name]
         found += [name, *([entry.rest] if entry.takes == "matrices" and entry.rest is not None else [])]
     return tuple(dict.fromkeys(found))
-
-
-def _is_bundled(entry: Optimizer) -> bool:
-    """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
-    return entry.algorithm in ("adamw", "muon") and entry.step != "in-place"
 
 
 def _masters(choices: Sequence[MasterWeights], weights: WeightChoice, torch: bool) -> Iterator[MasterWeights]:

@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.planner import CompiledPlan, Device, MemoryPlan
 from memplan.setup import resolve
 from memplan.solver.axes import AXES, BATCHES, full_space, kept
 from memplan.solver.front import Found, best_few, thinned
 from memplan.solver.search import Miss, Outcome, Search
+from memplan.solver.several import joined, nearest_miss, shared_out, spaces
 from memplan.solver.space import Space, optimizer_names
-from memplan.training.config import TrainingConfig
+from memplan.training.config import Parallel, TrainingConfig
+from memplan.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Request:
         experimental: Whether experimental parts may be used.
         strict: Whether a job that may not fit at the upper end is no answer.
         most: How many answers at most.
+        host_bytes: Most host memory that offloaded states may take; None for any amount.
+        parallels: Ways in which several GPUs may share the work; none is the base's own.
     """
 
     base: TrainingConfig
@@ -39,6 +44,8 @@ class Request:
     experimental: bool = False
     strict: bool = False
     most: int = 5
+    host_bytes: int | None = None
+    parallels: tuple[Parallel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +95,50 @@ def space_of(request: Request, catalog: Catalog) -> Space:
     length = max(request.base.sequence_length, request.min_sequence)
     base = replace(request.base, sequence_length=length)
     batches = sorted({request.min_batch, *(batch for batch in BATCHES if batch >= request.min_batch)})
-    space = full_space(base, catalog, batches, request.step_batch)
+    space = replace(full_space(base, catalog, batches, request.step_batch), host_bytes=request.host_bytes)
     return kept(space, request.keep, catalog)
 
 
 def suggestions(model: Model, request: Request, device: Device, catalog: Catalog) -> Suggestions:
     """Return the best settings for a model on a device, or the nearest miss."""
     space = space_of(request, catalog)
+    if device.gpu.unified_memory and len(space.offloads) > 1:
+        space = replace(space, offloads=("none",))
     length = space.base.sequence_length
-    search = Search(model, space, device, length, catalog, experimental=request.experimental)
-    outcome = search.run()
+    open_spaces = list(spaces(space, request.parallels or (space.base.parallel,)))
+    if not open_spaces:
+        raise CannotAnswerError(
+            "nothing is left to search: what is fixed is not planned on several GPUs (memplan fit with --gpus says why)"
+        )
+    space = open_spaces[0]
+
+    def searches(experimental: bool) -> list[Search]:
+        return [Search(model, one, device, length, catalog, experimental=experimental) for one in open_spaces]
+
+    own = searches(request.experimental)
+    outcome = joined([search.run() for search in own])
     if not outcome.found and not request.strict:
-        outcome = search.run(tight=True)
+        outcome = joined([search.run(tight=True) for search in own])
     if outcome.found:
         best = best_few(thinned(outcome.found), request.most)
         rows = tuple(_settings(found, rank, model, space, device, catalog) for rank, found in enumerate(best, 1))
         return Suggestions(model, device, space, outcome, rows)
     more = None
     if not request.experimental:
-        more = Search(model, space, device, length, catalog, experimental=True).nearest_miss()
+        more = nearest_miss(searches(experimental=True))
     fits = more is not None and more.plan.verdict == "fits"
-    miss = search.nearest_miss()
-    outcome = replace(outcome, compiled=search.sizes.compiled)
+    miss = nearest_miss(own)
+    outcome = replace(outcome, compiled=sum(search.sizes.compiled for search in own))
     return Suggestions(model, device, space, outcome, (), miss, fits)
 
 
 def _settings(found: Found, rank: int, model: Model, space: Space, device: Device, catalog: Catalog) -> Settings:
     optimizer = optimizer_names(found.state.optimizer, catalog)[0]
     text = f"Suggested for {model.spec.name} on {device.name}: {summary(found, catalog)}"
+    space = shared_out(space, found.plan.setup.config.parallel)
     config = space.config(found.state, found.way, found.batch, text, found.standing.status)
-    name = f"suggested-{rank}-{found.state.weights.dtype}-{optimizer}"
+    stage = f"-zero{config.parallel.zero_stage}" if config.parallel.data > 1 else ""
+    name = f"suggested-{rank}-{found.state.weights.dtype}-{optimizer}{stage}"
     plan = CompiledPlan(model, resolve(config, catalog, name)).evaluate(device)
     return Settings(found, plan, "; ".join(given_up(found, catalog)) or "nothing")
 
@@ -129,8 +150,10 @@ def summary(found: Found, catalog: Catalog) -> str:
     gradients = f"{state.gradient} gradients" if state.gradient else "gradients as computed"
     released = ", released layer by layer" if way.lifetime == "layer" else ""
     master = f", {state.master} master weights" if state.master != "none" else ""
+    where = " in host memory" if state.offload == "cpu" else ""
     return (
-        f"{state.weights.name} weights{master}, {gradients}{released}, {optimizer}, {way.checkpointing} checkpointing"
+        f"{state.weights.name} weights{master}, {gradients}{released}, {optimizer}{where}, "
+        f"{way.checkpointing} checkpointing"
     )
 
 
@@ -150,6 +173,9 @@ def given_up(found: Found, catalog: Catalog) -> Iterator[str]:
     entry = catalog.optimizers[names[0]]
     if any(slot.block_bytes < 4 * slot.block_elements or slot.as_parameter for slot in entry.slots):
         yield f"narrow optimizer states ({entry.title})"
+    if state.offload == "cpu":
+        size = format_bytes(found.plan.states.host_bytes)
+        yield f"optimizer states lie in host memory, {size} of it; each step moves them to the device and back"
     if way.lifetime == "layer":
         yield "no gradient accumulation and no clipping by the global norm"
     if way.checkpointing != "none":

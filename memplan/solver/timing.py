@@ -15,7 +15,8 @@ from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention
 from memplan.setup import FLOAT_BYTES, TrainingSetup
-from memplan.states import ModelStates, TensorStates
+from memplan.sharding import gathered_setup, is_sharded, sent_bytes
+from memplan.states import ModelStates, TensorStates, model_states
 
 PICOSECONDS = 10**12
 SAVED_BYTES = 34
@@ -37,11 +38,17 @@ class Rates:
         source: Catalog name of the GPU that the rates are of.
         flops: Dense floating-point operations by dtype.
         bytes: Memory bandwidth.
+        host_link: Link to host memory.
+        host_bytes: Its bandwidth, one way.
+        peer_bytes: Bandwidth to other GPUs, one way; 0 where there is no link.
     """
 
     source: str
     flops: Mapping[str, int]
     bytes: int
+    host_link: str
+    host_bytes: int
+    peer_bytes: int = 0
 
     def compute(self, operations: int, dtype: str) -> int:
         """Return the picoseconds of so many operations; dtypes that a GPU lacks run as fp32."""
@@ -51,6 +58,39 @@ class Rates:
         """Return the picoseconds of moving so many bytes."""
         return moved * PICOSECONDS // self.bytes
 
+    def host_traffic(self, moved: int) -> int:
+        """Return the picoseconds of moving so many bytes between host and device."""
+        return moved * PICOSECONDS // self.host_bytes
+
+    def peer_traffic(self, sent: int) -> int:
+        """Return the picoseconds of sending so many bytes to other GPUs, while as many come in.
+
+        Raises:
+            CannotAnswerError: The GPU has no link to others.
+        """
+        if sent and not self.peer_bytes:
+            raise CannotAnswerError(f"{self.source} has no known link to other GPUs, from which time is estimated")
+        return sent * PICOSECONDS // self.peer_bytes if sent else 0
+
+
+PCIE_BYTES = {"pcie-3-x16": 16 * 10**9, "pcie-4-x16": 32 * 10**9, "pcie-5-x16": 64 * 10**9}
+"""Bytes per second of PCIe's sixteen lanes, one way, as vendors state it."""
+
+HOST_LINKS = {"nvlink-2": "pcie-3-x16", "nvlink-4": "pcie-5-x16", "nvlink-5": "pcie-5-x16"}
+"""Link between GPUs -> the link to the host that cards with it have; PCIe 4 where a kind is not listed.
+
+Source: data sheets of the V100 SXM2 (32 GB/s both ways), A100 SXM (64 GB/s) and H100 SXM (128 GB/s).
+"""
+
+
+def host_link(gpu: Gpu) -> tuple[str, int]:
+    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or what joins a superchip's parts."""
+    link = gpu.interconnect
+    if link.kind.startswith("pcie") or link.kind == "nvlink-c2c":
+        return link.kind, link.bytes_per_second
+    kind = HOST_LINKS.get(link.kind, "pcie-4-x16")
+    return kind, PCIE_BYTES[kind]
+
 
 def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> Rates:
     """Return a GPU's rates; those of the catalog's GPU nearest in memory where it has none (``--gpu-memory``).
@@ -59,12 +99,17 @@ def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> Rates:
         CannotAnswerError: No GPU of the catalog has rates.
     """
     if gpu.bandwidth_bytes_per_second and "fp32" in gpu.dense_flops:
-        return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second)
+        return _rates(name, gpu)
     rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
     if not rated:
         raise CannotAnswerError("no GPU of the catalog has bandwidth and arithmetic, from which time is estimated")
     nearest, entry = min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
-    return Rates(nearest, entry.dense_flops, entry.bandwidth_bytes_per_second)
+    return _rates(nearest, entry)
+
+
+def _rates(name: str, gpu: Gpu) -> Rates:
+    peer = gpu.interconnect.bytes_per_second
+    return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second, *host_link(gpu), peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +126,7 @@ class Work:
         logit_bytes: Bytes of one token's logits in the compute dtype.
         backward: Products of backward for each of forward: 2, or 1 where weights are frozen.
         dtype: What products compute in.
+        sent_bytes: Sent to other GPUs.
     """
 
     layer_parameters: int
@@ -92,11 +138,16 @@ class Work:
     logit_bytes: int
     backward: int
     dtype: str
+    sent_bytes: int = 0
 
 
 def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
     """Return the work of a model's micro-batch under a setup's weights and gradients."""
     spec = model.spec
+    sent = sent_bytes(setup, model.inventory, states.gradient_bytes)
+    if is_sharded(setup.config.parallel):
+        setup = gathered_setup(setup)
+        states = model_states(setup, model.inventory, ())
     layers = sum(t.active_elements * t.count for t in model.inventory if t.role in MATRICES)
     attention = sum(run.count * _attention_width(run.layer.attention) for run in spec.runs)
     saved = SAVED_BYTES * spec.hidden_size * spec.num_hidden_layers * setup.compute_bytes // 2
@@ -110,6 +161,7 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
         logit_bytes=spec.vocab_size * setup.compute_bytes,
         backward=2 if setup.config.adapter is None else 1,
         dtype=setup.config.compute_dtype,
+        sent_bytes=sent,
     )
 
 
@@ -137,6 +189,7 @@ def micro_batch_picoseconds(
         attention costs half its square. W = (2 + r) times the bytes of reading every matrix, and
         the gradients' (twice where they are added to others). M = 2 passes over the saved tensors, 3
         with checkpointing, and 6 over the logits, half as many again in fp32 and for a chunked loss.
+        Several GPUs: the time of what each sends, where that is longer, since it overlaps with the rest.
 
     Source:
         Roofline: https://doi.org/10.1145/1498765.1498785. Operations: https://arxiv.org/abs/2001.08361,
@@ -151,7 +204,8 @@ def micro_batch_picoseconds(
     passes = 2 if checkpointing == "none" else 3
     wide = 2 if loss == "bf16" else 3
     moved = n * (passes * work.stream_bytes + (LOGIT_PASSES + 2 * chunked) * work.logit_bytes * wide // 2)
-    return max(rates.compute(operations, work.dtype), rates.traffic(weights)) + rates.traffic(moved)
+    alone = max(rates.compute(operations, work.dtype), rates.traffic(weights)) + rates.traffic(moved)
+    return max(alone, rates.peer_traffic(work.sent_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +215,12 @@ class UpdateWork:
     Attributes:
         moved_bytes: States and master weights read and written, and further passes.
         operations: Of Newton-Schulz.
+        host_bytes: Moved between host and device.
     """
 
     moved_bytes: int
     operations: int
+    host_bytes: int = 0
 
 
 def update_work(setup: TrainingSetup, states: ModelStates) -> UpdateWork:
@@ -174,35 +230,39 @@ def update_work(setup: TrainingSetup, states: ModelStates) -> UpdateWork:
         States and master weights read and written. torch's foreach and for-loop AdamW pass over the
         weights once more, over the gradients too, and ten times more over one moment. Muon: five
         iterations of 6 m^2 n operations, or 4 m^2 n + 2 m^3 with ``fast`` and ``torch``, for sides m <= n.
+        States in host memory are copied in and out besides, over the link and through buffers on the device.
 
     Source:
         torch/optim/adam.py (v2.13.0), ``_multi_tensor_adam`` beside the fused kernel;
         https://kellerjordan.github.io/posts/muon/; memplan/muon/newton_schulz.py.
     """
-    moved = operations = 0
+    moved = operations = linked = 0
     for entry in states.tensors:
         if entry.trainable:
             count = entry.tensor.count
             moved += count * (2 * (entry.master_bytes + entry.state_bytes) + _extra_traffic(setup, entry))
             if entry.optimizer.algorithm == "muon":
                 operations += count * _newton_schulz(entry, setup.profile.newton_schulz)
-    return UpdateWork(moved, operations)
+            if setup.offloads_states:
+                linked += 2 * count * entry.host_bytes
+    return UpdateWork(moved + 2 * linked, operations, linked)
 
 
 def update_picoseconds(trained_bytes: int, gradient_bytes: int, work: UpdateWork, rates: Rates) -> int:
     """Return the estimated time of one optimizer step.
 
     Formula:
-        ``(2 * weights + gradients + moved) / bandwidth + operations / flops in bf16``, the weights
-        that are trained being read and written.
+        ``(2 * weights + gradients + moved) / bandwidth + operations / flops in bf16 + host / link``, the
+        weights that are trained being read and written. Copies over the link are taken to run alone.
     """
-    return rates.traffic(2 * trained_bytes + gradient_bytes + work.moved_bytes) + rates.compute(work.operations, "bf16")
+    here = rates.traffic(2 * trained_bytes + gradient_bytes + work.moved_bytes)
+    return here + rates.compute(work.operations, "bf16") + rates.host_traffic(work.host_bytes)
 
 
 def _extra_traffic(setup: TrainingSetup, entry: TensorStates) -> int:
     optimizer = entry.optimizer
     plain = optimizer.algorithm == "adamw" and optimizer.step == "torch" and entry.format_name in FLOAT_BYTES
-    if not plain or setup.profile.optimizer == "fused":
+    if not plain or setup.profile.optimizer == "fused" or setup.offloads_states:
         return 0
     return 3 * entry.tensor.elements * entry.element_bytes + 5 * entry.state_bytes
 

@@ -13,6 +13,8 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
+Place = Literal["none", "cpu"]
+"""Where something is moved: nowhere, or to host memory."""
 
 MAXIMUM_TOKENS = 2**40
 """No step holds more tokens; a larger product of batch and sequence length is a slip."""
@@ -52,7 +54,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Degrees of parallelism; anything beyond one device is refused until sharding is built."""
+    """Degrees of parallelism; what is modelled of them stands in memplan/parallel.py.
+
+    Attributes:
+        data: GPUs that each train on a micro-batch of their own.
+        zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
+            gradients and optimizer states (torch's ``fully_shard``).
+    """
 
     data: int = 1
     zero_stage: int = 0
@@ -65,11 +73,17 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What is kept in host memory; refused until it is built."""
+    """What is kept in host memory.
 
-    optimizer_states: Literal["none", "cpu"] = "none"
-    weights: Literal["none", "cpu"] = "none"
-    activations: Literal["none", "cpu"] = "none"
+    Attributes:
+        optimizer_states: ``cpu`` keeps them in pinned host memory; the bundled optimizer then steps.
+        weights: Refused until it is built.
+        activations: Refused until it is built.
+    """
+
+    optimizer_states: Place = "none"
+    weights: Place = "none"
+    activations: Place = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ def check(shape, dtype, gradient_format=None, **options):
     optimizer = Muon([p], gradient_format=gradient_format, **options)
     predicted = predict_bytes(shape, options, parameter_dtype=dtype, gradient_format=gradient_format)
     states = [t for name, t in optimizer.state[p].items() if name not in ("step", "mantissa")]
-    assert storage_bytes(states) == predicted.optimizer_states
+    assert storage_bytes(states) == predicted.optimizer_states + predicted.host_states
+    assert (predicted.host_states > 0) is bool(options.get("offload"))
     assert p.nbytes == predicted.weights
     assert measured(optimizer, [p]) == predicted.temporaries
     assert predict_optimizer_bytes(optimizer) == predicted
@@ -83,6 +84,44 @@ def test_options(shape, dtype, options):
 @pytest.mark.parametrize("shape", [(100,), (4096,), (5000,), (70, 90), (3, 40, 50)], ids=str)
 def test_adamw(shape, dtype, name):
     check(shape, dtype, algorithm="adamw", adamw_format=name, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(100,), (2048,), (5000,), (70, 90)], ids=str)
+def test_offloaded_adamw(shape, dtype, name):
+    check(shape, dtype, algorithm="adamw", adamw_format=name, offload=True, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int4"])
+def test_offloaded_momentum(name):
+    check((96, 300), torch.bfloat16, momentum_format=name, offload=True, **SMALL)
+
+
+class OnMeta(Muon):
+    """Steps tensors without memory, for which two stretches take turns as on a GPU."""
+
+    def _refuse_unusable(self, handles):
+        """Look at no numbers."""
+
+    def _seeded_generator(self, key):
+        return torch.Generator()
+
+
+@pytest.mark.parametrize("elements", [100, 2048, 3000, 4096, 9000])
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "adamw", "adamw_format": "int8"}, {"algorithm": "adamw"}, {"momentum_format": "int4"}]
+)
+def test_two_stretches_take_turns_on_a_device(elements, options):
+    shape, options = (1, elements), {"offload": True, **options, **SMALL}
+    p = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    optimizer = OnMeta([p], **options)
+    predicted = predict_bytes(shape, options, parameter_dtype=torch.bfloat16, device="cuda")
+    p.grad = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with LiveStorages(tensors_of([p, p.grad, list(optimizer.state[p].values())])) as memory:
+        optimizer.step()
+    assert memory.extra == predicted.temporaries
+    assert predict_optimizer_bytes(optimizer) == predicted
 
 
 def test_split_master_weights():

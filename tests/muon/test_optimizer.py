@@ -8,6 +8,7 @@ from torch import nn
 
 from memplan.errors import MemplanError, UnknownNameError
 from memplan.muon import Muon, OptimizerError, low_rank
+from memplan.muon.byte_model import predict_bytes
 from memplan.muon.codecs import padded
 from memplan.muon.formats import MOMENTUM_FORMATS
 from memplan.muon.options import muon_options
@@ -146,6 +147,73 @@ def test_offload_changes_nothing_but_the_place(name):
     run(Muon([here], **options), [here])
     run(Muon([there], offload=True, **options), [there])
     assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "split")], ids=str
+)
+def test_offloaded_moments_change_nothing_but_the_place(name, dtype, master):
+    here, there = (nn.Parameter(parameter((75, 90)).to(dtype).detach()) for _ in range(2))
+    options = {
+        "algorithm": "adamw",
+        "adamw_format": name,
+        "master": master,
+        "rounding": "stochastic",
+        "chunk_elements": 1024,
+    }
+    plain, offloaded = Muon([here], **options), Muon([there], offload=True, **options)
+    run(plain, [here])
+    run(offloaded, [there])
+    assert torch.equal(here, there)
+    for key, tensor in plain.state[here].items():
+        assert torch.equal(tensor, offloaded.state[there][key]), key
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+def test_checkpoints_pass_between_offloaded_states_and_others(name):
+    first, second = parameter((75, 90)), parameter((75, 90))
+    options = {"algorithm": "adamw", "adamw_format": name, "chunk_elements": 1024}
+    offloaded, plain = Muon([first], offload=True, **options), Muon([second], **options)
+    run(offloaded, [first])
+    with torch.no_grad():
+        second.copy_(first)
+    plain.load_state_dict(offloaded.state_dict())
+    assert not plain.param_groups[0]["offload"]
+    for optimizer, p in ((offloaded, first), (plain, second)):
+        run(optimizer, [p])
+    assert torch.equal(first, second)
+    offloaded.load_state_dict(plain.state_dict())
+    assert offloaded.param_groups[0]["offload"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "adamw"}, {"algorithm": "adamw", "adamw_format": "int8"}, {"momentum_format": "int4"}]
+)
+def test_offloaded_states_on_a_device_take_two_stretches_however_far_the_host_runs_ahead(options):
+    places, peaks = [], []
+    for offload in (False, True):
+        p = nn.Parameter(parameter((512, 4096)).detach().cuda())
+        optimizer = Muon([p], chunk_elements=1 << 14, offload=offload, **options)
+        for _ in range(5):
+            p.grad = torch.ones_like(p).mul_(0.01)
+            optimizer.step()
+        p.grad = torch.ones_like(p)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        optimizer.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+        places.append(p.detach().cpu())
+        predicted = predict_bytes(p.shape, {"chunk_elements": 1 << 14, "offload": offload, **options}, device="cuda")
+        states = [value for key, value in optimizer.state[p].items() if key != "step"]
+        assert {value.is_pinned() for value in states} == {offload}
+        assert sum(value.nbytes for value in states) == predicted.optimizer_states + predicted.host_states
+        assert peaks[-1] <= 1.01 * predicted.temporaries + 4096
+    assert torch.equal(*places)
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40)], ids=str)

@@ -155,3 +155,14 @@ def test_a_bad_gradient_stops_release_before_its_parameter_changes():
     with pytest.raises(OptimizerError, match="not finite"):
         loss_of(model, torch.full((2, 32), float("nan"))).backward()
     assert torch.equal(model[0].weight, before)
+
+
+def test_offloaded_states_are_released_inside_backward_to_the_same_weights():
+    models = [network(), network()]
+    for model, offload in zip(models, (False, True), strict=True):
+        optimizer = Muon(split_parameters(model), adamw_format="int8", chunk_elements=256, offload=offload)
+        optimizer.enable_gradient_release()
+        for seed in range(3):
+            loss_of(model, torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).backward()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)

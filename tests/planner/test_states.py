@@ -10,10 +10,11 @@ import yaml
 
 from memplan.catalog.catalog import data_directory
 from memplan.model.inventory import parameters_by_role
-from memplan.planner import CompiledPlan
+from memplan.planner import CompiledPlan, bytes_per_parameter
 from memplan.states import model_states
-from memplan.training.config import Adapter, Gradients
+from memplan.training.config import Adapter, Gradients, Offload
 from memplan.training.kernels import Kernels
+from memplan.updates import step_temporaries
 
 DATA = data_directory()
 
@@ -185,3 +186,36 @@ def test_step_counters_lie_on_the_host_unless_the_optimizer_is_fused(model, setu
     device = counters if kernel == "fused" else 0
     assert states.state_bytes == 4 * 124_439_808 + device
     assert states.host_bytes == counters - device
+
+
+OFFLOADED = Offload(optimizer_states="cpu")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fp32", "adamw-bf16", "adamw-int8", "muon-fp32", "muon-int8", "muon-int4"])
+def test_offloaded_states_lie_on_the_host_and_nothing_else_changes_but_the_update(model, setup_of, optimizer):
+    keys = {"optimizer": {"default": optimizer}}
+    here = CompiledPlan(model("gpt2"), setup_of(**keys))
+    there = CompiledPlan(model("gpt2"), setup_of(**keys, offload=OFFLOADED))
+    assert there.states.state_bytes == 0
+    assert there.states.host_bytes == here.states.state_bytes + here.states.host_bytes
+    assert there.persistent_bytes == here.persistent_bytes - here.states.state_bytes
+    apart = there.constant_bytes - here.constant_bytes
+    for before, after in zip(here.candidates, there.candidates, strict=True):
+        if before.name != "optimizer step":
+            assert after == before
+    assert apart == -here.states.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"), [("adamw-fp32", 8), ("adamw-bf16", 4), ("adamw-int8", 2 + 8 / 256)], ids=str
+)
+def test_an_offloaded_update_takes_two_stretches_besides_its_chunks(model, setup_of, optimizer, each):
+    """Of 2^18 elements each, in the format of the states; chunks are those of the bundled AdamW."""
+    setup = setup_of(optimizer={"default": optimizer}, offload=OFFLOADED)
+    states = model_states(setup, model("gpt2").inventory, ())
+    chunks = {"adamw-fp32": 8, "adamw-bf16": 16, "adamw-int8": 16 + 1 / 32}[optimizer]
+    assert step_temporaries(setup, states.tensors).bytes == 2**18 * chunks + 2**19 * each
+
+
+def test_offloaded_states_are_not_in_the_uniform_bound(setup_of):
+    assert bytes_per_parameter(setup_of(offload=OFFLOADED)).optimizer_states == 0

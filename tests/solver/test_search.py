@@ -8,12 +8,13 @@ import pytest
 
 from memplan.cli.resolve import custom_gpu
 from memplan.planner import CompiledPlan, Device
-from memplan.setup import resolve
+from memplan.setup import is_bundled, resolve
 from memplan.solver.axes import full_space, kept
 from memplan.solver.evidence import STATUSES, Evidence, gradient_name
 from memplan.solver.front import Found, no_worse, ranked
 from memplan.solver.search import Search
-from memplan.solver.timing import micro_batch_picoseconds, update_picoseconds, update_work, work_of
+from memplan.solver.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
+from memplan.training.config import Offload
 from memplan.units import GIB
 
 LENGTH = 256
@@ -111,7 +112,8 @@ def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, spac
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
 def test_scratch_memory_of_an_update_decides_too(catalog, model, spaces, kernel):
     """With foreach the optimizer step is the fullest instant; memory is put between that and the next fullest."""
-    space = kept(spaces["floats"], ("weights", "optimizer", "lifetime", "loss", "checkpointing"), catalog)
+    fixed = ("weights", "optimizer", "offload", "lifetime", "loss", "checkpointing")
+    space = kept(spaces["floats"], fixed, catalog)
     least = {}
     for name in ("fused", "foreach"):
         one = replace(space, optimizer_kernels=(name,), batches=(1,))
@@ -149,6 +151,35 @@ def test_the_nearest_miss_is_the_least_of_all(catalog, model, spaces, name):
     batch = miss.plan.micro_batch_size
     assert plan.evaluate(miss.smallest_gpu, batch, LENGTH).verdict == "fits"
     assert all(plan.evaluate(d, batch, LENGTH).verdict != "fits" for d in smaller)
+
+
+def test_states_in_host_memory_are_no_way_past_those_on_the_device(catalog, model, spaces):
+    """They free memory for larger batches, but an answer that needs no host memory is not lost to a faster one."""
+    search = Search(model("gpt2"), spaces["floats"], small("gpt2", 4.0), LENGTH, catalog, experimental=True)
+    places = {state.offload for state, _ in search.states}
+    found = search.run().found
+    assert places == {"none", "cpu"}
+    assert {item.state.offload for item in found if item.group[:5] == found[0].group[:5]} >= {"none"}
+    assert all(
+        is_bundled(catalog.optimizers[name]) and state.master == "none"
+        for state, _ in search.states
+        if state.offload == "cpu"
+        for name in state.optimizer.values()
+    )
+
+
+def test_every_byte_of_offloaded_states_crosses_the_link_twice(catalog, model):
+    config = replace(catalog.configs["bf16-adamw"], sequence_length=LENGTH)
+    setups = [resolve(replace(config, offload=Offload(optimizer_states=p)), catalog, p) for p in ("none", "cpu")]
+    here, there = (CompiledPlan(model("gpt2"), setup).states for setup in setups)
+    work = update_work(setups[1], there)
+    assert there.state_bytes == 0
+    assert there.host_bytes == here.state_bytes + here.host_bytes
+    assert work.host_bytes == 2 * there.host_bytes
+    slow, fast = (rates_of(catalog.gpus[name], name, {}) for name in ("rtx4090", "h100-sxm-80gb"))
+    assert (slow.host_bytes, fast.host_bytes) == (32 * 10**9, 64 * 10**9)
+    apart = update_picoseconds(0, 0, work, slow) - update_picoseconds(0, 0, replace(work, host_bytes=0), slow)
+    assert apart == work.host_bytes * 10**12 // slow.host_bytes
 
 
 def test_the_whole_space_has_a_hundred_thousand_combinations(catalog):

@@ -12,7 +12,7 @@ from memplan.cli.resolve import Overrides, find_setup
 from memplan.planner import CompiledPlan, Device
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
-BYTES = ("components", "instants", "peak", "persistent_bytes", "verdict", "training")
+BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")
 
 
 @pytest.fixture
@@ -64,13 +64,14 @@ def test_answers_follow_the_schema(cli):
 
 # ------------------------------------------------------------------ what is asked is kept
 def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
-    without = cli(*ON_4090)
+    job = (*ON_4090, "--keep", "offload")
+    without = cli(*job)
     assert without.exit_code == 1
     assert "add --experimental" in without.out
-    found = cli(*ON_4090, "--experimental")
+    found = cli(*job, "--experimental")
     assert found.exit_code == 0
     assert "These settings are experimental." in found.out
-    data = cli(*ON_4090, "--experimental", "--json").data
+    data = cli(*job, "--experimental", "--json").data
     assert {row["status"] for row in data["rows"]} == {"experimental"}
     assert all(row["verdict"] == "fits" and "adapter" not in row["training"] for row in data["rows"])
     assert data["combinations"] >= 100_000
@@ -89,6 +90,8 @@ def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
         (("--config", "muon", "--keep", "optimizer", "--keep", "weights"), "optimizer.hidden_matrix", "muon-fp32"),
         (("--min-sequence", "4096"), "sequence_length", 4096),
         (("--keep", "allocator"), "allocator", "native"),
+        (("--keep", "offload"), "offload.optimizer_states", "none"),
+        (("--set", "offload.optimizer_states=cpu", "--experimental"), "offload.optimizer_states", "cpu"),
     ],
     ids=str,
 )
@@ -129,6 +132,8 @@ def test_strict_takes_no_tight_ones(cli):
         "weights",
         "--keep",
         "optimizer",
+        "--keep",
+        "offload",
         "--json",
     )
     peak = cli(*job, "--gpu-memory", "1GiB").data["nearest_miss"]["plan"]["peak"]
@@ -152,9 +157,38 @@ def test_nothing_that_fits_is_a_near_miss_and_a_gpu_that_would_do(cli, tmp_path)
 
 
 def test_what_is_not_modelled_is_refused(cli):
-    assert cli("suggest", "llama-8b", "--gpu", "rtx4090", "--gpus", "2").exit_code == 3
+    assert cli("suggest", "llama-8b", "--gpu", "rtx4090", "--set", "parallel.tensor=2").exit_code == 3
     assert cli("suggest", "llama-8b", "--gpu", "rtx4090", "--set", "offload.weights=cpu").exit_code == 3
-    assert "Not searched: several GPUs and offloading" in cli(*ON_4090).out
+    assert "weights or activations in host memory" in cli(*ON_4090).out
+
+
+def test_states_in_host_memory_make_an_answer_and_say_how_much_they_take(cli):
+    ran = cli(*ON_4090)
+    row = cli(*ON_4090, "--json").data["rows"][0]
+    gib = row["host"]["bytes"] / 2**30
+    assert row["training"]["offload"]["optimizer_states"] == "cpu"
+    assert f"{gib:.2f} GiB of pinned host memory" in ran.out
+    assert f"optimizer states lie in host memory, {gib:.2f} GiB of it" in row["gives_up"]
+    assert "32 GB/s each way (pcie-4-x16)" in ran.out
+
+
+def test_an_answer_without_host_memory_keeps_its_place(rows):
+    found = rows(*ON_4090[1:], "--experimental")
+    assert {row["training"]["offload"]["optimizer_states"] for row in found} == {"none", "cpu"}
+
+
+@pytest.mark.parametrize("limit", [0, 16, 32])
+def test_offloaded_states_take_no_more_host_memory_than_is_allowed(rows, limit):
+    found = rows(*ON_4090[1:], "--experimental", "--most", "50", "--host-memory", f"{limit} GiB")
+    held = [r["host"]["bytes"] for r in found if r["training"]["offload"]["optimizer_states"] == "cpu"]
+    assert bool(held) == (limit > 0)
+    assert all(size <= limit * 2**30 for size in held)
+
+
+def test_memory_that_the_cpu_shares_takes_no_offloaded_states(cli, rows):
+    found = rows("gpt2", "--gpu", "dgx-spark", "--experimental")
+    assert {row["training"]["offload"]["optimizer_states"] for row in found} == {"none"}
+    assert cli("suggest", "gpt2", "--gpu", "dgx-spark", "--set", "offload.optimizer_states=cpu").exit_code == 3
 
 
 def test_a_mistyped_axis_is_named(refused):

@@ -13,6 +13,7 @@ from memplan.lab.validate.measured import Measurement
 from memplan.lab.validate.prediction import Prediction, predict
 from memplan.lab.validate.rows import CUDA, TOTALS, rows_of
 from memplan.lab.validate.task import Task
+from memplan.training.config import Offload
 from memplan.units import GIB, MIB
 
 COUNTERS = {"compute_capability": "9.0", "total_bytes": 80 * GIB, "context_bytes": 500 * MIB}
@@ -72,3 +73,19 @@ def test_out_of_memory_agrees_only_where_it_was_predicted(share, agrees, task, p
     capped = replace(task, capacity_bytes=int(prediction.totals["upper"] * share))
     (row,) = rows_of(capped, prediction, Measurement("out of memory", "no memory"))
     assert row.agrees is agrees
+
+
+def test_states_in_host_memory_are_a_row_and_the_cpus_total_has_them(catalog):
+    here, there = (
+        cpu_task("llama-3.2-1b", "tier1", catalog, offload=Offload(optimizer_states=place)) for place in ("none", "cpu")
+    )
+    plain, prediction = (predict(task, Measurement("measured")) for task in (here, there))
+    host = prediction.components["host"]
+    assert prediction.components["optimizer_states"] == 0
+    assert host == prediction.traced_components["host"] > plain.components["optimizer_states"]
+    assert prediction.totals["requested"] - plain.totals["requested"] == host - plain.components["optimizer_states"]
+    measured = Measurement("measured", components=prediction.components, totals=prediction.traced_totals)
+    rows = {row.component: row for row in rows_of(there, prediction, measured)}
+    assert rows["host"].agrees
+    assert rows["optimizer_states"].measured_bytes == 0
+    assert "cannot tell them from the device's" in rows["requested"].reason

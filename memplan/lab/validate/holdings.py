@@ -20,13 +20,18 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def component_bytes(session: Session) -> dict[str, int]:
-    """Return the bytes of weights, buffers, master weights and optimizer states that are held between steps."""
+    """Return the bytes of weights, buffers, master weights and optimizer states that are held between steps.
+
+    States in host memory, step counters included, are ``host``, where there are any.
+    """
     held: dict[Component, list[Tensor]] = {"weights": [], "buffers": [*session.average, *session.scaling]}
     for _, tensor, component in session.held():
         held.setdefault(component, []).append(tensor)
     held["master_weights"] = list(session.masters)
     held["optimizer_states"] = list(_states(session))
-    return {name: distinct_bytes(tensors) for name, tensors in held.items()}
+    found: dict[str, int] = {name: distinct_bytes(tensors) for name, tensors in held.items()}
+    offloaded = [tensor for _, update in session.updates if update.on_host for tensor, _ in update.states()]
+    return {**found, "host": distinct_bytes(offloaded)} if offloaded else found
 
 
 def gradient_bytes(session: Session) -> int:
@@ -47,6 +52,8 @@ def _gradients(session: Session) -> Iterator[Tensor]:
 def _states(session: Session) -> Iterator[Tensor]:
     """Yield optimizer states that lie on the device; step counters of all but fused kernels lie on the host."""
     for _, update in session.updates:
+        if update.on_host:
+            continue
         on_device = isinstance(update, TorchUpdate) and bool(update.optimizer.defaults.get("fused"))
         for tensor, name in update.states():
             if name != "step" or on_device:

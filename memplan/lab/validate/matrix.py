@@ -16,6 +16,7 @@ from memplan.lab.validate.prediction import measured_device, planned
 from memplan.lab.validate.task import SMALL, Scale, Task, scaled_model
 from memplan.planner import CompiledPlan, Device
 from memplan.setup import resolve
+from memplan.training.config import Offload
 from memplan.training.kernels import Kernels
 from memplan.units import GIB
 
@@ -29,20 +30,25 @@ CPU_KERNELS: dict[str, Any] = {"attention": "math", "norm": "composite"}
 SMALL_MODELS = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 LARGE_MODELS = ("qwen3-1.7b", "llama-3.2-3b", "llama-3.1-8b")
 CONFIGS = ("bf16-adamw", "mixed-adamw", "muon", "tier1", "tier2", "tier3")
+OFFLOADED_CONFIGS = ("bf16-adamw", "tier1")
+OFFLOADED = Offload(optimizer_states="cpu")
 LARGE_CONFIGS = ("bf16-adamw", "lora", "muon", "tier1", "tier3")
 
 
 def cpu_tasks(catalog: Catalog) -> Iterator[Task]:
-    """Yield every shipped config on a small Llama, and one config on other families."""
+    """Yield every shipped config on a small Llama, one config on other families, and some with offloaded states."""
     for name in catalog.configs.entries:
         yield cpu_task(CPU_MODELS[0], name, catalog)
     for model in CPU_MODELS[1:]:
         yield cpu_task(model, "fp32-adamw", catalog)
+    for name in OFFLOADED_CONFIGS:
+        yield cpu_task(CPU_MODELS[0], name, catalog, offload=OFFLOADED)
 
 
-def cpu_task(model: str, config: str, catalog: Catalog) -> Task:
+def cpu_task(model: str, config: str, catalog: Catalog, **keys: Any) -> Task:
     """Return a shipped config on a model that a CPU trains in seconds."""
-    changed = replace(catalog.configs[config], micro_batch_size=2, sequence_length=128, kernels=Kernels(**CPU_KERNELS))
+    kernels = Kernels(**CPU_KERNELS)
+    changed = replace(catalog.configs[config], micro_batch_size=2, sequence_length=128, kernels=kernels, **keys)
     return Task(model, SMALL, scaled_model(model, SMALL, catalog), resolve(changed, catalog, config))
 
 
@@ -69,6 +75,8 @@ def _all_cuda_tasks(catalog: Catalog) -> Iterator[Task]:
         yield _cuda_task(model, "mixed-adamw", catalog, activation_checkpointing="full")
         yield _cuda_task(model, "bf16-adamw", catalog, alloc_conf=EXPANDABLE)
         yield _cuda_task(model, "bf16-adamw", catalog, gradient_accumulation_steps=2)
+        for config in OFFLOADED_CONFIGS:
+            yield _cuda_task(model, config, catalog, offload=OFFLOADED, sequence_length=512)
     for model in LARGE_MODELS:
         for config in LARGE_CONFIGS:
             yield _cuda_task(model, config, catalog, activation_checkpointing="full")
@@ -142,6 +150,8 @@ def task_label(task: Task) -> str:
         parts.append(config.activation_checkpointing)
     if config.gradient_accumulation_steps > 1:
         parts.append(f"a{config.gradient_accumulation_steps}")
+    if config.offload.optimizer_states != "none":
+        parts.append("offload")
     if task.alloc_conf:
         parts.append("expandable" if task.alloc_conf == EXPANDABLE else "conf")
     if task.capacity_bytes:

@@ -22,7 +22,7 @@ class Prediction:
     """Formula and trace of a task, under the same names.
 
     Attributes:
-        components: What the formula says is held between steps, and the gradients kept.
+        components: What the formula says is held between steps, ``host`` where states lie there, and the gradients kept.
         traced_components: The same as traced.
         instants: The formula's, and ``traced_instants`` the trace's.
         totals: The formula's four totals and upper end, and ``traced_totals`` those of the trace and the simulator.
@@ -64,14 +64,21 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
         "optimizer_states": states.state_bytes,
         "buffers": plan.buffer_bytes,
     }
+    offloaded = plan.host_bytes if task.setup.offloads_states else 0
+    if offloaded:
+        components["host"] = offloaded
+    # The CPU's allocator counts what stands for host memory with the rest.
+    beside, traced_beside = (workspaces, workspaces) if cuda else (offloaded, trace.host_bytes)
     context = int(counters.get("context_bytes", plan.allowances.context_bytes))
     return Prediction(
         components=components,
-        traced_components=_held(trace),
-        instants={name: size + workspaces for name, size in plan.instants},
-        traced_instants={name: size + workspaces for name, size in trace.instant_bytes.items()},
-        totals=_planned(plan, workspaces),
-        traced_totals=_simulated(trace, task.alloc_conf, context) if cuda else {"requested": trace.peak_bytes},
+        traced_components={**_held(trace), "host": trace.host_bytes},
+        instants={name: size + beside for name, size in plan.instants},
+        traced_instants={name: size + traced_beside for name, size in trace.instant_bytes.items()},
+        totals=_planned(plan, beside),
+        traced_totals=_simulated(trace, task.alloc_conf, context)
+        if cuda
+        else {"requested": trace.peak_bytes + traced_beside},
         peak_instant=trace.peak_instant,
         notes=tuple(trace.notes),
     )
@@ -91,10 +98,10 @@ def _held(trace: Trace) -> dict[str, int]:
     return found
 
 
-def _planned(plan: MemoryPlan, library_bytes: int) -> dict[str, int]:
-    """Return a plan's totals; CUDA's own counter of requested bytes includes libraries' workspaces."""
+def _planned(plan: MemoryPlan, beside: int) -> dict[str, int]:
+    """Return a plan's totals; the counter of requested bytes includes libraries' workspaces, or host memory."""
     return {
-        "requested": plan.requested_bytes + library_bytes,
+        "requested": plan.requested_bytes + beside,
         "allocated": plan.allocated_bytes,
         "reserved": plan.reserved_bytes,
         "device": plan.device_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -13,7 +13,7 @@ from memplan.lab.validate.task import Task
 
 Compared = Literal["predicted", "traced"]
 
-STATES = ("weights", "master_weights", "gradients", "optimizer_states", "buffers")
+STATES = ("weights", "master_weights", "gradients", "optimizer_states", "host", "buffers")
 TOTALS = ("requested", "allocated", "reserved", "device")
 
 
@@ -30,6 +30,7 @@ class Tolerance:
         return size * self.share.numerator // self.share.denominator + self.bytes
 
 
+HOST_COUNTED = "states in host memory are counted in, since the CPU's allocator cannot tell them from the device's"
 EXACT = Tolerance(Fraction(0), 0, "distinct storages are counted: equal to the byte")
 CPU_PEAK = Tolerance(
     Fraction(1, 10_000), 0, "step counters and random-number states lie on the CPU and are in no trace: 0.01 %"
@@ -108,7 +109,8 @@ def _row(
 def _states(prediction: Prediction, measurement: Measurement) -> Iterator[Row]:
     for name in STATES:
         measured, predicted = measurement.components.get(name, 0), prediction.components.get(name, 0)
-        if measured or predicted:
+        moved = name == "optimizer_states" and "host" in prediction.components
+        if measured or predicted or moved:
             traced = prediction.traced_components.get(name)
             yield _row(name, predicted, traced, measured, "predicted", EXACT)
 
@@ -122,9 +124,9 @@ def _totals(task: Task, prediction: Prediction, measurement: Measurement) -> Ite
         if task.device == "cuda":
             yield _row(name, predicted, traced, measured, "traced", CUDA[name])
             continue
-        yield _row(name, predicted, traced, measured, "traced", CPU_PEAK)
+        yield _row(name, predicted, traced, measured, "traced", _counted(task, CPU_PEAK))
         if _same_operations(task):
-            yield _row(f"{name}, formula", predicted, traced, measured, "predicted", CPU_FORMULA)
+            yield _row(f"{name}, formula", predicted, traced, measured, "predicted", _counted(task, CPU_FORMULA))
 
 
 def _simulator(measurement: Measurement) -> Iterator[Row]:
@@ -155,4 +157,12 @@ def instant_tolerance(task: Task) -> Tolerance:
     """Return the tolerance of an instant's need."""
     if task.device == "cuda":
         return CUDA_INSTANT
-    return CPU_PEAK if task.setup.compute_bytes == 4 and not task.setup.trains_codes else CPU_NARROW
+    exact = task.setup.compute_bytes == 4 and not task.setup.trains_codes
+    return _counted(task, CPU_PEAK if exact else CPU_NARROW)
+
+
+def _counted(task: Task, tolerance: Tolerance) -> Tolerance:
+    """Return the tolerance of a CPU's figure, with a word on states in host memory."""
+    if not task.setup.offloads_states:
+        return tolerance
+    return replace(tolerance, reason=f"{tolerance.reason}; {HOST_COUNTED}")

@@ -1,0 +1,273 @@
+"""Final norm, head and loss of a training step: their tape, and the instants around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memplan.blocks.layer import Builder
+from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
+from memplan.model.spec import ModelSpec
+from memplan.playback import Instant, dominant, play_backward
+from memplan.setup import TrainingSetup
+from memplan.states import ModelStates, TensorStates
+from memplan.tape import NEW, Mode, Tape, Value, Weight
+from memplan.updates import handed_over, store_bytes, tensor_temporaries
+
+TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
+
+
+@dataclass(slots=True)
+class Section:
+    """One part of the model on tape: input, output, and what it adds for backward."""
+
+    tape: Tape
+    entry: Value
+    output: Value
+    gradients: int
+
+
+class Sections:
+    """What the sections of a model have in common: weights, tapes, constants.
+
+    Attributes:
+        weights: Every parameter tensor as tapes see it, by name.
+        dropout: Probability that applies.
+    """
+
+    spec: ModelSpec
+    setup: TrainingSetup
+    states: ModelStates
+    weights: dict[str, Weight]
+    dropout: float
+
+    def _weight(self, entry: TensorStates) -> Weight:
+        layer = self.setup.config.gradients.lifetime == "layer"
+        return Weight(
+            name=entry.tensor.name,
+            trainable=entry.trainable,
+            element_bytes=entry.element_bytes,
+            copy_bytes=entry.copy_bytes,
+            copy_kept=not entry.quantized,
+            own_bytes=entry.weight_bytes,
+            formed_bytes=entry.formed_bytes,
+            gradient_bytes=entry.gradient_bytes,
+            coded=entry.quantized,
+            add_bytes=store_bytes(self.setup, entry),
+            converted=entry.trainable and entry.gradient_bytes != entry.formed_bytes,
+            handed_over=not entry.quantized and handed_over(self.setup, entry),
+            update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
+            rows=entry.tensor.shape[0],
+        )
+
+    def _builder(self, prefix: str, first: int = 0) -> Builder:
+        """Return a builder that sees the weights below ``prefix``, without it."""
+        found = {
+            entry.tensor.name.removeprefix(prefix): self.weights[entry.tensor.name]
+            for entry in self.states.tensors
+            if entry.tensor.name.startswith(prefix) and (not prefix or entry.tensor.first == first)
+        }
+        return Builder(self.spec, self.setup, found, self.dropout)
+
+    def _stream(self, tape: Tape, needs_gradient: bool = True) -> Value:
+        return tape.value(TOKENS, self.spec.hidden_size, self.setup.residual_bytes, needs_gradient)
+
+    def _gradients(self, tape: Tape) -> int:
+        return sum(w.gradient_bytes for node in tape.nodes for w in node.weights if w.trainable)
+
+    def _constant(self, part: Part, size: int) -> Form:
+        return single_form(part, ONE, size)
+
+    def _stays(self, size: int, mode: Mode) -> int:
+        return size if mode == "first" else 0
+
+
+class HeadSections(Sections):
+    """Final norm, head and loss.
+
+    Attributes:
+        head: Their section; a chunked loss stops at the norm.
+        normed: What the head is given.
+    """
+
+    head: Section
+    normed: Value
+
+    def _head(self) -> Section:
+        """Return final norm, head and loss; a chunked loss stops at the norm."""
+        builder = self._builder("")
+        tape = builder.tape
+        tape.instant = "head backward"
+        entry = self._stream(tape)
+        x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
+        self.normed = x
+        if self.setup.profile.loss == "chunked":
+            return Section(tape, entry, x, self._gradients(tape))
+        output = self._loss(builder, x)
+        return Section(tape, entry, output, self._gradients(tape))
+
+    def _loss(self, builder: Builder, x: Value) -> Value:
+        """Record head and cross-entropy on ``x``; return the loss."""
+        tape, spec = builder.tape, self.spec
+        x = builder.lowered(x)
+        used = self._head_weights()
+        weight = used[0]
+        saves = [x] if weight.trainable else []
+        if weight.copy_kept and weight.copy_bytes:
+            saves.append(tape.value(ONE, weight.copy_bytes, 1, part=Part.TEMPORARIES))
+        logits = tape.value(x.quantity, spec.vocab_size, self.setup.compute_bytes, part=Part.LOGITS)
+        logits = tape.apply("head", [(x, NEW)], logits, saves, used)
+        if spec.final_logit_softcap:
+            scaled = builder.pointwise("scale", logits)
+            bounded = builder.fresh(scaled)
+            tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])
+            logits = builder.pointwise("scale", bounded)
+        tape.instant = "loss backward"
+        if self.setup.profile.loss != "bf16":
+            logits = builder.cast(logits, 4)
+        logs = builder.fresh(logits)
+        tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
+        if self.setup.autocast:
+            logs = builder.cast(logs, 4)
+        loss = tape.value(ONE, 0, logs.element_bytes)
+        total = tape.value(ONE, 1, logs.element_bytes)
+        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total])
+
+    def _head_weights(self) -> list[Weight]:
+        """Return the head's weight, and its bias where it has one."""
+        names = self.spec.names
+        name = names.embedding if self.spec.tie_word_embeddings else names.head
+        weight = self._head_weight(self.weights[f"{name}.weight"])
+        return [weight, *([self.weights[f"{names.head}.bias"]] if self.spec.head_bias else [])]
+
+    def _head_weight(self, weight: Weight) -> Weight:
+        """Return the head's weight; a tied one's gradient waits, in the weight's dtype, for the embedding's."""
+        if not self.spec.tie_word_embeddings or weight.coded or not weight.trainable:
+            return weight
+        cast = weight.copy_kept and weight.copy_bytes > 0
+        formed = weight.copy_bytes if cast else weight.formed_bytes
+        return replace(
+            weight, delayed=True, converted=cast, formed_bytes=formed, gradient_bytes=weight.formed_bytes, add_bytes=0
+        )
+
+    def _delayed_bytes(self) -> int:
+        """Return the gradient of a tied head, which stands by until that of the embedding is there."""
+        weight = self._head_weight(self.weights[f"{self.spec.names.embedding}.weight"])
+        return weight.gradient_bytes if weight.delayed else 0
+
+    def _loss_bytes(self) -> int:
+        """Return the bytes of the loss; its gradient, which backward starts from, has as many.
+
+        Both live until backward ends; accumulation divides the loss, which makes another.
+        """
+        return 4 if self.setup.autocast or self.setup.profile.loss != "bf16" else self.setup.compute_bytes
+
+    def _root_bytes(self) -> int:
+        """Return the loss and the gradients that backward starts from; scaling forms an fp32 loss besides."""
+        config = self.setup.config
+        if config.loss_scaling:
+            return self._loss_bytes() + 8 + (4 if config.gradient_accumulation_steps > 1 else 0)
+        return self._loss_bytes() * (3 if config.gradient_accumulation_steps > 1 else 2)
+
+    def _tied_sum(self, around: Form, mode: Mode) -> Iterator[Instant]:
+        """Yield the moments at which the gradients of a tied embedding and head are added up and used.
+
+        The head's stands by until the embedding's is there, and their sum is a third tensor, unless
+        the head's has been formed by a cast or a sum and nobody else holds it. The sum is then
+        stored like any gradient.
+        """
+        weight = self.weights[f"{self.spec.names.embedding}.weight"]
+        if not self.spec.tie_word_embeddings or not weight.trainable or weight.coded:
+            return
+        profile = self.setup.profile
+        positions = self.weights.get(f"{self.spec.names.positions}.weight")
+        others = positions.formed_bytes if positions else 0
+        if not self._head_weight(weight).converted and not (profile.loss == "chunked" and profile.loss_chunks > 1):
+            form = add_forms(around, self._constant(Part.GRADIENTS, 2 * weight.formed_bytes + others))
+            yield Instant("end of backward", "sum of the tied gradients", form)
+        if extra := weight.storing_bytes(mode):
+            form = add_forms(around, self._constant(Part.GRADIENTS, extra + others))
+            yield Instant("end of backward", f"{weight.name} gradient", form)
+
+    def _chunked_gradients(self) -> int:
+        if self.setup.profile.loss != "chunked":
+            return 0
+        return self._gradients(self._chunk().tape)
+
+    def _chunk(self) -> Section:
+        """Return head and loss of one chunk of tokens."""
+        builder = self._builder("")
+        builder.tape.instant = "head backward"
+        x = builder.tape.value(Quantity.CHUNK, self.spec.hidden_size, self.head.output.element_bytes)
+        loss = self._loss(builder, x)
+        for node in builder.tape.nodes:
+            # Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end.
+            node.weights = tuple(
+                replace(weight, own_bytes=0, converted=False, delayed=False) for weight in node.weights
+            )
+        return Section(builder.tape, x, loss, 0)
+
+    def _forward(self, around: Form, inside: bool = True) -> Instant:
+        """Return the end of forward, where logits and their logarithms stand side by side.
+
+        The arguments of the loss are alive there although backward does not need them all, and so
+        is every weight that autocast has cast. Outside the model's own forward the loss is given
+        logits, and what led to them is held only where backward needs it.
+        """
+        chunked = self.setup.profile.loss == "chunked"
+        tape = self._chunk().tape if chunked else self.head.tape
+        inputs = next(node.inputs[0][0] for node in tape.nodes if node.name == "log_softmax")
+        logits = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
+        form = add_forms(around, self.head.tape.saved_form(), logits, self._constant(Part.LOGITS, self._loss_bytes()))
+        if chunked:
+            losses = self._constant(Part.LOGITS, 4 * self.setup.profile.loss_chunks)
+            form = add_forms(form, logits, losses)
+        saved = {storage for node in self.head.tape.nodes for storage in node.saved}
+        for value in (self.head.entry, self.normed) if inside else ():
+            if value.storage not in saved:
+                form = add_forms(form, single_form(Part.ACTIVATIONS, value.quantity, value.coefficient))
+        copies = sum(
+            e.copy_bytes * e.tensor.count
+            for e in self.states.tensors
+            if e.trainable and not e.quantized and e.tensor.role != "embedding"
+        )
+        if self.spec.tie_word_embeddings and self.setup.autocast:
+            copies += self.weights[f"{self.spec.names.embedding}.weight"].copy_bytes
+        missing = max(0, copies - form[Part.TEMPORARIES * WIDTH + ONE])
+        return Instant("forward", "log_softmax", add_forms(form, self._constant(Part.TEMPORARIES, missing)))
+
+    def _head_instants(self, around: Form, mode: Mode) -> Iterator[Instant]:
+        if self.setup.profile.loss == "chunked":
+            yield from self._chunked_instants(around, mode)
+            return
+        for instant in dominant(play_backward(self.head.tape, self.head.output, mode)):
+            yield Instant(instant.name or "loss backward", instant.operation, add_forms(around, instant.form))
+
+    def _chunked_instants(self, around: Form, mode: Mode) -> Iterator[Instant]:
+        """Yield the instants of a loss over chunks, each of which runs again in backward."""
+        chunk = self._chunk()
+        norm = self.head.tape.saved_form()
+        rows = single_form(Part.ACTIVATIONS, self.head.output.quantity, self.head.output.coefficient)
+        summed = self._constant(
+            Part.GRADIENTS, sum(w.formed_bytes for n in chunk.tape.nodes for w in n.weights if w.trainable)
+        )
+        parts = single_form(Part.TEMPORARIES, self.head.output.quantity, self.head.output.coefficient)
+        rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
+        several = self.setup.profile.loss_chunks > 1
+        # A chunk's rows are a view of all rows, and the gradient of the last one's is formed in its own backward,
+        # which has used up the gradient of the sum of losses, one fp32 number.
+        viewed = single_form(Part.ACTIVATIONS, Quantity.CHUNK, chunk.entry.coefficient)
+        others = add_forms(summed if several else ZERO, parts, scale_form(viewed, -1), scale_form(rows_of_chunk, -1))
+        for instant in dominant(play_backward(chunk.tape, chunk.output, "again", (chunk.entry,))):
+            form = add_forms(around, norm, rows, others, instant.form)
+            yield Instant(instant.name or "loss backward", f"{instant.operation} of a chunk", form)
+        around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
+        if several:
+            form = add_forms(around, norm, rows, scale_form(summed, 3), scale_form(rows_of_chunk, 2))
+            yield Instant("head backward", "sum of two chunks' head gradients", form)
+        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in self._head_weights()):
+            form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
+            yield Instant("head backward", "gradient of the head", form)
+        kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))
+        for instant in dominant(play_backward(self.head.tape, self.head.output, mode)):
+            yield Instant("head backward", instant.operation, add_forms(around, kept, parts, instant.form))

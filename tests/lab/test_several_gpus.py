@@ -1,0 +1,119 @@
+"""One GPU of several: the formula says what torch's own data parallelism does to one rank, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memplan.lab.agreement import cut_model
+from memplan.lab.tracer import trace_training
+from memplan.planner import CompiledPlan, Device
+from memplan.readers.shapes import model_from_shapes
+from memplan.report.plan import components
+from memplan.setup import resolve
+from memplan.training.config import Adapter, Parallel, TrainingConfig
+from memplan.training.kernels import Kernels
+
+SHAPES = {
+    "untied": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003},
+    "tied": {"layers": 3, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003, "tied": True},
+    "two layers": {"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 1003},
+}
+"""700 and 4003 divide by neither 8 nor 3, so that shards are padded."""
+
+FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
+MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+FULL = {"activation_checkpointing": "full"}
+MANY, FEW = (2, 128), (1, 16)
+"""(sequences, tokens): with few tokens weights decide, with many activations and logits."""
+
+SHARDED = [
+    ("untied", 8, {}, MANY),
+    ("untied", 2, {}, FEW),
+    ("tied", 3, {}, MANY),
+    ("tied", 8, {}, FEW),
+    ("untied", 8, FULL, MANY),
+    ("tied", 2, FULL, FEW),
+    ("untied", 8, {"activation_checkpointing": "selective"}, MANY),
+    ("untied", 8, FP32, MANY),
+    ("tied", 2, FP32, FEW),
+    ("untied", 8, MIXED, MANY),
+    ("tied", 8, {**MIXED, **FULL}, FEW),
+    ("two layers", 2, MIXED, FEW),
+    ("untied", 8, {"gradient_accumulation_steps": 3}, MANY),
+    ("tied", 2, {**MIXED, "gradient_accumulation_steps": 2}, FEW),
+    ("untied", 8, {"zero_gradients": "fill"}, MANY),
+    ("untied", 8, {"kernels": Kernels(loss="fp32", optimizer="fused")}, MANY),
+    ("tied", 8, {"kernels": Kernels(norm="composite", optimizer="for-loop")}, MANY),
+    ("untied", 8, {"optimizer": {"default": "sgd-momentum"}}, MANY),
+    ("untied", 8, {"save_checkpoint": True, "dropout": 0.1}, MANY),
+]
+REPLICATED = [
+    ("untied", 8, {}, MANY),
+    ("tied", 2, {**MIXED, "gradient_accumulation_steps": 2}, MANY),
+    ("tied", 2, {"kernels": Kernels(loss="chunked"), "clip_gradients": True}, MANY),
+    ("untied", 2, {"adapter": Adapter(), **FULL}, MANY),
+    ("untied", 2, {"optimizer": {"default": "adamw-8bit-bnb"}, "evaluation": True}, MANY),
+    ("untied", 2, {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}}, FEW),
+]
+OFF_BY_A_SCALAR = 4
+"""Loss and gradient of an accumulating backward under autocast, on one GPU as on several."""
+
+
+def both(catalog, model, config):
+    setup = resolve(config, catalog, "test")
+    plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus["a100-80gb"], "a100-80gb"))
+    return plan, trace_training(model, setup)
+
+
+def config_of(parallel, keys, size):
+    batch, length = size
+    return replace(TrainingConfig("", micro_batch_size=batch, sequence_length=length, parallel=parallel), **keys)
+
+
+@pytest.mark.parametrize(("shape", "ranks", "keys", "size"), SHARDED)
+def test_fully_sharded_every_instant_is_equal_to_the_byte(catalog, shape, ranks, keys, size):
+    plan, trace = both(catalog, model_from_shapes(**SHAPES[shape]), config_of(Parallel(ranks, 3), keys, size))
+    formula = dict(plan.instants)
+    assert plan.requested_bytes == trace.peak_bytes
+    assert plan.peak.name == trace.peak_instant
+    assert plan.persistent_bytes == trace.persistent_bytes
+    assert {n: size for n, size in trace.instant_bytes.items() if n in formula} == formula
+
+
+@pytest.mark.parametrize(("shape", "ranks", "keys", "size"), REPLICATED)
+def test_replicated_every_instant_is_equal_to_the_byte(catalog, shape, ranks, keys, size):
+    plan, trace = both(catalog, model_from_shapes(**SHAPES[shape]), config_of(Parallel(ranks, 0), keys, size))
+    formula = dict(plan.instants)
+    differences = {n: s - formula[n] for n, s in trace.instant_bytes.items() if n in formula}
+    assert set(differences.values()) <= {0, OFF_BY_A_SCALAR}, differences
+    assert plan.persistent_bytes == trace.persistent_bytes
+
+
+def test_components_at_the_peak_are_those_of_the_trace(catalog):
+    for parallel in (Parallel(8, 3), Parallel(8, 0)):
+        plan, trace = both(catalog, model_from_shapes(**SHAPES["untied"]), config_of(parallel, {}, MANY))
+        formula = {row.name: row.bytes for row in components(plan)}
+        traced = trace.peak.components
+        assert formula["communication"] == traced["communication"] > 0
+        for name in ("weights", "optimizer_states", "logits"):
+            assert formula.get(name, 0) == traced.get(name, 0), name
+        assert formula.get("gradients", 0) == traced.get("gradients", 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma-2b", "gpt2", "mixtral-8x7b-v0.1", "deepseek-v2-lite", "qwen3-0.6b", "stablelm-2-1.6b"]
+)
+def test_other_families_peak_alike(catalog, name):
+    """Layers of experts are shared out by expert, and gathered and reduced like any other."""
+    model = cut_model(name, catalog, layers=3)
+    plan, trace = both(catalog, model, config_of(Parallel(8, 3), {**MIXED, **FULL}, (1, 512)))
+    assert plan.requested_bytes == trace.peak_bytes
+
+
+def test_more_gpus_hold_less_of_the_states_and_gather_as_much(catalog):
+    model = model_from_shapes(**SHAPES["untied"])
+    two, eight = (both(catalog, model, config_of(Parallel(n, 3), {}, FEW))[1] for n in (2, 8))
+    assert eight.persistent_bytes < two.persistent_bytes / 3
+    assert eight.peak.components["communication"] >= two.peak.components["communication"]

@@ -1,0 +1,207 @@
+"""The one way to divide: shards cover the whole, waste little, and every term of a plan goes through them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.inverse import fewest_devices
+from memplan.model.inventory import ParameterTensor
+from memplan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.report.plan import components, plan_data
+from memplan.setup import resolve
+from memplan.sharding import gathered_setup, held, sent_bytes, shard, unit
+from memplan.training.config import Adapter, Gradients, Offload, Parallel, TrainingConfig
+from memplan.training.kernels import Kernels
+
+MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+SHAPE = st.tuples(st.integers(1, 5000), st.integers(1, 64))
+
+
+ALONE = Parallel()
+
+
+def setup_of(catalog, parallel=ALONE, **keys):
+    return resolve(TrainingConfig("", parallel=parallel, **keys), catalog, "test")
+
+
+@pytest.fixture
+def device(catalog):
+    return Device(catalog.gpus["h100-sxm-80gb"], "h100-sxm-80gb")
+
+
+# ------------------------------------------------------------------ the division
+@given(SHAPE, st.integers(1, 512))
+def test_shards_cover_the_whole_and_waste_less_than_a_slice_each(shape, ranks):
+    tensor = ParameterTensor("w", shape, "hidden_matrix")
+    part = shard(tensor, ranks)
+    assert 0 <= ranks * part.elements - tensor.elements < ranks * shape[1]
+    assert part.shape[1:] == tensor.shape[1:]
+
+
+@given(SHAPE)
+def test_one_rank_holds_everything(shape):
+    tensor = ParameterTensor("w", shape, "hidden_matrix")
+    assert shard(tensor, 1) == tensor
+    assert held((tensor,), Parallel()) == held((tensor,), Parallel(8, 0)) == (tensor,)
+
+
+def test_a_shard_is_what_torch_gives_the_first_rank():
+    torch = pytest.importorskip("torch")
+    for rows in (1, 7, 8, 10, 63, 64, 65):
+        for ranks in (2, 3, 8, 64):
+            first = torch.chunk(torch.empty(rows, 2), ranks)[0]
+            assert shard(ParameterTensor("w", (rows, 2), "norm"), ranks).shape == tuple(first.shape)
+
+
+def test_a_unit_is_gathered_in_the_compute_dtype_and_reduced_in_the_weights_own(catalog):
+    tensors = (ParameterTensor("a", (10, 4), "hidden_matrix"), ParameterTensor("b", (6,), "norm"))
+    found = unit(tensors, setup_of(catalog, Parallel(4, 3), **MIXED))
+    elements = 3 * 4 + 2
+    assert found.gathered_bytes == 4 * elements * 2
+    assert found.reduced_bytes == 4 * elements * 4
+    assert found.kept_bytes == elements * 4
+    assert found.cast_bytes == elements * 2
+    assert found.last_bytes == 10 * 4 * 2
+    assert unit(tensors, setup_of(catalog, Parallel(4, 3))).cast_bytes == 0
+
+
+def test_gathered_weights_need_no_autocast(catalog):
+    setup = setup_of(catalog, Parallel(4, 3), **MIXED)
+    whole = gathered_setup(setup)
+    assert setup.autocast
+    assert not whole.autocast
+    assert set(whole.format_names.values()) == {"bf16"}
+    assert {layout.block_bytes for layout in whole.formats.values()} == {2}
+
+
+# ------------------------------------------------------------------ plans
+@pytest.mark.parametrize("keys", [{}, MIXED], ids=["bf16", "mixed"])
+def test_states_shrink_with_the_number_of_gpus(catalog, model, device, keys):
+    llama = model("llama-3.1-8b")
+    plans = [
+        CompiledPlan(llama, setup_of(catalog, Parallel(n, 3) if n > 1 else Parallel(), **keys)) for n in (1, 2, 8, 64)
+    ]
+    for one, more, ratio in zip(plans, plans[1:], (2, 4, 8), strict=False):
+        for name in ("weight_bytes", "gradient_bytes", "state_bytes"):
+            assert getattr(one.states, name) == ratio * getattr(more.states, name)
+        assert one.evaluate(device).requested_bytes > more.evaluate(device).requested_bytes
+
+
+def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog, model, device):
+    llama = model("llama-3.2-1b")
+    one, two = (
+        CompiledPlan(llama, setup_of(catalog, parallel)).evaluate(device) for parallel in (Parallel(), Parallel(2))
+    )
+    assert two.requested_bytes == one.requested_bytes + one.states.gradient_bytes
+    assert two.communication_bytes == one.states.gradient_bytes
+    assert two.persistent_bytes == one.persistent_bytes
+    assert one.communication_bytes == 0
+
+
+def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):
+    plan = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(8, 3))).evaluate(device)
+    line = next(row for row in components(plan) if row.name == "nccl_buffers")
+    assert (line.bytes, line.kind) == (NCCL_EXPECTED_BYTES_BEYOND, "stated")
+    assert "github.com/NVIDIA/nccl" in line.source
+    assert sum(row.bytes for row in components(plan)) == plan.device_bytes
+    alone = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog)).evaluate(device)
+    assert plan.allowances.upper_context_bytes - alone.allowances.upper_context_bytes == (
+        NCCL_UPPER_BYTES + plan.allowances.stream_bytes
+    )
+    assert plan.allowances.stream_bytes > 0
+    assert alone.allowances.nccl_bytes == alone.allowances.stream_bytes == 0
+
+
+def test_the_json_says_how_many_gpus_and_gives_the_bytes_of_one(catalog, model, device):
+    plan = CompiledPlan(model("llama-3.1-8b"), setup_of(catalog, Parallel(8, 3))).evaluate(device)
+    data = plan_data(plan, "")
+    assert data["gpu"] == {
+        "name": "h100-sxm-80gb",
+        "count": 8,
+        "memory_bytes": device.memory_bytes,
+        "usable_bytes": device.usable_bytes(0),
+    }
+    assert data["bytes_per_parameter"]["total"] == 8 / 8
+    assert data["training"]["parallel"]["data"] == 8
+    assert any("fully_shard" in line for line in data["assumptions"])
+
+
+def test_bytes_per_parameter_are_shared_out_too(catalog):
+    whole, eighth = (bytes_per_parameter(setup_of(catalog, p)) for p in (Parallel(), Parallel(8, 3)))
+    for field in fields(whole):
+        assert getattr(whole, field.name) == 8 * getattr(eighth, field.name)
+    assert eighth.total == Fraction(1)
+
+
+def test_what_is_sent_follows_the_ring(catalog, model):
+    inventory = model("llama-3.1-8b").inventory
+    layers = sum(t.elements * t.count for t in inventory if "{}" in t.name)
+    rest = sum(t.elements for t in inventory if "{}" not in t.name)
+    sharded = sent_bytes(setup_of(catalog, Parallel(8, 3)), inventory, 0)
+    assert sharded == 2 * (3 * layers + 2 * rest) * 7 // 8
+    assert sent_bytes(setup_of(catalog, Parallel(8)), inventory, 1600) == 2 * 1600 * 7 // 8
+    assert sent_bytes(setup_of(catalog), inventory, 1600) == 0
+
+
+# ------------------------------------------------------------------ what is refused
+SHARDED = Parallel(8, 3)
+CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {"default": "adamw-int8"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"parallel": Parallel(8, 1)}, "parallel.zero_stage: 1 is not supported; planned is data parallelism"),
+        ({"parallel": Parallel(8, 2)}, "parallel.zero_stage: 2 is not supported"),
+        ({"parallel": Parallel(1, 3)}, "one GPU, which has nothing to share"),
+        ({"parallel": Parallel(tensor=2)}, "parallel.tensor: 2 is not supported: tensor parallelism is not modelled"),
+        ({"parallel": Parallel(sequence=True)}, "parallel.sequence: true is not supported"),
+        ({"parallel": Parallel(pipeline=2)}, "pipeline parallelism"),
+        ({"parallel": Parallel(context=2)}, "context parallelism"),
+        ({"parallel": Parallel(expert=2)}, "expert parallelism"),
+        ({"parallel": Parallel(8), **CODED}, "q4-0 cannot be reduced over several GPUs"),
+        ({"parallel": Parallel(8), "gradients": Gradients(lifetime="layer")}, "use step"),
+        ({"parallel": Parallel(8), "gradients": Gradients(dtype="fp8-e4m3")}, "reduce gradients in bf16"),
+        ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "offloading is not supported"),
+        (
+            {"parallel": SHARDED, "optimizer": {"hidden_matrix": "muon-bf16"}},
+            "muon-bf16 is not supported with zero_stage 3",
+        ),
+        ({"parallel": SHARDED, "optimizer": {"default": "adamw-8bit-bnb"}}, "use adamw-bf16"),
+        ({"parallel": SHARDED, "optimizer": {"default": "adamw-fp32"}}, "states in the weights' dtype"),
+        ({"parallel": SHARDED, "adapter": Adapter()}, "adapters are not supported with zero_stage 3"),
+        ({"parallel": SHARDED, "master_weights": "fp32"}, "use weights: fp32 and compute_dtype: bf16"),
+        ({"parallel": SHARDED, "weights": {"default": "bf16", "norm": "fp32"}}, "one format for all weights"),
+        ({"parallel": SHARDED, "kernels": Kernels(loss="chunked")}, "the head would be a unit of its own"),
+        ({"parallel": SHARDED, "clip_gradients": True}, "norms of shards"),
+        ({"parallel": SHARDED, "evaluation": True}, "evaluation with zero_stage 3"),
+        ({"parallel": SHARDED, "weight_average": "bf16"}, "an average of shards"),
+        ({"parallel": SHARDED, "weights": {"default": "fp16"}, "compute_dtype": "fp16"}, "fp16 is not supported"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_modelled_is_refused_with_what_can_be_done(catalog, keys, reason):
+    with pytest.raises(CannotAnswerError) as caught:
+        resolve(TrainingConfig("", **keys), catalog, "test")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(0), Parallel(2, 4), Parallel(tensor=-1)])
+def test_impossible_degrees_are_bad_input(catalog, parallel):
+    with pytest.raises(InvalidFileError, match=r"parallel\."):
+        setup_of(catalog, parallel)
+
+
+def test_how_many_gpus_is_no_question_for_a_config_that_says_so(catalog, model, device):
+    plan = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, SHARDED))
+    with pytest.raises(CannotAnswerError, match="leave it out"):
+        fewest_devices(plan, device)
+    with pytest.raises(CannotAnswerError, match="pooled"):
+        plan.evaluate(replace(device, count=2))
