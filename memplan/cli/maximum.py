@@ -30,6 +30,20 @@ class Sought(StrEnum):
 ForOption = Annotated[
     Sought, typer.Option("--for", help="What to find the largest of; but for parameters it takes a MODEL.")
 ]
+
+
+class Accounting(StrEnum):
+    """Rules that the notes count by."""
+
+    scale = "notes-scale"
+    precision = "notes-precision"
+    minimum_gpus = "notes-min-gpus"
+
+
+AccountingOption = Annotated[
+    Accounting | None,
+    typer.Option("--accounting", help="Answer by a rule of the notes, not memplan's; labelled as such."),
+]
 PriceOption = Annotated[
     Path | None,
     typer.Option(
@@ -52,6 +66,8 @@ def max_command(
     checkpointing: o.CheckpointingOption = None,
     settings: o.SetOption = None,
     strict: o.StrictOption = False,
+    accounting: AccountingOption = None,
+    plot: o.PlotOption = None,
     as_json: o.JsonOption = False,
     form: o.FormatOption = o.OutputFormat.table,
     output: o.OutputOption = None,
@@ -66,6 +82,19 @@ def max_command(
     """
     catalog = open_catalog(catalog_path)
     overrides = Overrides(batch, length, checkpointing, tuple(settings or ()))
+    if plot is not None:
+        if accounting is not None or what is not Sought.parameters:
+            raise InvalidFileError(["--plot: draws the largest models; leave out --for and --accounting"])
+        from memplan.report.figures import check_drawable, save_figure
+        from memplan.report.largest_figure import largest_figure
+
+        check_drawable(plot)
+    if accounting is not None:
+        _refuse_details(accounting, overrides, model if what is Sought.parameters else f"--for {what.value}")
+        from memplan.report.accounting import max_by_notes
+
+        document = max_by_notes(accounting.value, config, gpu, gpu_memory, gpus, catalog)
+        raise typer.Exit(emit(document, form, as_json, output, quiet))
     one = gpu is not None or gpu_memory is not None
     devices = (
         [find_device(gpu, gpu_memory, gpus, catalog)]
@@ -74,9 +103,24 @@ def max_command(
     )
     if what is Sought.parameters:
         document = _largest_models(model, config, overrides, devices, catalog, unit_text(units))
+        if plot is not None:
+            save_figure(largest_figure(document.data["rows"]), plot)
     else:
         document = _largest(what, model, config, overrides, devices, catalog, unit_text(units), strict)
     raise typer.Exit(emit(document, form, as_json, output, quiet))
+
+
+def _refuse_details(accounting: Accounting, overrides: Overrides, other: str | None = None) -> None:
+    """Refuse what no rule of the notes takes into account."""
+    given = [other] if other else []
+    given += ["--micro-batch-size"] if overrides.batch is not None else []
+    given += ["--sequence-length"] if overrides.length is not None else []
+    given += ["--checkpointing"] if overrides.checkpointing is not None else []
+    given += [f"--set {setting}" for setting in overrides.settings]
+    if given:
+        raise InvalidFileError(
+            [f"--accounting {accounting.value}: the notes' rule knows no {', '.join(given)}; leave it out"]
+        )
 
 
 def _largest_models(
@@ -121,6 +165,7 @@ def where_command(
     gpu: o.GpuOption = None,
     gpu_memory: o.GpuMemoryOption = None,
     price: PriceOption = None,
+    accounting: AccountingOption = None,
     batch: o.BatchOption = None,
     length: o.LengthOption = None,
     checkpointing: o.CheckpointingOption = None,
@@ -147,12 +192,14 @@ def where_command(
     catalog = open_catalog(catalog_path)
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
     found = find_model(model, shapes, catalog)
-    setup = find_setup(
-        "bf16-adamw" if config is None else config,
-        Overrides(batch, length, checkpointing, tuple(settings or ())),
-        catalog,
-        found,
-    )
+    overrides = Overrides(batch, length, checkpointing, tuple(settings or ()))
+    if accounting is not None:
+        given = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--price": price}
+        _refuse_details(accounting, overrides, next((name for name, value in given.items() if value is not None), None))
+        from memplan.report.accounting import where_by_notes
+
+        raise typer.Exit(emit(where_by_notes(accounting.value, found, config, catalog), form, as_json, output, quiet))
+    setup = find_setup("bf16-adamw" if config is None else config, overrides, catalog, found)
     one = gpu is not None or gpu_memory is not None
     devices = (
         [find_device(gpu, gpu_memory, 1, catalog)] if one else [Device(e, n) for n, e in catalog.gpus.entries.items()]

@@ -9,16 +9,17 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.inverse import LargestModel, fewest_devices, largest_models
-from memplan.loading import load_document
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device
+from memplan.planner import CompiledPlan, Device, devices_for
+from memplan.published.rounding import numbers
+from memplan.published.schema import Library
 from memplan.report.document import Document, Table
 from memplan.setup import TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
-PUBLISHED = "configs/published/max_parameters.yaml"
-SCALE = {"M": 10**6, "B": 10**9}
+PUBLISHED = "s000.t02"
+"""The notes' table of the largest parameter count for each GPU."""
 
 WHY = (
     "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
@@ -28,16 +29,20 @@ WHY = (
 )
 
 
-def notes_figures(catalog: Catalog) -> Mapping[str, Any]:
-    """Return the notes' printed table: config -> GPU -> count -> text."""
-    printed: Mapping[str, Any] = load_document(catalog.root / PUBLISHED).data["printed"]
-    return printed
+NotesFigures = Mapping[tuple[str, str, int], int]
+"""(config, GPU, how many of them) -> the parameters that the notes print."""
 
 
-def notes_parameters(figures: Mapping[str, Any], config: str, gpu: str, count: int) -> int | None:
-    """Return the parameters that the notes print for a config and GPU, or None where they print none."""
-    text = figures.get(config, {}).get(gpu, {}).get(str(count))
-    return None if text is None else int(Fraction(text[:-1]) * SCALE[text[-1]])
+def notes_figures(catalog: Catalog) -> NotesFigures:
+    """Return what the notes print as the largest parameter counts."""
+    library = Library(catalog.root)
+    table = library.tables[PUBLISHED]
+    found = {}
+    for cell in table.cells:
+        origin = library.origin(table, cell)
+        key = (origin.config or "", origin.gpu or "", origin.count or 1)
+        found[key] = int(numbers(cell.printed)[0].value)
+    return found
 
 
 def max_document(
@@ -57,11 +62,11 @@ def max_document(
         "gpu",
         ">usable",
         "config",
+        "status",
         ">B/param",
         ">max_parameters",
         ">notes",
         "largest_fitting_model",
-        ">its parameters",
     )
     batch = setups[0].config
     head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {batch.activation_checkpointing}"
@@ -74,7 +79,7 @@ def max_document(
     return Document({"schema": "memplan/max/1", "rows": data}, tuple(blocks))
 
 
-def _max_data(row: LargestModel, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _max_data(row: LargestModel, figures: NotesFigures) -> dict[str, Any]:
     data: dict[str, Any] = {
         "gpu": row.device.name,
         "count": row.device.count,
@@ -87,7 +92,7 @@ def _max_data(row: LargestModel, figures: Mapping[str, Any]) -> dict[str, Any]:
         "largest_fitting_parameters": row.largest_fitting_parameters,
     }
     shown = "" if row.setup.changed else row.setup.name
-    printed = notes_parameters(figures, shown, row.device.name, row.device.count)
+    printed = figures.get((shown, row.device.name, row.device.count))
     if printed is not None:
         data["notes_max_parameters"] = printed
     return data
@@ -99,11 +104,11 @@ def _max_row(row: LargestModel, data: Mapping[str, Any], unit: str) -> tuple[str
         row.device.name if row.device.count == 1 else f"{row.device.count} x {row.device.name}",
         format_bytes(data["usable_bytes"], unit),
         row.setup.label,
+        row.setup.config.status,
         format_fraction(row.bytes_per_parameter),
         format_count(row.max_parameters),
         format_count(notes) if notes else "",
-        row.largest_fitting or "none",
-        format_count(row.largest_fitting_parameters) if row.largest_fitting else "",
+        f"{row.largest_fitting} ({format_count(row.largest_fitting_parameters)})" if row.largest_fitting else "none",
     )
 
 
@@ -145,7 +150,7 @@ def where_document(
     del catalog
     hourly = prices.hourly if prices else {}
     plan = CompiledPlan(model, setup)
-    found = [(device, fewest_devices(plan, device)) for device in devices]
+    found = [(device, fewest_devices(plan, device)) for device in devices_for(setup, devices)]
     fitting = sorted(
         ((device, count) for device, count in found if count is not None),
         key=lambda item: (

@@ -1,0 +1,1 @@
+"""The tables of the notes: as printed, recomputed by their own rules, and what memplan holds true."""

@@ -1,0 +1,278 @@
+"""The rules that the notes count by, as exact functions. They are theirs, not memplan's.
+
+Three of them contradict each other: ``notes-scale`` uses 0.80 of a card, ``notes-precision`` 0.85
+less a buffer, ``notes-min-gpus`` all of it. All take decimal gigabytes from the name on the box and
+charge every parameter alike, without scales, embeddings, activations or context.
+
+Source:
+    https://github.com/SQCU/pfhe/tree/5494a6a: notes/2025-12-29-max-trainable-scale.md with
+    scripts/max_scale_analysis.py, and notes/2025-12-29-newton-schulz-precision.md with
+    scripts/memory_analysis_ns_precision.py and scripts/benchmark_ns_precision.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memplan.errors import InvalidFileError, UnknownNameError, match_hint
+from memplan.units import ceil_div
+
+GB = 10**9
+BILLION = 10**9
+
+SCALE, PRECISION, MINIMUM_GPUS = "notes-scale", "notes-precision", "notes-min-gpus"
+ACCOUNTINGS: dict[str, str] = {
+    SCALE: "0.80 of decimal GB over bytes per parameter without scales (Q4 0.5625, IQ3 0.31, IQ2 0.25)",
+    PRECISION: "0.85 of decimal GB less one Newton-Schulz buffer of 3 x 4096^2, over bytes per parameter with Q4 at 0.5",
+    MINIMUM_GPUS: "all of the card's decimal GB over bytes per parameter with Q4 at 0.5, nominal model sizes",
+}
+"""Accounting -> what it does, in a phrase."""
+
+WEIGHTS: dict[str, Fraction] = {
+    "fp16": Fraction(2),
+    "q4": Fraction(18, 32),
+    "iq3": Fraction("0.31"),
+    "iq2": Fraction("0.25"),
+}
+GRADIENTS: dict[str, Fraction] = {"bf16": Fraction(2), "fp8": Fraction(1)}
+ADAM_BITS = 2 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes per parameter as the notes count them: no scales, no master weights."""
+
+    weights: Fraction
+    gradients: Fraction
+    states: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """Sum of the parts."""
+        return self.weights + self.gradients + self.states
+
+
+def _parts(weights: Fraction, gradients: str, state_bits: int) -> Parts:
+    return Parts(weights, GRADIENTS[gradients], Fraction(state_bits, 8))
+
+
+SCALE_PARTS: dict[str, Parts] = {
+    "fp16-adam": _parts(WEIGHTS["fp16"], "bf16", ADAM_BITS),
+    "fp16-muon": _parts(WEIGHTS["fp16"], "bf16", 32),
+    "q4-adam": _parts(WEIGHTS["q4"], "bf16", ADAM_BITS),
+    "q4-muon-bf16": _parts(WEIGHTS["q4"], "bf16", 16),
+    "q4-muon-int8": _parts(WEIGHTS["q4"], "bf16", 8),
+    "tier1": _parts(WEIGHTS["q4"], "bf16", 4),
+    "tier2": _parts(WEIGHTS["q4"], "fp8", 4),
+    "iq3-muon-int4": _parts(WEIGHTS["iq3"], "bf16", 4),
+    "tier3": _parts(WEIGHTS["iq3"], "fp8", 4),
+    "q4-muon-int2": _parts(WEIGHTS["q4"], "bf16", 2),
+    "iq2-fp8-muon-int4": _parts(WEIGHTS["iq2"], "fp8", 4),
+}
+NOMINAL_Q4 = Fraction(4, 8)
+PRECISION_PARTS: dict[str, Parts] = {
+    "fp16-adam": _parts(WEIGHTS["fp16"], "bf16", ADAM_BITS),
+    "fp16-muon": _parts(WEIGHTS["fp16"], "bf16", 32),
+    "q4-muon-int8": _parts(NOMINAL_Q4, "bf16", 8),
+    "tier1": _parts(NOMINAL_Q4, "bf16", 4),
+}
+PARTS: dict[str, dict[str, Parts]] = {
+    SCALE: SCALE_PARTS,
+    PRECISION: PRECISION_PARTS,
+    MINIMUM_GPUS: {name: PRECISION_PARTS[name] for name in ("fp16-adam", "tier1")},
+}
+"""Accounting -> the configs that it knows."""
+
+CARD_GIGABYTES: dict[str, int] = {
+    "rtx3060": 12,
+    "rtx3090": 24,
+    "rtx4090": 24,
+    "rtx-a6000": 48,
+    "a100-sxm-40gb": 40,
+    "a100-sxm-80gb": 80,
+    "h100-sxm-80gb": 80,
+    "mi300x": 192,
+}
+"""Catalog GPU -> gigabytes on its box, for the cards of the notes."""
+
+
+def parts_of(accounting: str, config: str) -> Parts:
+    """Return the bytes per parameter that an accounting charges a config with.
+
+    Raises:
+        UnknownNameError: The notes say nothing of the config; the message has those that they know.
+    """
+    known = PARTS[accounting]
+    if config not in known:
+        raise UnknownNameError(
+            f"accounting {accounting}: the notes have no rule for config {config!r}; they have {', '.join(known)}"
+        )
+    return known[config]
+
+
+def card_gigabytes(accounting: str, gpu: str) -> int:
+    """Return the decimal gigabytes of a card of the notes.
+
+    Raises:
+        UnknownNameError: They have no such card.
+    """
+    if gpu not in CARD_GIGABYTES:
+        hint = match_hint(gpu, CARD_GIGABYTES)
+        raise UnknownNameError(
+            f"accounting {accounting}: the notes have no GPU {gpu!r}{hint}; they have {', '.join(CARD_GIGABYTES)}"
+        )
+    return CARD_GIGABYTES[gpu]
+
+
+# ------------------------------------------------------------------ largest parameter counts
+USABLE: dict[str, Fraction] = {SCALE: Fraction("0.80"), PRECISION: Fraction("0.85"), MINIMUM_GPUS: Fraction(1)}
+"""Accounting -> share of the card that it uses."""
+
+BUFFER_SIDE = 4096
+DTYPE_BITS: dict[str, int] = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+
+
+def buffer_bytes(dtype: str) -> Fraction:
+    """Return the notes' Newton-Schulz buffer: three matrices of 4096 x 4096.
+
+    Formula:
+        ``3 * 4096^2 * bits / 8``
+    """
+    return Fraction(3 * BUFFER_SIDE**2 * DTYPE_BITS[dtype], 8)
+
+
+def largest_parameters(accounting: str, config: str, memory_bytes: int) -> Fraction:
+    """Return the most parameters that an accounting lets into memory.
+
+    Formula:
+        ``(usable * memory - buffer) / bytes_per_parameter``. Only ``notes-precision`` has a buffer:
+        in fp32 with FP16 weights, Adam too, and in bf16 with Q4 weights.
+
+    Args:
+        accounting: One of :data:`ACCOUNTINGS`.
+        config: One that it knows.
+        memory_bytes: Decimal gigabytes of all cards together, in bytes.
+    """
+    parts = parts_of(accounting, config)
+    buffer = Fraction(0)
+    if accounting == PRECISION:
+        buffer = buffer_bytes("fp32" if parts.weights == WEIGHTS["fp16"] else "bf16")
+    return (USABLE[accounting] * memory_bytes - buffer) / parts.total
+
+
+# ------------------------------------------------------------------ what fits where
+FITS_TOTALS: dict[str, int] = {"fp16-adam": 2, "tier1": 2, "tier3": 2}
+"""Config -> decimals that its bytes per parameter are cut to in the tables of what fits where."""
+
+CARDS_IN_ORDER: tuple[tuple[str, int], ...] = (
+    ("RTX 3060", 12),
+    ("RTX 3090", 24),
+    ("RTX 4090", 24),
+    ("A6000", 48),
+    ("A100 40GB", 40),
+    ("A100 80GB", 80),
+    ("H100", 80),
+    ("H100 NVL", 94),
+    ("MI300X", 192),
+    ("2x RTX 4090", 48),
+    ("4x RTX 4090", 96),
+    ("8x H100", 640),
+)
+"""Cards and gigabytes in the order of the notes' script, which is not that of their size."""
+
+LLAMAS: tuple[int, ...] = (1, 3, 8, 70, 405)
+"""Nominal billions of parameters."""
+
+
+def _fits_total(config: str) -> Fraction:
+    return Fraction(round(parts_of(SCALE, config).total, FITS_TOTALS[config]))
+
+
+def first_card(config: str, billions: int) -> str:
+    """Return the first card of the script's list that holds a nominal size, or ``>640GB``.
+
+    Formula:
+        The first with ``GB * 10^9 >= billions * 10^9 * bytes_per_parameter / 0.80``.
+    """
+    needed = billions * BILLION * _fits_total(config) / USABLE[SCALE]
+    return next((name for name, size in CARDS_IN_ORDER if size * GB >= needed), ">640GB")
+
+
+def largest_llama(config: str, memory_bytes: int) -> str:
+    """Return the largest nominal Llama that ``0.80 * memory / bytes_per_parameter`` holds."""
+    most = USABLE[SCALE] * memory_bytes / _fits_total(config)
+    fitting = [size for size in LLAMAS if size * BILLION <= most]
+    return f"{fitting[-1]}B" if fitting else "< 1B"
+
+
+def state_bytes(config: str, billions: Fraction) -> Fraction:
+    """Return what ``notes-min-gpus`` charges a nominal size with.
+
+    Formula:
+        ``billions * 10^9 * bytes_per_parameter``
+    """
+    return billions * BILLION * parts_of(MINIMUM_GPUS, config).total
+
+
+def minimum_gpus(config: str, billions: Fraction) -> tuple[int, str]:
+    """Return the GPUs that ``notes-min-gpus`` says a nominal size needs: their number, their catalog name.
+
+    Formula:
+        One RTX 4090 up to 24 GB; beyond, ``ceil(bytes / 80 GB)`` H100.
+
+    Raises:
+        InvalidFileError: A size that is not positive.
+    """
+    if billions <= 0:
+        raise InvalidFileError([f"accounting {MINIMUM_GPUS}: expected a positive nominal size, got {billions}"])
+    needed = state_bytes(config, billions)
+    if needed <= CARD_GIGABYTES["rtx4090"] * GB:
+        return 1, "rtx4090"
+    size = Fraction(needed, CARD_GIGABYTES["h100-sxm-80gb"] * GB)
+    return ceil_div(size.numerator, size.denominator), "h100-sxm-80gb"
+
+
+# ------------------------------------------------------------------ activations and traffic
+def activation_bytes(batch: int, sequence: int, checkpointed: bool) -> Fraction:
+    """Return the notes' activation memory of Llama-7B in FP16.
+
+    Formula:
+        ``(2 h s b + b a s^2) * L * 2`` with L = 32, h = 4096, a = 32; a third of it with checkpointing.
+    """
+    layers, hidden, heads = 32, 4096, 32
+    whole = (2 * hidden * sequence * batch + batch * heads * sequence**2) * layers * 2
+    return Fraction(whole, 3 if checkpointed else 1)
+
+
+def traffic_bytes(quantity: str, dtype: str) -> Fraction:
+    """Return the notes' memory traffic of one Newton-Schulz iteration at 4096 x 4096.
+
+    Formula:
+        A matrix is ``n^2 * bits / 8``; an iteration moves ``2 X + 4 A + 2 X``.
+    """
+    matrix = Fraction(BUFFER_SIDE**2 * DTYPE_BITS[dtype], 8)
+    return {"matrix": matrix, "total": 8 * matrix}[quantity]
+
+
+# ------------------------------------------------------------------ 8-bit momentum
+BLOCK_ELEMENTS, SCALE_BYTES = 128, 4
+
+
+def int8_bytes_per_element() -> Fraction:
+    """Return the bytes of an element of 8-bit momentum: a code, and an fp32 scale for each 128."""
+    return 1 + Fraction(SCALE_BYTES, BLOCK_ELEMENTS)
+
+
+YOU_JIACHENG: tuple[Mapping[str, Fraction], ...] = tuple(
+    {name: Fraction(text) for name, text in zip("abc", row.split(), strict=True)}
+    for row in (
+        "4.0848 -6.8946 2.9270",
+        "3.9505 -6.3029 2.6377",
+        "3.7418 -5.5913 2.3037",
+        "2.8769 -3.1427 1.2046",
+        "2.8366 -3.0525 1.2012",
+    )
+)
+"""Coefficients of five iterations, https://x.com/YouJiacheng/status/1893704552689303901."""

@@ -1,0 +1,161 @@
+"""Each printed cell beside what its rule gives and what memplan holds true, and what follows for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.published.asked import Asked
+from memplan.published.corrections import Corrections
+from memplan.published.records import Records
+from memplan.published.rounding import Interval, Value, formatted_like, lies_within
+from memplan.published.rules import MEASURED, RULES
+from memplan.published.schema import Cell, Library, PublishedTable
+
+Status = Literal["reproduces", "within-spread", "differs", "not-in-source", "left-out", "not-computable", "no-record"]
+STATUSES: dict[Status, str] = {
+    "reproduces": "the rule gives the printed digits",
+    "within-spread": "a measurement that lies in the spread of our own runs",
+    "differs": "the rule, or our own runs, give something else",
+    "not-in-source": "ascribed to a paper that does not say it",
+    "left-out": "the paper says it and the notes do not",
+    "not-computable": "an opinion, or a measurement on their machine; the reason says which",
+    "no-record": "a measurement that we have not run",
+}
+"""Status -> what it means, in the order of every count."""
+
+IN_WORDS = frozenset(("status", "training", "gap"))
+"""Corrections that say something about a cell and give no other figure for it."""
+
+TRAINS = frozenset(("learns", "level", "indistinct", "close"))
+"""Verdicts of a record of training that bear out a claim that it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedCell:
+    """A printed cell and what became of it.
+
+    Attributes:
+        rule: Name of its rule, or None.
+        recomputed: What its rule gives, in the printed form; None without a rule or a record.
+        corrected: What memplan holds true, in the printed form where it is a figure; None where it has nothing to say.
+        status: Whether the printed figure follows its rule.
+        wrong: Whether it follows no rule, is not in its source, differs from what memplan holds true, or
+            holds in the notes' own setting only.
+        reason: Why it is what it is, where that needs saying.
+    """
+
+    row: str
+    column: str
+    printed: str
+    rule: str | None
+    recomputed: str | None
+    corrected: str | None
+    status: Status
+    wrong: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedTable:
+    """A table of the notes with its cells judged."""
+
+    table: PublishedTable
+    cells: tuple[JudgedCell, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cells by status, and those that are wrong."""
+        return counts_of([self])
+
+
+class Judge:
+    """Judges tables; nothing is worked out before it is asked for.
+
+    Args:
+        catalog: Where data, models, configs and GPUs come from.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.records = Records(catalog.root)
+
+    @cached_property
+    def library(self) -> Library:
+        """The notes' tables."""
+        return Library(self.catalog.root)
+
+    @cached_property
+    def corrections(self) -> Corrections:
+        """What memplan holds true."""
+        return Corrections(self.catalog, self.records)
+
+    def table(self, table: PublishedTable, remarks: bool = True) -> JudgedTable:
+        """Return a table with its cells judged.
+
+        Args:
+            table: One of the library.
+            remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
+        """
+        return JudgedTable(table, tuple(self.cell(table, cell, remarks) for cell in table.cells))
+
+    def cell(self, table: PublishedTable, cell: Cell, remarks: bool = True) -> JudgedCell:
+        """Return a cell beside its rule's figure and memplan's."""
+        asked = Asked(self.library, self.records, table, cell, self.library.origin(table, cell))
+        unit = asked.origin.unit
+        name = asked.origin.rule if asked.origin.rule != "none" else None
+        given = RULES[name].value(asked) if name is not None else None
+        status = _status(asked, name, given)
+        recomputed = None if given in (None, (), "") else formatted_like(cell.printed, given or "", unit)
+        truth = self.corrections.value(asked)
+        corrected = None if truth is None else formatted_like(cell.printed, truth, unit)
+        follows = status in ("reproduces", "within-spread", "not-computable", "no-record")
+        figure = asked.origin.truth not in IN_WORDS or asked.origin.says is not None
+        wrong = (
+            not follows
+            or asked.origin.holds is False
+            or (corrected is not None and figure and corrected != cell.printed)
+        )
+        if corrected is None and status == "differs":
+            corrected = recomputed
+        if remarks and (remark := self.corrections.remark(asked)):
+            corrected = remark if corrected is None else f"{corrected}; {remark}"
+        reason = _reason(asked, status, given)
+        return JudgedCell(cell.row, cell.column, cell.printed, name, recomputed, corrected, status, wrong, reason)
+
+
+def _status(asked: Asked, name: str | None, given: Value | None) -> Status:
+    printed, unit = asked.cell.printed, asked.origin.unit
+    if name is None:
+        return asked.origin.standing or "not-computable"
+    if name == "training-record":
+        return "no-record" if not given else "within-spread" if given in TRAINS else "differs"
+    if name in MEASURED:
+        intervals = [item for item in given or () if isinstance(item, Interval)]
+        if not intervals:
+            return "no-record"
+        return "within-spread" if lies_within(printed, intervals, unit) else "differs"
+    return "reproduces" if formatted_like(printed, given or "", unit) == printed else "differs"
+
+
+def _reason(asked: Asked, status: Status, given: Value | None) -> str:
+    said = asked.origin.reason or ""
+    if status == "no-record":
+        return f"No record {asked.origin.record} of ours yet."
+    if status == "differs" and asked.origin.rule in MEASURED and given and not said:
+        return "Outside the spread of our runs."
+    if status == "within-spread":
+        return asked.cell.reason or ""
+    return said if status != "reproduces" else ""
+
+
+def counts_of(tables: Sequence[JudgedTable]) -> dict[str, int]:
+    """Return how many tables and cells there are, how many cells of each status, and how many are wrong."""
+    cells = [cell for table in tables for cell in table.cells]
+    found = Counter(cell.status for cell in cells)
+    statuses: dict[str, int] = {status: found[status] for status in STATUSES}
+    return {"tables": len(tables), "cells": len(cells), **statuses, "wrong": sum(cell.wrong for cell in cells)}

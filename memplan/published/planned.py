@@ -1,0 +1,201 @@
+"""The jobs of the notes, planned: models, setups and cards by catalog name, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from memplan.architectures import model_spec
+from memplan.catalog.catalog import Catalog
+from memplan.errors import MemplanError
+from memplan.inverse import fewest_devices, upper_bytes
+from memplan.model.inventory import parameter_count
+from memplan.model.model import Model
+from memplan.planner import CompiledPlan, Device
+from memplan.published.schema import Shape
+from memplan.readers.shapes import model_from_shapes
+from memplan.recommendations import Recommendation, recommendations
+from memplan.setup import TrainingSetup, resolve
+from memplan.training.config import TrainingConfig
+from memplan.training.kernels import Kernels
+
+BATCH, SEQUENCE = 1, 2048
+"""At which jobs are planned: the shipped configs' own."""
+
+LLAMAS = {
+    "1B": "llama-3.2-1b",
+    "3B": "llama-3.2-3b",
+    "8B": "llama-3.1-8b",
+    "70B": "llama-3.1-70b",
+    "405B": "llama-3.1-405b",
+}
+"""Nominal size -> the model that it means."""
+
+CARDS: dict[str, tuple[str, int]] = {
+    "RTX 3060": ("rtx3060", 1),
+    "RTX 3090": ("rtx3090", 1),
+    "RTX 4090": ("rtx4090", 1),
+    "A6000": ("rtx-a6000", 1),
+    "A100 40GB": ("a100-sxm-40gb", 1),
+    "A100 80GB": ("a100-sxm-80gb", 1),
+    "H100": ("h100-sxm-80gb", 1),
+    "MI300X": ("mi300x", 1),
+    "2x RTX 4090": ("rtx4090", 2),
+    "4x RTX 4090": ("rtx4090", 4),
+    "8x H100": ("h100-sxm-80gb", 8),
+}
+"""The notes' cards -> catalog GPU and how many."""
+
+RECOMMENDED = ("rtx3060", "rtx4090", "a100-sxm-80gb", "h100-sxm-80gb", "b200-sxm-180gb")
+"""The cards that the notes recommend something for; Blackwell is a B200."""
+
+
+class Planned:
+    """Plans of the notes' jobs.
+
+    Args:
+        catalog: Where models, configs and GPUs come from.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._models: dict[str, Model] = {}
+        self._setups: dict[str, TrainingSetup] = {}
+        self._plans: dict[tuple[str, str], CompiledPlan] = {}
+        self._requested: dict[tuple[str, str], int | None] = {}
+        self._recommended: dict[str, Recommendation] = {}
+
+    def model(self, name: str) -> Model:
+        """Return a model of the catalog."""
+        if name not in self._models:
+            entry = self.catalog.models.entries[name]
+            spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
+            self._models[name] = Model.from_spec(spec, f"catalog:{name}")
+        return self._models[name]
+
+    def setup(self, name: str) -> TrainingSetup:
+        """Return a shipped config, resolved."""
+        if name not in self._setups:
+            self._setups[name] = resolve(self.catalog.configs.entries[name], self.catalog, name)
+        return self._setups[name]
+
+    def plan(self, model: str, config: str) -> CompiledPlan:
+        """Return a catalog model under a shipped config."""
+        if (model, config) not in self._plans:
+            self._plans[model, config] = CompiledPlan(self.model(model), self.setup(config))
+        return self._plans[model, config]
+
+    def device(self, gpu: str, count: int = 1) -> Device:
+        """Return a catalog GPU, or several of which the memory is pooled."""
+        return Device(self.catalog.gpus.entries[gpu], gpu, count)
+
+    def fits(self, model: str, config: str, device: Device) -> bool:
+        """Tell whether a model FITS at micro-batch 1 and sequence 2048, at the upper end of its interval."""
+        requested = self.requested(model, config)
+        return requested is not None and upper_bytes(
+            self.plan(model, config), device, requested
+        ) <= device.usable_bytes(0)
+
+    def requested(self, model: str, config: str) -> int | None:
+        """Return the requested peak at micro-batch 1 and sequence 2048, or None where memplan cannot plan it."""
+        key = (model, config)
+        if key not in self._requested:
+            try:
+                self._requested[key] = self.plan(model, config).requested_bytes(BATCH, SEQUENCE)
+            except MemplanError:
+                self._requested[key] = None
+        return self._requested[key]
+
+    def smallest_card(self, model: str, config: str) -> str | None:
+        """Return the notes' card with the least memory on which a model fits, or None."""
+        devices = {label: self.device(*card) for label, card in CARDS.items()}
+        ordered = sorted(devices, key=lambda label: devices[label].usable_bytes(0))
+        return next((label for label in ordered if self.fits(model, config, devices[label])), None)
+
+    def fewest(self, model: str, config: str, gpu: str) -> int | None:
+        """Return the fewest GPUs of a kind that hold a job with their memory pooled, or None."""
+        return fewest_devices(self.plan(model, config), self.device(gpu))
+
+    def largest_fitting(self, config: str, device: Device) -> tuple[str, int] | None:
+        """Return name and parameters of the largest catalog model that fits, or None."""
+        return next(((name, count) for count, name in self.models_by_size if self.fits(name, config, device)), None)
+
+    @cached_property
+    def models_by_size(self) -> list[tuple[int, str]]:
+        """Parameters and names of the catalog's models, the largest first."""
+        sizes = ((entry.expected_parameters, name) for name, entry in self.catalog.models.entries.items())
+        return sorted(sizes, key=lambda item: (-item[0], item[1]))
+
+    def recommended(self, gpu: str, quantity: str, verdict: Callable[[str], str]) -> str:
+        """Return what memplan recommends for a card: configs with their models, or the precision of Newton-Schulz.
+
+        Args:
+            gpu: Of the catalog.
+            quantity: ``config`` or ``precision``.
+            verdict: Says what the record of that name found.
+        """
+        if gpu not in self._recommended:
+            setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
+            models = [(name, self.model(name)) for name in self.catalog.models.entries]
+            verdicts = {setup.name: verdict(setup.config.evidence or "") for setup in setups}
+            cards = [self.device(name, 1) for name in RECOMMENDED]
+            found = recommendations(models, setups, cards, verdicts)
+            self._recommended.update(zip(RECOMMENDED, found, strict=True))
+        row = self._recommended[gpu]
+        if quantity == "precision":
+            narrow = " and ".join(name for name, _ in row.faster)
+            return row.precision + (f"; {narrow} not measured" if narrow else "")
+        chosen = [item for item in (row.established, row.experimental) if item is not None]
+        return "; ".join(f"{item.setup.name} ({item.largest_fitting})" for item in chosen)
+
+
+# ------------------------------------------------------------------ the shapes of 8-bit Muon
+def shape_model(name: str, shape: Shape) -> Model:
+    """Return the Llama-like model of the notes' shape."""
+    return model_from_shapes(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        intermediate=shape.intermediate,
+        vocab=shape.vocab,
+        tied=shape.tied,
+        name=name,
+    )
+
+
+def shape_setup(optimizer: str, catalog: Catalog) -> TrainingSetup:
+    """Return the setup of their runs: fp32 weights and gradients, Muon on matrices, AdamW in fp32 on the rest.
+
+    Args:
+        optimizer: ``muon-fp32`` or ``muon-int8``.
+        catalog: Where formats and optimizers come from.
+    """
+    config = TrainingConfig(
+        description="fp32 weights and gradients, Muon on matrices",
+        weights={"default": "fp32"},
+        compute_dtype="fp32",
+        optimizer={"hidden_matrix": optimizer, "default": "adamw-fp32"},
+    )
+    return resolve(config, catalog, optimizer)
+
+
+def shape_plan(name: str, shape: Shape, optimizer: str, catalog: Catalog) -> CompiledPlan:
+    """Return a shape of the notes under Muon with fp32 or 8-bit momentum."""
+    return CompiledPlan(shape_model(name, shape), shape_setup(optimizer, catalog))
+
+
+def parameters(plan: CompiledPlan) -> int:
+    """Return the parameters of a plan's model."""
+    return parameter_count(plan.model.inventory)
+
+
+def newton_schulz_setup(dtype: str, catalog: Catalog) -> TrainingSetup:
+    """Return Muon as torch.optim.Muon runs it, on weights of a dtype."""
+    config = TrainingConfig(
+        description="torch.optim.Muon",
+        weights={"default": dtype},
+        compute_dtype="fp32" if dtype == "fp32" else "bf16",
+        optimizer={"hidden_matrix": f"muon-{dtype}", "default": "adamw-fp32"},
+        kernels=Kernels(newton_schulz="torch"),
+    )
+    return resolve(config, catalog, "torch.optim.Muon")

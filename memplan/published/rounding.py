@@ -1,0 +1,126 @@
+"""A number in the form of a printed one: its decimals, its suffix, its sign."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+SCALES: dict[str, Fraction] = {
+    "K": Fraction(10**3),
+    "M": Fraction(10**6),
+    "B": Fraction(10**9),
+    "MB": Fraction(10**6),
+    "GB": Fraction(10**9),
+    "%": Fraction(1, 100),
+}
+"""Suffix or unit -> what one of it is; parameters and bytes are counted in ones, shares in ones."""
+
+_NUMBER = re.compile(
+    r"(?<![\w.])(?P<sign>(?<!\d)[-+])?(?P<digits>\d+(?:\.(?P<decimals>\d+))?)(?P<suffix> ?(?:MB|GB)\b|[KMB](?!\w)| ?%)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Everything from ``low`` to ``high``."""
+
+    low: Fraction
+    high: Fraction
+
+
+Figure = Fraction | int | Interval
+Value = str | tuple[Figure, ...]
+"""What a rule gives: text, or the numbers of a cell in reading order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number in a printed text.
+
+    Attributes:
+        start, end: Where its sign and digits stand.
+        signed: Whether it is printed with its sign even where it is positive.
+        decimals: Digits behind the point.
+        scale: What one of its unit is.
+    """
+
+    start: int
+    end: int
+    signed: bool
+    decimals: int
+    scale: Fraction
+    value: Fraction
+
+    @property
+    def half_unit(self) -> Fraction:
+        """Half of one in the last printed digit."""
+        return self.scale * Fraction(1, 2 * int(10**self.decimals))
+
+    def text(self, figure: Figure) -> str:
+        """Return a figure in this number's form; an interval is one number where both ends print alike."""
+        if isinstance(figure, Interval):
+            low, high = self.text(figure.low), self.text(figure.high)
+            between = " to " if low[0] in "+-" else "-"
+            return low if low == high else f"{low}{between}{high}"
+        return ("+" if self.signed and figure >= 0 else "") + rounded(Fraction(figure) / self.scale, self.decimals)
+
+
+def rounded(value: Fraction, decimals: int) -> str:
+    """Return a number with so many decimals; a tie goes to the even digit, as Python's ``format`` does.
+
+    Example:
+        >>> rounded(Fraction(49, 16), 2), rounded(Fraction(5, 2), 0), rounded(Fraction(-1, 37), 3)
+        ('3.06', '2', '-0.027')
+    """
+    return f"{Decimal(round(value * 10**decimals)).scaleb(-decimals):.{decimals}f}"
+
+
+def numbers(printed: str, unit: str | None = None) -> list[Number]:
+    """Return the numbers of a printed text; one without a suffix has that of the next, or the table's unit.
+
+    Example:
+        >>> [float(number.value) for number in numbers("8 MB (74.2% reduction)")]
+        [8000000.0, 0.742]
+    """
+    found: list[Number] = []
+    following = ""
+    for match in reversed(list(_NUMBER.finditer(printed))):
+        suffix = (match["suffix"] or "").strip() or following
+        following = suffix
+        scale = SCALES.get(suffix or unit or "", Fraction(1))
+        end = match.end("digits")
+        start = match.start("digits") - len(match["sign"] or "")
+        value = Fraction(printed[start:end]) * scale
+        found.append(Number(start, end, match["sign"] == "+", len(match["decimals"] or ""), scale, value))
+    return found[::-1]
+
+
+def formatted_like(printed: str, value: Value, unit: str | None = None) -> str:
+    """Return ``value`` written as ``printed`` is: each of its numbers in the place of one there.
+
+    Args:
+        printed: What the notes print, with words, suffix and decimals.
+        value: Text, or one figure for each of the first numbers of ``printed``.
+        unit: Unit of numbers without a suffix, such as ``GB``.
+
+    Example:
+        >>> formatted_like("~2.2", (Fraction(2_256_000_000),), "GB"), formatted_like("833M", (833_222_784,))
+        ('~2.3', '833M')
+    """
+    if isinstance(value, str):
+        return value
+    text, shift = printed, 0
+    for number, figure in zip(numbers(printed, unit), value, strict=False):
+        new = number.text(figure)
+        text = text[: number.start + shift] + new + text[number.end + shift :]
+        shift += len(new) - (number.end - number.start)
+    return text
+
+
+def lies_within(printed: str, intervals: Sequence[Interval], unit: str | None = None) -> bool:
+    """Tell whether each printed number lies in its interval, widened by half a unit of its last digit."""
+    pairs = list(zip(numbers(printed, unit), intervals, strict=False))
+    return bool(pairs) and all(i.low - n.half_unit <= n.value <= i.high + n.half_unit for n, i in pairs)

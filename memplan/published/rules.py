@@ -1,0 +1,272 @@
+"""The named rules behind printed cells: from what the data says of a cell to the figure that follows.
+
+Each rule is one sentence and one function. It raises ``LookupError`` where a cell asks it for
+something that it does not have, which is a slip in our data that the tests find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memplan.published import accounting as legacy
+from memplan.published.asked import Asked
+from memplan.published.rounding import Interval, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of the notes.
+
+    Attributes:
+        text: What it does, in a sentence.
+        value: The figure of a cell.
+    """
+
+    text: str
+    value: Callable[[Asked], Value]
+
+
+# ------------------------------------------------------------------ accountings
+def _parts(accounting: str) -> Callable[[Asked], Value]:
+    def value(asked: Asked) -> Value:
+        quantity = asked.named("quantity")
+        parts = legacy.parts_of(accounting, asked.named("config"))
+        baseline = legacy.parts_of(accounting, "fp16-adam").total
+        figures = {
+            "weights": parts.weights,
+            "gradients": parts.gradients,
+            "states": parts.states,
+            "total": parts.total,
+            "improvement": baseline / parts.total,
+        }
+        return (figures[quantity],)
+
+    return value
+
+
+def _parameters(accounting: str) -> Callable[[Asked], Value]:
+    def value(asked: Asked) -> Value:
+        return (legacy.largest_parameters(accounting, asked.named("config"), _memory_bytes(asked)),)
+
+    return value
+
+
+def _memory_bytes(asked: Asked) -> int:
+    count = asked.origin.count or 1
+    return legacy.card_gigabytes(legacy.SCALE, asked.named("gpu")) * count * legacy.GB
+
+
+def _first_card(asked: Asked) -> Value:
+    return legacy.first_card(asked.named("config"), asked.counted("elements"))
+
+
+def _largest_llama(asked: Asked) -> Value:
+    return legacy.largest_llama(asked.named("config"), _memory_bytes(asked))
+
+
+GPU_WORDS = {"rtx4090": "RTX 4090", "h100-sxm-80gb": "H100"}
+
+
+def _minimum_gpus(asked: Asked) -> Value:
+    config, billions = asked.named("config"), Fraction(asked.counted("elements"))
+    if asked.named("quantity") == "bytes":
+        return (legacy.state_bytes(config, billions),)
+    count, gpu = legacy.minimum_gpus(config, billions)
+    return f"{count}x {GPU_WORDS[gpu]}"
+
+
+def _activations(asked: Asked) -> Value:
+    return (
+        legacy.activation_bytes(asked.counted("batch"), asked.counted("sequence"), asked.named("quantity") == "full"),
+    )
+
+
+def _traffic(asked: Asked) -> Value:
+    quantity, dtype = asked.named("quantity"), asked.named("dtype")
+    if quantity == "ratio":
+        return (legacy.traffic_bytes("total", "fp32") / legacy.traffic_bytes("total", dtype),)
+    return (legacy.traffic_bytes(quantity, dtype),)
+
+
+def _buffer(asked: Asked) -> Value:
+    dtype = asked.named("dtype")
+    if asked.named("quantity") == "ratio":
+        return (legacy.buffer_bytes("fp32") / legacy.buffer_bytes(dtype),)
+    return (legacy.buffer_bytes(dtype),)
+
+
+# ------------------------------------------------------------------ stored numbers
+ELEMENT_BYTES: dict[str, Fraction] = {
+    "adam": Fraction(8),
+    "fp32": Fraction(4),
+    "fp16": Fraction(2),
+    "bf16": Fraction(2),
+    "fp8": Fraction(1),
+    "int8-block": legacy.int8_bytes_per_element(),
+}
+
+
+def _stored(asked: Asked) -> Value:
+    return ((asked.origin.elements or 1) * ELEMENT_BYTES[asked.named("dtype")],)
+
+
+def _int8(asked: Asked) -> Value:
+    saved = 1 - legacy.int8_bytes_per_element() / 4
+    figures: dict[str, tuple[Fraction, ...]] = {
+        "block": (Fraction(legacy.BLOCK_ELEMENTS),),
+        "reduction": (saved,),
+        "change": (-saved,),
+        "saving": ((asked.origin.elements or 1) * (ELEMENT_BYTES["adam"] - legacy.int8_bytes_per_element()),),
+    }
+    return figures[asked.named("quantity")]
+
+
+def _shape(asked: Asked) -> Value:
+    """Return the parameters of a shape without its norms."""
+    shape = asked.library.shapes[asked.named("shape")]
+    matrices = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
+    return (matrices + (1 if shape.tied else 2) * shape.vocab * shape.hidden,)
+
+
+def _coefficient(asked: Asked) -> Value:
+    return (legacy.YOU_JIACHENG[asked.counted("iteration") - 1][asked.named("quantity")],)
+
+
+# ------------------------------------------------------------------ arithmetic on printed cells
+def _repeats(asked: Asked) -> Value:
+    cell, values = asked.printed(asked.named("of"))
+    return tuple(values) if asked.origin.quantity == "number" else cell.printed
+
+
+def _ratio(asked: Asked) -> Value:
+    return (asked.printed(asked.named("of"))[1][0] / asked.printed(asked.named("to"))[1][0],)
+
+
+def _change(asked: Asked) -> Value:
+    before, after = asked.printed(asked.named("of"))[1][0], asked.printed(asked.named("to"))[1][0]
+    return (after / before - 1,)
+
+
+def _difference(asked: Asked) -> Value:
+    before, after = asked.printed(asked.named("of"))[1][0], asked.printed(asked.named("to"))[1][0]
+    return (before - after, 1 - after / before)
+
+
+def _ends(values: list[Fraction]) -> tuple[Fraction, Fraction]:
+    return values[0], values[1] if len(values) > 1 else values[0]
+
+
+def _sum(asked: Asked) -> Value:
+    terms = [_ends(asked.printed(part.strip())[1][:2]) for part in asked.named("of").split(" + ")]
+    low, high = sum(term[0] for term in terms), sum(term[1] for term in terms)
+    return (Fraction(low),) if low == high else (Fraction(low), Fraction(high))
+
+
+def _share(asked: Asked) -> Value:
+    """Return how much less ``to`` is than ``of``, both printed as ranges."""
+    before, after = (_ends(asked.printed(asked.named(name))[1][:2]) for name in ("of", "to"))
+    shares = sorted(1 - after[end] / before[end] for end in (0, 1))
+    return (Interval(shares[0], shares[1]),)
+
+
+def _saving_of(asked: Asked) -> Value:
+    """Return the difference of the two cells of ``of``, and its share of the range ``to``."""
+    before, after = (asked.printed(part.strip())[1][0] for part in asked.named("of").split(" - "))
+    low, high = _ends(asked.printed(asked.named("to"))[1][:2])
+    return (before - after, Interval((before - after) / high, (before - after) / low))
+
+
+def _seconds(asked: Asked) -> Value:
+    """Return seconds and minutes of so many tokens at the printed rate ``to``."""
+    seconds = asked.counted("elements") / asked.printed(asked.named("to"))[1][0]
+    return (seconds, seconds / 60)
+
+
+def _decades(asked: Asked) -> Value:
+    """Return the powers of ten between the two exponents ``index`` and ``iteration``."""
+    return (Fraction(asked.counted("iteration") - asked.counted("index")),)
+
+
+def _halves(_: Asked) -> Value:
+    """Return what two bytes and one save of four and two: the least and the most."""
+    return (1 - ELEMENT_BYTES["fp8"] / ELEMENT_BYTES["fp16"], 1 - ELEMENT_BYTES["fp8"] / ELEMENT_BYTES["fp32"])
+
+
+# ------------------------------------------------------------------ experiments
+def _experiment(asked: Asked) -> Value:
+    """Return the interval of our record; empty where it has none."""
+    measure = asked.named("measure")
+    found = asked.records.interval(asked.named("record"), asked.origin.select or {}, measure)
+    if found is None:
+        return ()
+    scale = Fraction(1, 100) if measure.endswith("_percent") else Fraction(1)
+    return (Interval(found.low * scale, found.high * scale),)
+
+
+CLOSE_PERCENT = 5
+"""Up to so much more loss than fp32 a run is close; see memplan/lab/training/record.py."""
+
+
+def _training_record(asked: Asked) -> Value:
+    """Return the verdict of a record of training, or of a row of an experiment by its gap."""
+    if asked.origin.select is None:
+        return asked.records.verdict(asked.named("record"))
+    found = asked.records.interval(asked.named("record"), asked.origin.select, "gap_percent")
+    return "" if found is None else "close" if found.high <= CLOSE_PERCENT else "behind"
+
+
+RULES: dict[str, Rule] = {
+    "notes-scale": Rule(
+        "Weights, gradients and states without scales, as notes-scale counts them.", _parts(legacy.SCALE)
+    ),
+    "notes-scale-parameters": Rule(
+        "0.80 of decimal GB over notes-scale's bytes per parameter.", _parameters(legacy.SCALE)
+    ),
+    "notes-first-card": Rule(
+        "The first card in the script's order whose GB hold nominal parameters x bytes per parameter (12, 3.06, 1.81) / 0.80.",
+        _first_card,
+    ),
+    "notes-largest-llama": Rule(
+        "The largest of 1B, 3B, 8B, 70B and 405B, nominal, within 0.80 of decimal GB at 12, 3.06 or 1.81 bytes.",
+        _largest_llama,
+    ),
+    "notes-precision": Rule("Weights (Q4 at 0.5), gradients and states without scales.", _parts(legacy.PRECISION)),
+    "notes-precision-parameters": Rule(
+        "0.85 of decimal GB less a buffer of 3 x 4096^2, over notes-precision's bytes per parameter.",
+        _parameters(legacy.PRECISION),
+    ),
+    "notes-min-gpus": Rule(
+        "Nominal parameters x 12 or 3 bytes in decimal GB; up to 24 one RTX 4090, else one H100 for each 80.",
+        _minimum_gpus,
+    ),
+    "notes-activations": Rule("(2 h s b + b a s^2) x 32 layers x 2 bytes, a third with checkpointing.", _activations),
+    "notes-traffic": Rule("8 n^2 numbers for each iteration, n = 4096.", _traffic),
+    "notes-buffer": Rule("Three matrices of 4096 x 4096.", _buffer),
+    "stored": Rule("Numbers x bytes of each.", _stored),
+    "int8-b128-fp32": Rule("One byte each and an fp32 scale for 128: 1 + 4/128.", _int8),
+    "shape": Rule(
+        "Embedding, head, and in each layer four matrices of attention and three of the feed-forward.", _shape
+    ),
+    "you-jiacheng": Rule("You Jiacheng's five coefficient triples.", _coefficient),
+    "repeats": Rule("Repeats another printed cell.", _repeats),
+    "ratio": Rule("Ratio of two printed cells.", _ratio),
+    "change": Rule("Relative change between two printed cells.", _change),
+    "difference": Rule("Difference of two printed cells, and its share of the first.", _difference),
+    "sum": Rule("Sum of printed cells.", _sum),
+    "share": Rule("Relative saving between two printed ranges.", _share),
+    "saving-of": Rule("Difference of two printed cells, and its share of a printed range.", _saving_of),
+    "seconds": Rule("Steps x batch x sequence over the printed tokens per second.", _seconds),
+    "decades": Rule("Powers of ten between the ends of the range.", _decades),
+    "narrower-dtype": Rule("FP8 in place of FP16, and of FP32.", _halves),
+    "experiment": Rule("Our own run of the experiment, over several seeds.", _experiment),
+    "training-record": Rule(
+        "Our record of training with it, which bears it out from close to fp32 on (at most 5 % more loss).",
+        _training_record,
+    ),
+}
+"""Name -> rule."""
+
+MEASURED = frozenset(("experiment",))
+"""Rules whose figure is an interval of measurements, which the printed one has to lie in."""
