@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from datetime import date
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +28,9 @@ PANEL = "Run"
 
 SeedsOption = Annotated[
     list[int] | None,
-    typer.Option("--seed", help="Seed, 0, 1 and 2 by default; repeatable.", rich_help_panel=PANEL),
+    typer.Option(
+        "--seed", min=0, max=2**63 - 1, help="Seed, 0, 1 and 2 by default; repeatable.", rich_help_panel=PANEL
+    ),
 ]
 OutOption = Annotated[
     Path | None,
@@ -36,6 +39,19 @@ OutOption = Annotated[
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw the record, as SVG or PNG.", rich_help_panel=PANEL),
+]
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where to run.", rich_help_panel=PANEL)]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", min=0, max=1024, help="Threads on the CPU; 0: torch's.", rich_help_panel=PANEL)
 ]
 
 
@@ -71,8 +87,7 @@ def experiment_document(
         CannotAnswerError: torch or matplotlib is missing, or there is no such device.
         InvalidFileError: A file cannot be written.
     """
-    if find_spec("torch") is None:
-        raise CannotAnswerError("experiments need torch, which is not installed: pip install 'memplan[torch]'")
+    check_torch()
     if plot is not None:
         check_drawable(plot)
     if out is not None and not out.parent.is_dir():
@@ -91,6 +106,16 @@ def experiment_document(
     if plot is not None:
         save_figure(reporter_of(found).figure(found), plot)
     return record_document(found)
+
+
+def check_torch() -> None:
+    """Raise where there is no torch.
+
+    Raises:
+        CannotAnswerError: There is none.
+    """
+    if find_spec("torch") is None:
+        raise CannotAnswerError("experiments need torch, which is not installed: pip install 'memplan[torch]'")
 
 
 def _silent(done: int, note: str) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from memplan.cli import options as o
+from memplan.cli.lab_learning import add_learning_commands
+from memplan.cli.lab_matrices import add_matrix_commands
 from memplan.cli.output import emit, unit_text
 from memplan.cli.records import add_show_command
 from memplan.cli.resolve import Overrides, Shapes, open_catalog
@@ -17,7 +19,7 @@ lab_command = typer.Typer(
     no_args_is_help=True,
     help="Experiments: what formats and methods do to learning, measured for real. Its commands take --json.",
 )
-for add in (add_show_command,):
+for add in (add_learning_commands, add_matrix_commands, add_show_command):
     add(lab_command)
 
 _RUN, _TINY = "Run", "Model"

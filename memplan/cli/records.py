@@ -1,4 +1,4 @@
-"""``memplan lab show``: a record of an experiment, as tables and as a picture, without running it again."""
+"""``memplan lab show``: records as tables and pictures, without running anything again."""
 
 from __future__ import annotations
 
@@ -8,27 +8,46 @@ import typer
 
 from memplan.cli import options as o
 from memplan.cli.experiments import PlotOption
-from memplan.cli.output import emit
+from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import open_catalog
+from memplan.errors import InvalidFileError
 
 
 def show_record(
-    asked: Annotated[str, typer.Argument(metavar="RECORD", help="A file, or an experiment whose record is shipped.")],
+    asked: Annotated[
+        str | None,
+        typer.Argument(metavar="RECORD", help="A file, or the name of a record that is shipped.", show_default=False),
+    ] = None,
     plot: PlotOption = None,
     as_json: o.JsonOption = False,
     form: o.FormatOption = o.OutputFormat.table,
     output: o.OutputOption = None,
+    units: o.UnitsOption = None,
     quiet: o.QuietOption = False,
 ) -> None:
-    """Show a record of an experiment; with --plot, draw it again. Needs no torch."""
+    """Show a record of training or of an experiment; with --plot, draw it again. Without RECORD: all that are shipped.
+
+    Needs no torch.
+    """
+    from memplan.report.evidence import SCHEMA
     from memplan.report.experiments import read_record, record_document, reporter_of
     from memplan.report.figures import check_drawable, save_figure
+    from memplan.report.training import list_document, training_record_document
 
-    record = read_record(asked, open_catalog(None).root / "configs" / "evidence")
+    folder = open_catalog(None).root / "configs" / "evidence"
+    if asked is None:
+        if plot is not None:
+            raise InvalidFileError(["--plot: draws one record; name it"])
+        raise typer.Exit(emit(list_document(folder), form, as_json, output, quiet))
+    record = read_record(asked, folder)
+    trained = record["schema"] == SCHEMA
     if plot is not None:
+        if trained:
+            raise InvalidFileError([f"--plot: {asked} is a record of training, which has no picture"])
         check_drawable(plot)
         save_figure(reporter_of(record).figure(record), plot)
-    raise typer.Exit(emit(record_document(record), form, as_json, output, quiet))
+    document = training_record_document(record, unit_text(units)) if trained else record_document(record)
+    raise typer.Exit(emit(document, form, as_json, output, quiet))
 
 
 def add_show_command(lab: typer.Typer) -> None:

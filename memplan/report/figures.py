@@ -19,7 +19,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (3, 3)))
 SUFFIXES = (".svg", ".png")
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,
@@ -73,12 +73,13 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG or PNG, without a date, so that the same record gives the same file.
+    """Write a figure as SVG or PNG, without date and version, so that the same record gives the same file.
 
     Raises:
         InvalidFileError: It cannot be written.
     """
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    keys = ("Date", "Creator", "Format", "Type") if path.suffix.lower() == ".svg" else ("Software",)
+    metadata = dict.fromkeys(keys)
     try:
         figure.savefig(path, dpi=160, metadata=metadata)
     except OSError as error:

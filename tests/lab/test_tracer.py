@@ -11,7 +11,7 @@ from memplan.errors import CannotAnswerError
 from memplan.lab.trace import COMPONENTS, Trace
 from memplan.lab.tracer import live_at_peak, peak_by_instant, trace_training
 from memplan.model.spec import Attention, Mlp
-from memplan.training.config import Adapter, Gradients
+from memplan.training.config import Adapter, Gradients, Offload
 from memplan.training.kernels import Kernels
 from memplan.units import GIB
 
@@ -31,7 +31,7 @@ def test_llama_8b_peaks_where_the_prototype_measured_it(make_model, make_setup, 
 
 
 def closed_form(model: Any, batch: int, tokens: int, optimizer: str, loss: str, full: bool) -> dict[str, int]:
-    """The closed form of ``facts/tracing.md`` B4, for bf16 and kernels as on CUDA; see there for its derivation."""
+    """Return the closed form of a step, for bf16 and kernels as on CUDA, written down apart from the planner."""
     spec, e = model.spec, 2
     part, mlp = spec.runs[0].layer.attention, spec.runs[0].layer.feed_forward
     assert isinstance(part, Attention)
@@ -258,3 +258,16 @@ def test_refusals_are_one_line(make_model, make_setup):
         trace_module("no.such.module:factory", make_setup())
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)
+
+
+def test_states_in_host_memory_are_in_no_figure_of_the_device(make_model, make_setup):
+    model = make_model("tiny")
+    here = trace_training(model, make_setup(optimizer={"default": "adamw-int8"}))
+    there = trace_training(
+        model, make_setup(optimizer={"default": "adamw-int8"}, offload=Offload(optimizer_states="cpu"))
+    )
+    held = here.instants["forward"].components["optimizer_states"]
+    assert all("optimizer_states" not in moment.components for moment in there.instants.values())
+    assert not [item for item in there.storages if item.component == "optimizer_states"]
+    assert there.host_bytes == held + here.host_bytes
+    assert here.instant_bytes["forward"] - there.instant_bytes["forward"] == held

@@ -16,6 +16,7 @@ from memplan.lab.training.groups import OPTIONS  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.model import trained_model  # noqa: E402
 from memplan.lab.training.record import thinned, verdict  # noqa: E402
+from memplan.lab.training.scaling import LossScale  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.muon.quantised import QuantisedWeight  # noqa: E402
 from memplan.readers.shapes import model_from_shapes  # noqa: E402
@@ -25,7 +26,7 @@ TINY = {"layers": 2, "hidden": 64, "heads": 2, "intermediate": 96, "vocab": 256}
 WIDE = TINY | {"layers": 1, "hidden": 256, "intermediate": 256}
 """Rows of 256 numbers, as formats with blocks of 256 need."""
 
-TRAINABLE = sorted(set(CATALOG.configs) - {"lora", "qlora", "fp16-adam", "fp16-muon", "bf16-adamw-8bit"})
+TRAINABLE = sorted(set(CATALOG.configs) - {"lora", "qlora", "bf16-adamw-8bit"})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,10 +130,45 @@ def test_release_and_accumulation_train(text, settings):
     assert run.losses[-1] < run.losses[0] + 0.1
 
 
-@pytest.mark.parametrize("name", ["lora", "fp16-adam", "bf16-adamw-8bit"])
+@pytest.mark.parametrize("name", ["lora", "qlora", "bf16-adamw-8bit"])
 def test_what_cannot_be_trained_is_refused(text, name):
     with pytest.raises(CannotAnswerError, match="does not train with"):
         ran(text, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "why"),
+    [
+        ("fp16-muon", "gradients.dtype=fp8-e4m3", "a loss scale and gradients in a store"),
+        ("bf16-adamw", "weights.embedding=fp32", "wider floats than its matrices"),
+    ],
+)
+def test_settings_that_cannot_be_trained_are_refused_with_the_reason(text, name, setting, why):
+    with pytest.raises(CannotAnswerError, match=why):
+        ran(text, name, setting)
+
+
+def test_a_format_that_no_matrix_takes_is_refused_with_widths_that_do(text):
+    with pytest.raises(CannotAnswerError, match=r"iq3-xxs, whose blocks of 256 .* --hidden 256"):
+        ran(text, "tier3")
+
+
+def test_a_loss_scale_is_halved_where_gradients_overflow_and_divides_them_elsewhere():
+    scale = LossScale()
+    assert not scale.divide_([torch.tensor([1.0, float("inf")], dtype=torch.float16)])
+    assert scale.factor == 2.0**15
+    gradient = torch.tensor([2.0**15], dtype=torch.float16)
+    assert scale.divide_([gradient])
+    assert gradient.item() == 1.0
+    for _ in range(1999):
+        assert scale.divide_([])
+    assert scale.factor == 2.0**16
+
+
+def test_fp16_learns_with_a_loss_scale(text):
+    run = ran(text, "fp16-adam", steps=15, adamw_lr=0.01)
+    assert run.validation_loss < 0.95 * run.first_validation_loss
+    assert [item.component for item in run.bytes if not item.equal] == []
 
 
 def test_momentum_of_a_config_without_muon_is_refused(text):
@@ -189,7 +225,7 @@ def test_the_command_writes_a_record_that_another_is_compared_with(cli, tmp_path
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     ran = cli("lab", "train", "--config", "tier1", *SMALL, "--seed", 0, "--seed", 1, "--out", first, "--json")
     assert (ran.exit_code, ran.data) == (0, json.loads(first.read_text()))
-    assert "step 2/2, loss" in ran.err
+    assert "2/2, loss" in ran.err
     assert [run["seed"] for run in ran.data["runs"]] == [0, 1]
     cli("lab", "train", "--config", "tier1", *SMALL, "--seed", 1, "--against", first, "--out", second)
     assert json.loads(second.read_text())["gap_percent"] == {"mean": 0.0, "low": 0.0, "high": 0.0}

@@ -32,6 +32,7 @@ class Outcome:
         rows: One for each setting that was compared: its keys, and an interval for each measurement.
         findings: What follows, a sentence each, made from the rows.
         limits: How far that can be trusted.
+        computed: Figures beside them that were not measured, if any.
     """
 
     experiment: str
@@ -40,6 +41,7 @@ class Outcome:
     rows: Sequence[Row]
     findings: Sequence[str]
     limits: str
+    computed: Sequence[Row] = ()
 
 
 def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, 
         "settings": dict(outcome.settings),
         "seeds": list(outcome.seeds),
         "rows": list(outcome.rows),
+        **({"computed": list(outcome.computed)} if outcome.computed else {}),
         "findings": list(outcome.findings),
         "date": date,
         "machine": machine_class(device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint
 from memplan.report.document import Document, Table
+from memplan.report.evidence import SCHEMA as TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,27 +42,35 @@ def reporter_of(record: dict[str, Any]) -> Reporter:
 
 
 def read_record(asked: str, folder: Path) -> dict[str, Any]:
-    """Return a record by its path, or by the name of an experiment whose record is shipped.
+    """Return a record of an experiment or of training, by its path or by the name of one that is shipped.
 
     Args:
-        asked: A path, or a name such as ``orthogonality``.
+        asked: A path, or a name such as ``orthogonality`` or ``train-tier1``.
         folder: Where the shipped records are.
 
     Raises:
         UnknownNameError: Neither a file nor a shipped record.
         InvalidFileError: The file holds something else.
     """
-    shipped = {path.stem.removeprefix("lab-"): path for path in sorted(folder.glob("lab-*.json"))}
-    path = shipped.get(asked.removeprefix("lab-"), Path(asked))
+    shipped = {
+        path.stem.removeprefix(kind): path for kind in ("train-", "lab-") for path in folder.glob(f"{kind}*.json")
+    }
+    path = shipped.get(asked.removeprefix("lab-").removeprefix("train-"), Path(asked))
     if not path.is_file():
         raise UnknownNameError(f"record {asked!r}: no such file, and no shipped record{match_hint(asked, shipped)}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidFileError([f"{path}: cannot be read as JSON: {error}"]) from None
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise InvalidFileError([f"{path}: not a record of an experiment ({SCHEMA})"])
+    if not isinstance(record, dict) or record.get("schema") not in (SCHEMA, TRAINING):
+        raise InvalidFileError([f"{path}: not a record of an experiment ({SCHEMA}) or of training ({TRAINING})"])
     return record
+
+
+def shipped_record(name: str, folder: Path) -> dict[str, Any] | None:
+    """Return the shipped record of an experiment, or None where there is none."""
+    path = folder / f"lab-{name}.json"
+    return read_record(str(path), folder) if path.is_file() else None
 
 
 def record_document(record: dict[str, Any]) -> Document:
@@ -74,10 +84,12 @@ def record_document(record: dict[str, Any]) -> Document:
 
 def record_text(record: dict[str, Any]) -> str:
     """Return a record as a file holds it: a row on a line."""
-    rows = record["rows"]
-    text = json.dumps({**record, "rows": []}, indent=1, allow_nan=False, ensure_ascii=False)
-    lines = ",\n  ".join(json.dumps(row, allow_nan=False, ensure_ascii=False) for row in rows)
-    return text.replace('"rows": []', f'"rows": [\n  {lines}\n ]', 1) + "\n"
+    lists = [key for key in ("rows", "computed") if record.get(key)]
+    text = json.dumps({**record, **{key: [] for key in lists}}, indent=1, allow_nan=False, ensure_ascii=False)
+    for key in lists:
+        lines = ",\n  ".join(json.dumps(row, allow_nan=False, ensure_ascii=False) for row in record[key])
+        text = text.replace(f'"{key}": []', f'"{key}": [\n  {lines}\n ]', 1)
+    return text + "\n"
 
 
 def interval_text(value: dict[str, Any] | None, form: str = ".3g") -> str:
@@ -86,3 +98,8 @@ def interval_text(value: dict[str, Any] | None, form: str = ".3g") -> str:
         return "not finite"
     mean, low, high = (format(value[key], form) for key in ("mean", "low", "high"))
     return mean if low == high == mean else f"{mean} ({low} to {high})"
+
+
+def row_of(rows: Iterable[dict[str, Any]], /, **keys: Any) -> dict[str, Any] | None:
+    """Return the first row with these values, or None."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in keys.items())), None)
