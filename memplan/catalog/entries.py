@@ -156,6 +156,7 @@ class Optimizer:
         step: How an update runs: ``torch`` follows the kernel profile, ``tensor`` goes tensor
             by tensor in bounded chunks, ``in-place`` needs no temporaries.
         status: How it fares in training.
+        evidence: The record in ``configs/evidence/`` that says so.
     """
 
     title: str
@@ -171,6 +172,7 @@ class Optimizer:
     exempt_slots: tuple[StateSlot, ...] = ()
     shared_bytes: int = 0
     status: Literal["proven", "works", "experimental", "diverges"] = "works"
+    evidence: str | None = None
     validated: bool = False
     aliases: tuple[str, ...] = ()
 

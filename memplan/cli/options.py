@@ -109,6 +109,10 @@ GpuMemoryOption = Annotated[
 GpusOption = Annotated[
     int, typer.Option("--gpus", "-n", min=1, max=1_000_000, help="How many of them.", rich_help_panel=_DEVICE)
 ]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the answer, as SVG or PNG.", rich_help_panel=_OUTPUT),
+]
 LayersOption = Annotated[int | None, typer.Option("--layers", help="Layers.", rich_help_panel=_MODEL)]
 HiddenOption = Annotated[
     int | None, typer.Option("--hidden", help="Width of the residual stream.", rich_help_panel=_MODEL)

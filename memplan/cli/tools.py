@@ -23,11 +23,14 @@ class SchemaName(StrEnum):
     frontier = "frontier"
     suggest = "suggest"
     compare = "compare"
+    recommend = "recommend"
     check = "check"
     diff = "diff"
     evidence = "evidence"
+    literature = "literature"
     validation = "validation"
     list = "list"
+    tables = "tables"
     training = "training"
     budget = "budget"
     baseline = "baseline"
@@ -36,6 +39,7 @@ class SchemaName(StrEnum):
     gradient = "gradient"
     optimizer = "optimizer"
     model = "model"
+    published = "published"
 
 
 def schema_command(

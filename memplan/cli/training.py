@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from memplan.catalog.catalog import Catalog
 from memplan.cli.output import write_text
 from memplan.cli.progress import Progress
-from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup
+from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup, require_one_gpu
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.loading import parse_document
-from memplan.report.document import Document, Table
-from memplan.report.evidence import evidence_line, read_evidence
-from memplan.units import format_bytes
+from memplan.report.document import Document
+from memplan.report.evidence import read_evidence
+from memplan.report.training import record_text, training_record_document
 
 if TYPE_CHECKING:
     from memplan.lab.training.loop import Run, TrainingOptions
@@ -58,7 +57,7 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     baseline = None if request.against is None else read_evidence(request.against)
     matrix_options = dict(_matrix_option(text) for text in request.matrix_options)
     model = find_model(None, request.shapes, catalog)
-    setup = find_setup(request.config, request.overrides, catalog, model)
+    setup = require_one_gpu(find_setup(request.config, request.overrides, catalog, model), "memplan lab train")
     _prepared_torch(request)
     from memplan.lab.training.loop import TrainingOptions
     from memplan.lab.training.record import Asked, evidence
@@ -81,7 +80,7 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     record = evidence(asked, model, setup, options, text, runs, baseline)
     if request.out is not None:
         write_text(record_text(record), request.out)
-    return _document(record, unit)
+    return training_record_document(record, unit)
 
 
 def _matrix_option(text: str) -> tuple[str, Any]:
@@ -122,50 +121,3 @@ def _runs(
 
 def _shown(progress: Progress) -> Callable[[int, float], None]:
     return lambda done, loss: progress(done, f"loss {loss:.3f}")
-
-
-def record_text(record: dict[str, Any]) -> str:
-    """Return a record as a file holds it: short lists on one line."""
-    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
-    points = [point for run in record["runs"] for point in run["curve"]]
-    for point in points:
-        text = text.replace(json.dumps(point, indent=1).replace("\n", "\n    "), json.dumps(point))
-    return text + "\n"
-
-
-def _document(record: dict[str, Any], unit: str) -> Document:
-    runs = Table(
-        (">seed", ">loss before", ">training loss", ">validation loss", ">tokens/s"),
-        tuple(
-            (
-                str(run["seed"]),
-                _number(run["first_validation_loss"]),
-                _number(run["curve"][-1][1]),
-                _number(run["validation_loss"]),
-                f"{run['tokens_per_second']:,}",
-            )
-            for run in record["runs"]
-        ),
-        "Runs",
-    )
-    sizes = record["bytes"].items()
-    rows = [(name, item["predicted_bytes"], item["measured_bytes"]) for name, item in sizes]
-    held = Table(
-        ("component", ">planned", ">measured", ">difference"),
-        tuple(
-            (name, format_bytes(p, unit), format_bytes(m, unit), f"{m - p:+,} B" if m - p else "0 B")
-            for name, p, m in rows
-        ),
-        "Bytes",
-    )
-    seed = record["runs"][0]
-    curve = Table(
-        (">step", ">training loss"),
-        tuple((str(step), _number(loss)) for step, loss in seed["curve"][:: max(1, len(seed["curve"]) // 10)]),
-        f"Loss, seed {seed['seed']}",
-    )
-    return Document(record, (curve, runs, held, evidence_line(record)))
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -1,19 +1,22 @@
-"""What a record of real training says of a config, in a line."""
+"""What the evidence behind a status says, in a line: a record of real training, or what others have published."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.setup import TrainingSetup
 
 SCHEMA = "memplan/evidence/1"
+LITERATURE = "memplan/literature/1"
+EXPERIMENT = "memplan/experiment/1"
 
 
-def read_evidence(path: Path) -> dict[str, Any]:
-    """Return a record of training.
+def read_evidence(path: Path, schemas: Collection[str] = (SCHEMA,)) -> dict[str, Any]:
+    """Return a record of training, or of another of ``schemas``.
 
     Raises:
         InvalidFileError: The file is missing, or holds something else.
@@ -24,7 +27,7 @@ def read_evidence(path: Path) -> dict[str, Any]:
         raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
     except ValueError:
         raise InvalidFileError([f"{path}: not JSON"]) from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") not in schemas:
         raise InvalidFileError([f"{path}: not a record of training ({SCHEMA})"])
     return data
 
@@ -39,7 +42,20 @@ def evidence_text(name: str, root: Path) -> str:
     path = evidence_path(name, root)
     if not path.is_file():
         return f"Evidence: {name}"
-    return f"Evidence in {path}\n  {evidence_line(read_evidence(path))}"
+    record = read_evidence(path, tuple(LINES))
+    return f"Evidence in {path}\n  {LINES[record['schema']](record)}"
+
+
+def verdicts_of(setups: Iterable[TrainingSetup], root: Path) -> dict[str, str]:
+    """Return the verdict of the record behind each config that has one."""
+    named = ((setup.name, evidence_path(setup.config.evidence, root)) for setup in setups if setup.config.evidence)
+    return {name: read_evidence(path, (SCHEMA, LITERATURE))["verdict"] for name, path in named if path.is_file()}
+
+
+def literature_line(record: Mapping[str, Any]) -> str:
+    """Return what others have published of a method, in a sentence for each claim."""
+    said = "; ".join(f"{claim['claim']} ({claim['url']}, {claim['where']})" for claim in record["claims"])
+    return f"{record['verdict']}: {said}. {record['limits']}"
 
 
 def evidence_line(record: Mapping[str, Any]) -> str:
@@ -55,6 +71,24 @@ def evidence_line(record: Mapping[str, Any]) -> str:
         f"{record['verdict']}: {figures}{against}; {_count(len(record['runs']), 'seed')}, {training['steps']} steps, "
         f"{model['parameters']:,} parameters, {how}; {record['limits']}"
     )
+
+
+def percent_range(gap: Mapping[str, float]) -> str:
+    """Return a mean gap and its range over seeds, such as ``+4.4 % (+3.0, +6.1)``."""
+    return f"{gap['mean']:+.1f} % ({gap['low']:+.1f}, {gap['high']:+.1f})"
+
+
+def experiment_line(record: Mapping[str, Any]) -> str:
+    """Return what an experiment found, and how far that goes."""
+    return f"{' '.join(record['findings'])} Limits: {record['limits']}"
+
+
+LINES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    SCHEMA: evidence_line,
+    LITERATURE: literature_line,
+    EXPERIMENT: experiment_line,
+}
+"""Schema of a record -> what says it in a line."""
 
 
 def _range(values: Mapping[str, float], form: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from memplan.budget.baseline import BaselineFile
 from memplan.budget.schema import Budget
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
+from memplan.published.schema import PublishedFile
 from memplan.training.config import TrainingConfig
 from memplan.validation import json_schema
 
@@ -23,6 +24,7 @@ FILES: dict[str, type] = {
     "gradient": GradientDtype,
     "optimizer": Optimizer,
     "model": ModelEntry,
+    "published": PublishedFile,
 }
 
 
@@ -33,6 +35,9 @@ def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) ->
 
 def _array(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
+
+
+object_schema, array_schema = _object, _array
 
 
 def plan_schema() -> dict[str, Any]:
@@ -163,7 +168,7 @@ def evidence_schema() -> dict[str, Any]:
             "schema": {"const": "memplan/evidence/1"},
             "config": TEXT,
             "settings": _array(TEXT),
-            "verdict": {"enum": ["learns", "level", "close", "behind", "far behind", "diverges"]},
+            "verdict": {"enum": ["learns", "level", "indistinct", "close", "behind", "far behind", "diverges"]},
             "validation_loss": interval,
             "gap_percent": interval,
             "baseline": {"type": ["object", "null"]},
@@ -174,6 +179,37 @@ def evidence_schema() -> dict[str, Any]:
             "runs": {**_array(_object({**counts, **losses, "curve": _array(point)})), "minItems": 1},
             **dict.fromkeys(words, TEXT),
         }
+    )
+
+
+def literature_schema() -> dict[str, Any]:
+    """Return the schema of what others have published of a method, such as a status may rest on."""
+    claim = _object(dict.fromkeys(("claim", "where", "url"), TEXT))
+    words = ("title", "verdict", "checked", "limits")
+    claims = {**_array(claim), "minItems": 1}
+    return _object({"schema": {"const": "memplan/literature/1"}, "claims": claims, **dict.fromkeys(words, TEXT)})
+
+
+def experiment_schema() -> dict[str, Any]:
+    """Return the schema of a record of ``memplan lab``: what was measured over several seeds, and what follows."""
+    number = {"type": "number"}
+    keys = {**dict.fromkeys(("mean", "low", "high"), number), "values": {**_array(number), "minItems": 1}}
+    numbers = {"type": "object", "additionalProperties": number, "not": {"required": ["mean"]}}
+    plain = {"type": ["string", "integer", "number", "boolean", "array", "null"]}
+    value = {"anyOf": [_object(keys), numbers, plain]}
+    row = {"type": "object", "minProperties": 2, "additionalProperties": value}
+    words = ("experiment", "machine", "torch", "command", "limits")
+    return _object(
+        {
+            "schema": {"const": "memplan/experiment/1"},
+            "settings": {"type": "object"},
+            "seeds": _array({"type": "integer"}),
+            "rows": {**_array(row), "minItems": 1},
+            "findings": {**_array({**TEXT, "minLength": 1}), "minItems": 1},
+            "date": {**TEXT, "pattern": r"^\d{4}-\d\d-\d\d$"},
+            **{word: {**TEXT, "minLength": 1} for word in words},
+        },
+        {"computed": _array({"type": "object"})},
     )
 
 
@@ -235,6 +271,28 @@ def suggested_schema() -> dict[str, Any]:
     return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
 
 
+def recommend_row() -> dict[str, Any]:
+    """Return the schema of a row of ``memplan recommend``."""
+    words = dict.fromkeys(("config", "status", "model"), TEXT)
+    choice = {
+        **_object({**words, "evidence": {"type": ["string", "null"]}, "parameters": BYTES}),
+        "type": ["object", "null"],
+    }
+    return _object(
+        {
+            "gpu": TEXT,
+            "count": BYTES,
+            "usable_bytes": BYTES,
+            "established": choice,
+            "experimental": choice,
+            "newton_schulz": TEXT,
+            "faster_on_paper": {"type": "object", "additionalProperties": {"type": "number"}},
+            "measured": {"type": "boolean"},
+            "settled_by": TEXT,
+        }
+    )
+
+
 def frontier_row() -> dict[str, Any]:
     """Return the schema of a cell of ``memplan frontier``."""
     sizes = dict.fromkeys(("requested_bytes", "device_bytes", "upper_bytes"), BYTES)
@@ -246,8 +304,12 @@ def schema_of(name: str) -> dict[str, Any]:
     """Return the JSON Schema of an answer or a data file."""
     if name in FILES:
         return {"$schema": DRAFT, **json_schema(FILES[name])}
+    if name == "tables":
+        from memplan.report.table_schemas import tables_schema
+
+        return {"$schema": DRAFT, **tables_schema()}
     answers = {"plan": plan_schema, "check": check_schema, "diff": diff_schema, "evidence": evidence_schema}
-    answers["validation"] = validation_schema
+    answers |= {"validation": validation_schema, "literature": literature_schema, "experiment": experiment_schema}
     if name in answers:
         return {"$schema": DRAFT, **answers[name]()}
     rows = {
@@ -266,7 +328,7 @@ def schema_of(name: str) -> dict[str, Any]:
                 "largest_fitting_model": {"type": ["string", "null"]},
                 "largest_fitting_parameters": BYTES,
             },
-            {"notes_max_parameters": BYTES},
+            {"notes_max_parameters": BYTES, "accounting": TEXT},
         ),
         "where": _object(
             {
@@ -277,8 +339,10 @@ def schema_of(name: str) -> dict[str, Any]:
                 "device_bytes": BYTES,
                 "upper_bytes": BYTES,
                 "verdict": TEXT,
-            }
+            },
+            {"accounting": TEXT},
         ),
+        "recommend": recommend_row(),
         "list": _object({"name": TEXT}),
     }
     return {"$schema": DRAFT, **_object({"schema": {"const": f"memplan/{name}/1"}, "rows": _array(rows[name])})}

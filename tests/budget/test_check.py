@@ -106,7 +106,7 @@ def test_what_is_not_modelled_is_no_answer(cli, write, budget):
     ran = cli("check", "--json")
     assert ran.exit_code == 3
     assert statuses(ran) == {("sharded", "t4"): "cannot", ("fine", "t4"): "within"}
-    assert "not modelled yet" in cli("check").out
+    assert "tensor parallelism is not modelled" in cli("check").out
 
 
 @pytest.mark.parametrize("text", ["", "version: 1\n", "version: 1\nbudgets: []\n", "[]", "version: 2\nbudgets: []\n"])

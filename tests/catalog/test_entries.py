@@ -347,13 +347,6 @@ def test_the_aliases_of_the_design_resolve(section, alias, name):
     assert CATALOG.section(section).name_of(alias) == name
 
 
-def test_the_notes_table_names_configs_and_gpus_of_the_catalog():
-    printed = yaml.safe_load((ROOT / "configs/published/max_parameters.yaml").read_text(encoding="utf-8"))["printed"]
-    for config, rows in printed.items():
-        assert config in CATALOG.configs.entries
-        assert set(rows) <= set(CATALOG.gpus)
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_an_unknown_name_gets_the_nearest_match_and_the_list(section):
     name = next(iter(CATALOG.section(section)))

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from memplan.catalog.catalog import data_directory
+from memplan.cli.resolve import Overrides, find_setup
 from memplan.errors import InvalidFileError
 from memplan.report.evidence import evidence_line, evidence_path, evidence_text, read_evidence
 from memplan.report.schemas import schema_of
@@ -17,7 +18,18 @@ FOLDER = data_directory() / "configs" / "evidence"
 RECORDS = sorted(FOLDER.glob("train-*.json"))
 records = pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 
-BASELINE = "train-muon-fp32-weights"
+LITERATURE = sorted(FOLDER.glob("literature-*.json"))
+BASELINES = tuple(
+    f"train-{name}"
+    for name in (
+        "muon-fp32-weights",
+        "muon-fp32-weights-batch4",
+        "muon-fp32-weights-wide",
+        "muon-fp32-weights-wide-short",
+        "fp32-adamw",
+        "fp32-adamw-batch4",
+    )
+)
 BOUNDS = {
     "train-muon-int8-fp32-weights": (-0.5, 0.5),
     "train-tier1": (0.0, 12.0),
@@ -56,16 +68,18 @@ def test_records_name_no_machine(path):
 
 @records
 def test_gaps_are_those_to_the_baseline(path):
-    record, baseline = read_evidence(path), read_evidence(FOLDER / f"{BASELINE}.json")
+    record = read_evidence(path)
     if record["gap_percent"] is None:
-        assert path.stem == BASELINE
+        assert path.stem in BASELINES
         return
+    baseline = next(r for r in map(read_evidence, RECORDS) if r["command"] == record["baseline"]["command"])
     losses = {run["seed"]: run["validation_loss"] for run in baseline["runs"]}
     gaps = [100 * (run["validation_loss"] / losses[run["seed"]] - 1) for run in record["runs"]]
     assert record["gap_percent"]["mean"] == pytest.approx(sum(gaps) / len(gaps), abs=0.02)
-    assert record["training"]["steps"] == baseline["training"]["steps"] == 300
-    for key in ("lr", "adamw_lr"):
+    assert record["training"]["steps"] == baseline["training"]["steps"] >= 100
+    for key in ("lr", "adamw_lr", "micro_batch_size", "sequence_length"):
         assert record["training"][key] == baseline["training"][key]
+    assert record["text"]["sha256"] == baseline["text"]["sha256"]
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -82,16 +96,58 @@ def test_the_settings_within_five_percent_hold_no_more_bytes_than_tier_1(name):
     assert held(name) <= held("train-tier1")
 
 
-def test_every_evidence_of_a_config_is_a_record_of_that_config(catalog):
-    named = {name: config for name, config in catalog.configs.entries.items() if config.evidence}
-    assert {"tier1", "q4-muon-int8", "muon"} <= set(named)
-    for name, config in named.items():
-        record = read_evidence(evidence_path(config.evidence, catalog.root))
-        assert (record["config"], record["settings"]) == (name, [])
-        assert (record["verdict"] == "diverges") == (config.status == "diverges")
-        assert config.status in {"level": ("works", "proven"), "close": ("works", "experimental")}.get(
-            record["verdict"], ("experimental", "diverges")
-        )
+STANDINGS = {
+    "level": {"proven", "works", "experimental"},
+    "indistinct": {"proven", "works", "experimental"},
+    "close": {"works", "experimental"},
+    "behind": {"experimental"},
+    "far behind": {"experimental"},
+    "diverges": {"diverges"},
+    "learns": {"proven", "works"},
+}
+"""Verdict of a record -> statuses that it bears; a few shipped configs are worse than their record, none is better."""
+
+OWN_QUANTISER = "muon-int2"
+"""The notes' own 2-bit quantiser ends in infinities on their own problem (lab-momentum-bits), whatever it does here."""
+
+
+@pytest.mark.parametrize("section", ["configs", "optimizers"])
+def test_every_status_rests_on_evidence_that_is_there(catalog, section):
+    for name, entry in catalog.section(section).entries.items():
+        assert entry.evidence, f"{name} has no evidence"
+        path = evidence_path(entry.evidence, catalog.root)
+        assert path.is_file(), f"{name}: {path.name}"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["schema"] == "memplan/experiment/1":
+            continue
+        if record["schema"] == "memplan/literature/1":
+            assert record["verdict"] == entry.status, name
+        elif name == OWN_QUANTISER or (section == "configs" and OWN_QUANTISER in entry.optimizer.values()):
+            assert entry.status == "diverges"
+        else:
+            assert entry.status in STANDINGS[record["verdict"]], f"{name}: {record['verdict']}"
+
+
+def test_the_evidence_of_a_config_is_a_record_of_that_config(catalog):
+    for name, config in catalog.configs.entries.items():
+        record = json.loads(evidence_path(config.evidence, catalog.root).read_text(encoding="utf-8"))
+        if record["schema"] != "memplan/evidence/1":
+            continue
+        trained = find_setup(record["config"], Overrides(None, None, None, tuple(record["settings"])), catalog)
+        own = find_setup(name, Overrides(None, None, None, ()), catalog)
+        assert (trained.format_names, trained.optimizer_names) == (own.format_names, own.optimizer_names), name
+        assert trained.config.gradients == own.config.gradients, name
+
+
+@pytest.mark.parametrize("path", LITERATURE, ids=lambda path: path.stem)
+def test_published_evidence_has_claims_and_where_they_stand(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.validate(record, schema_of("literature"))
+    assert all(claim["url"].startswith("https://arxiv.org/abs/") for claim in record["claims"])
+
+
+def test_show_says_what_others_have_published(cli):
+    assert "https://arxiv.org/abs/2305.14314" in cli("show", "qlora").out
 
 
 def test_show_says_where_the_evidence_is_and_what_it_says(cli):

@@ -32,11 +32,18 @@ ANSWERS = {
     "show-several": ("show", "bf16"),
     "show-optimizer": ("show", "muon-int4"),
     "show-config": ("show", "tier1"),
+    "recommend": ("recommend", "--gpu", "rtx4090"),
+    "tables": ("tables", "s000.t15"),
     "doctor": ("doctor",),
 }
-SCHEMAS = {"fit": "fit", "plan": "plan", "max": "max", "where": "where"} | {
-    name: "list" for name in ANSWERS if name.startswith("list-")
-}
+SCHEMAS = {
+    "fit": "fit",
+    "plan": "plan",
+    "max": "max",
+    "where": "where",
+    "recommend": "recommend",
+    "tables": "tables",
+} | {name: "list" for name in ANSWERS if name.startswith("list-")}
 
 answers = pytest.mark.parametrize("arguments", ANSWERS.values(), ids=ANSWERS.keys())
 
@@ -386,3 +393,28 @@ def test_the_default_length_gives_way_to_a_models_learned_positions(cli):
 def test_a_length_beyond_the_learned_positions_is_refused(refused):
     line = refused("fit", "gpt2", "--gpu", "t4", "--config", "bf16-adamw", "-s", 1025)
     assert "sequence_length: 1025 is beyond the 1024 learned positions of GPT-2" in line
+
+
+def test_fit_says_how_much_host_memory_offloaded_states_take(cli):
+    job = ("fit", "llama-8b", "--gpu", "a100-80gb", "--config", "bf16-adamw", "--set", "offload.optimizer_states=cpu")
+    ran, data = cli(*job), cli(*job, "--json").data
+    counters = 4 * 291
+    assert data["host"]["bytes"] == 4 * 8_030_261_248 + counters
+    assert "optimizer_states" not in {item["name"] for item in data["components"]}
+    assert "29.92 GiB  optimizer states in pinned host memory" in ran.out
+    assert f"{data['host']['bytes']:,} B of pinned host memory" in " ".join(data["assumptions"])
+    explained = cli("explain", *job[1:])
+    assert f"= {data['host']['bytes']:,}" in explained.out
+
+
+def test_fit_suggests_host_memory_where_that_flips_the_answer(cli):
+    plan = cli("fit", "llama-8b", "--gpu", "rtx4090", "--config", "tier1", "--json").data
+    found = {item["change"]: item["flips_verdict"] for item in plan["suggestions"]}
+    assert found["offload.optimizer_states=cpu"]
+
+
+def test_lists_of_gpus_leave_out_those_that_share_memory_with_the_cpu(cli):
+    for command in (("max", "--config", "muon"), ("where", "llama-8b", "--config", "muon")):
+        names = [row["gpu"] for row in cli(*command, "--set", "offload.optimizer_states=cpu", "--json").data["rows"]]
+        assert "h100-sxm-80gb" in names
+        assert "dgx-spark" not in names

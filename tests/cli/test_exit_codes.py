@@ -70,15 +70,8 @@ def test_where_exits_with_1_when_no_number_of_gpus_suffices(cli):
 @pytest.mark.parametrize(
     "arguments",
     [
-        (*ASK, "--gpu", "h100", "--gpus", "2"),
-        (*ASK, "--gpu", "h100", "--set", "parallel.data=2"),
-        (*ASK, "--gpu", "h100", "--set", "parallel.zero_stage=3"),
-        (*ASK, "--gpu", "h100", "--set", "parallel.tensor=8"),
-        (*ASK, "--gpu", "h100", "--set", "parallel.sequence=true"),
-        (*ASK, "--gpu", "h100", "--set", "offload.optimizer_states=cpu"),
         (*ASK, "--gpu", "h100", "--set", "offload.weights=cpu"),
         (*ASK, "--gpu", "h100", "--set", "offload.activations=cpu"),
-        ("explain", "pythia-160m", "--gpus", "2"),
         ASK,
         (*ASK, "--gpu", "local"),
         ("explain", "pythia-160m", "--gpu", "local"),
@@ -89,6 +82,84 @@ def test_where_exits_with_1_when_no_number_of_gpus_suffices(cli):
 def test_what_is_not_modelled_or_not_there_exits_with_3_and_its_reason(refused, arguments):
     line = refused(*arguments, code=3)
     assert "not modelled yet" in line or "no GPU found" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--config", "bf16-adamw-8bit"), "adamw-8bit-bnb: only the bundled optimizer keeps states in host memory"),
+        (("--set", "optimizer=adafactor"), "adafactor: only the bundled optimizer"),
+        (("--set", "optimizer=sgd"), "(adamw-bf16, adamw-fp32, adamw-int8, muon-bf16"),
+        (("--set", "master_weights=fp32", "--set", "optimizer=adamw"), "use master_weights: none"),
+        (("--config", "muon", "--set", "kernels.newton_schulz=torch"), "use min or fast"),
+        (("--gpu", "dgx-spark"), "dgx-spark shares its memory with the CPU"),
+    ],
+    ids=str,
+)
+def test_states_that_cannot_lie_in_host_memory_exit_with_3_and_the_reason(refused, arguments, reason):
+    job = (*ASK, "--gpu", "h100", "--config", "bf16-adamw", "--set", "offload.optimizer_states=cpu")
+    assert reason in refused(*job, *arguments, code=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--set", "parallel.zero_stage=3"), "nothing to share; set parallel.data"),
+        (
+            ("--set", "parallel.data=2", "--set", "parallel.zero_stage=2"),
+            "planned is data parallelism with zero_stage 3",
+        ),
+        (("--set", "parallel.tensor=8"), "tensor parallelism is not modelled"),
+        (("--set", "parallel.sequence=true"), "sequence parallelism is not modelled"),
+        (("--gpus", "2", "--config", "tier1"), "codes are no parameters; use bf16 or fp32"),
+        (("--gpus", "2", "--config", "muon"), "use parallel.zero_stage: 0"),
+    ],
+    ids=str,
+)
+def test_what_several_gpus_are_not_planned_with_exits_with_3_and_what_can_be_done(refused, arguments, reason):
+    assert reason in refused("fit", "pythia-160m", "--gpu", "h100", "--config", "bf16-adamw", *arguments, code=3)
+
+
+def test_several_gpus_are_planned_by_data_parallelism(cli):
+    ask = ("fit", "pythia-160m", "--gpu", "h100", "--config", "bf16-adamw", "--json")
+    one, four = cli(*ask).data, cli(*ask, "--gpus", "4").data
+    assert four["gpu"]["count"] == 4
+    assert four["training"]["parallel"] == one["training"]["parallel"] | {"data": 4, "zero_stage": 3}
+    assert four == cli(*ask, "--set", "parallel.data=4", "--set", "parallel.zero_stage=3").data | {
+        "config": "bf16-adamw",
+        "answer": four["answer"],
+    }
+    assert four["persistent_bytes"] < one["persistent_bytes"]
+    assert {"communication", "nccl_buffers"} <= {row["name"] for row in four["components"]}
+    replicas = cli(*ask, "--gpus", "4", "--set", "parallel.zero_stage=0").data
+    assert replicas["training"]["parallel"]["zero_stage"] == 0
+    assert replicas["persistent_bytes"] == one["persistent_bytes"]
+
+
+def test_another_number_of_gpus_than_the_config_is_for_is_bad_input(refused):
+    ask = ("fit", "pythia-160m", "--gpu", "h100", "--config", "bf16-adamw", "--set", "parallel.data=2")
+    assert "the config is for parallel.data 2" in refused(*ask, "--gpus", "4", code=2)
+
+
+def test_several_gpus_are_searched_and_explained(cli):
+    found = cli("suggest", "pythia-160m", "--gpu", "rtx4090", "--gpus", "2", "--json")
+    assert found.exit_code == 0
+    assert {row["gpu"]["count"] for row in found.data["rows"]} == {2}
+    assert cli("explain", "pythia-160m", "--gpus", "2").exit_code == 0
+    assert "nccl_buffers" in cli("explain", "pythia-160m", "--gpus", "2").out
+
+
+def test_measuring_takes_one_device(refused):
+    pytest.importorskip("torch")
+    ask = ("validate", "--device", "cpu", "--config", "bf16-adamw", "--set", "parallel.data=2")
+    assert "memplan validate runs on one device" in refused(*ask, code=3)
+
+
+@pytest.mark.parametrize("command", ["where", "max"])
+def test_pooled_memory_is_not_asked_for_with_a_parallel_config(refused, command, write):
+    config = write("two.yaml", "description: two\nparallel: {data: 2, zero_stage: 3}\n")
+    model = ("pythia-160m",) if command == "where" else ("--gpus", "2")
+    assert "leave it out" in refused(command, *model, "--gpu", "h100", "--config", config, code=3)
 
 
 def test_a_family_that_is_not_supported_exits_with_3(refused, write):

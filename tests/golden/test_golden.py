@@ -21,6 +21,8 @@ CASES = {
     "max.json": ("max", "--gpu", "rtx4090", "--json"),
     "where.txt": ("where", "llama-70b", "--config", "tier1", "--gpu", "h100"),
     "explain.txt": ("explain", "gpt2", "--config", "tier1"),
+    "tables.txt": ("tables", "s000.t15"),
+    "max-accounting.txt": ("max", "--config", "tier3", "--accounting", "notes-scale"),
     "list.txt": ("list", "gradients"),
     "show.txt": ("show", "iq3-xxs"),
     "show.json": ("show", "qwen2.5-0.5b", "--json"),

@@ -73,7 +73,7 @@ def test_wheel_holds_nothing_else(wheel):
     tops = {name.split("/")[0] for name in _names(wheel)}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"memplan"}
     kinds = {Path(name).suffix for name in _names(wheel) if name.startswith("memplan/")}
-    assert kinds <= {".py", ".typed", ".yaml", ".json", ".md"}
+    assert kinds <= {".py", ".typed", ".yaml", ".json", ".md", ".svg"}
 
 
 def test_wheel_holds_the_licence_and_the_command(wheel):

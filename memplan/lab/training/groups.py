@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.lab.training.model import TrainedModel
+from memplan.model.model import Model
 from memplan.muon import Muon
-from memplan.muon.formats import momentum_codec
+from memplan.muon.formats import DEFAULT_BLOCK, momentum_codec
 from memplan.muon.gradients import GRADIENT_FORMATS
 from memplan.muon.options import DEFAULTS, checked_keys
-from memplan.setup import TrainingSetup
+from memplan.setup import FLOAT_BYTES, TrainingSetup
+from memplan.states import stored_format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +43,12 @@ def refuse_what_cannot_train(setup: TrainingSetup) -> None:
     refused = {
         "adapters": config.adapter is not None,
         "master weights": config.master_weights != "none",
-        "a loss scale": config.loss_scaling,
+        "a loss scale and coded weights": config.loss_scaling and setup.trains_codes,
+        "a loss scale and gradients in a store": config.loss_scaling and gradient is not None,
+        "a loss scale and layer release": config.loss_scaling and config.gradients.lifetime == "layer",
+        "optimizer states in host memory": setup.offloads_states,
         "an average of the weights": config.weight_average != "none",
+        "an embedding or head in wider floats than its matrices": _wide_tables(setup),
         f"gradients in {gradient}": gradient is not None and gradient not in GRADIENT_FORMATS,
         "codes without a gradient dtype": gradient is None and setup.trains_codes,
     }
@@ -53,7 +59,34 @@ def refuse_what_cannot_train(setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"{setup.name}: the lab does not train with {', '.join(found)}")
 
 
-def with_momentum(setup: TrainingSetup, momentum_format: str | None) -> TrainingSetup:
+def _wide_tables(setup: TrainingSetup) -> bool:
+    """Whether torch would have to multiply floats of two dtypes."""
+    matrices = FLOAT_BYTES.get(setup.format_names["hidden_matrix"])
+    tables = [FLOAT_BYTES.get(setup.format_names[role], 0) for role in ("embedding", "head")]
+    return matrices is not None and max(tables) > matrices
+
+
+def refuse_formats_that_no_matrix_takes(model: Model, setup: TrainingSetup) -> None:
+    """Raise where every matrix of a role falls back from its block format: the run would show nothing of it.
+
+    Raises:
+        CannotAnswerError: The role, the format, and the width that would do.
+    """
+    matrices = [tensor for tensor in model.inventory if len(tensor.shape) > 1]
+    for role in dict.fromkeys(tensor.role for tensor in matrices):
+        asked, block = setup.format_names[role], setup.formats[role].block_elements
+        tensors = [tensor for tensor in matrices if tensor.role == role]
+        if all(stored_format(setup, tensor)[0] != asked for tensor in tensors):
+            rows = ", ".join(str(width) for width in sorted({tensor.shape[-1] for tensor in tensors}))
+            raise CannotAnswerError(
+                f"{setup.name}: no {role} would be stored in {asked}, whose blocks of {block} do not divide rows of "
+                f"{rows}; take widths that they divide, such as --hidden {block} --intermediate {2 * block}"
+            )
+
+
+def with_momentum(
+    setup: TrainingSetup, momentum_format: str | None, block_elements: int = DEFAULT_BLOCK
+) -> TrainingSetup:
     """Return a setup whose matrices have another format of momentum, so that it is planned with its bytes.
 
     Raises:
@@ -62,7 +95,7 @@ def with_momentum(setup: TrainingSetup, momentum_format: str | None) -> Training
     """
     if momentum_format is None:
         return setup
-    codec = momentum_codec(momentum_format)
+    codec = momentum_codec(momentum_format, block_elements)
     if setup.optimizers["hidden_matrix"].algorithm != "muon":
         raise InvalidFileError([f"--momentum-format {momentum_format}: {setup.name} does not train matrices by Muon"])
     slots = (

@@ -13,8 +13,14 @@ import torch
 from memplan.errors import InvalidFileError
 from memplan.lab.data import batch_of
 from memplan.lab.training.bytes import Comparison, comparisons, measured_bytes, planned_bytes
-from memplan.lab.training.groups import optimizer_for, refuse_what_cannot_train, with_momentum
+from memplan.lab.training.groups import (
+    optimizer_for,
+    refuse_formats_that_no_matrix_takes,
+    refuse_what_cannot_train,
+    with_momentum,
+)
 from memplan.lab.training.model import TrainedModel, trained_model
+from memplan.lab.training.scaling import LossScale
 from memplan.lab.training.text import Text, even_windows, random_windows
 from memplan.model.model import Model
 from memplan.muon import Muon
@@ -108,6 +114,7 @@ class Trainer:
         if model.spec.vocab_size < 256:
             raise InvalidFileError([f"vocab_size: {model.spec.vocab_size}: text is bytes, which need 256 tokens"])
         refuse_what_cannot_train(setup)
+        refuse_formats_that_no_matrix_takes(model, setup)
         self.setup = with_momentum(setup, options.momentum_format)
         self.options, self.text = options, text
         self.trained: TrainedModel = trained_model(model, setup, seed, options.device)
@@ -123,6 +130,7 @@ class Trainer:
         self.batch, self.length = config.micro_batch_size, config.sequence_length
         self.tables = batch_of(model.spec, run.options, self.batch, self.length, options.device).tables
         self.generator = torch.Generator().manual_seed(seed)
+        self.loss_scale = LossScale() if config.loss_scaling else None
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss over a batch."""
@@ -131,25 +139,31 @@ class Trainer:
         return loss
 
     def step(self, number: int) -> float:
-        """Take one optimizer step and return its loss."""
+        """Take one optimizer step and return its loss; the step is left out where scaled gradients overflow."""
         factor = rate_factor(number, self.options.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rates[group["algorithm"]] * factor
         parts = self.setup.config.gradient_accumulation_steps
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.factor
         total = 0.0
         for part in range(parts):
             loss = self.loss(*random_windows(self.text.training, self.batch, self.length, self.generator)) / parts
             if part + 1 < parts:
                 with self.optimizer.accumulating():
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    (loss * scale).backward()  # type: ignore[no-untyped-call]
             else:
-                loss.backward()  # type: ignore[no-untyped-call]
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if not self.measured:
             self.measured = measured_bytes(self.trained, self.optimizer)
-        self.optimizer.step()
+        if self.loss_scale is None or self.loss_scale.divide_(self._gradients()):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+    def _gradients(self) -> list[torch.Tensor]:
+        keys = (handle.key for handle, _ in self.optimizer.handles())
+        return [key.grad for key in keys if key.grad is not None]
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -173,11 +187,15 @@ def train(
 
     A loss or gradient that is not finite ends the run, whose validation loss is then infinite.
     """
-    trainer = Trainer(model, setup, options, text, seed)
+    return trained(Trainer(model, setup, options, text, seed), seed, progress)
+
+
+def trained(trainer: Trainer, seed: int, progress: Progress | None = None) -> Run:
+    """Take every step of a trainer; as ``train``, for those who change something about it first."""
     first = trainer.validation_loss()
     losses: list[float] = []
     began = time.perf_counter()
-    for number in range(options.steps):
+    for number in range(trainer.options.steps):
         try:
             losses.append(trainer.step(number))
         except OptimizerError:  # it refuses gradients that are not finite
@@ -188,6 +206,6 @@ def train(
             progress(number + 1, losses[-1])
     seconds = time.perf_counter() - began
     last = trainer.validation_loss() if losses and isfinite(losses[-1]) else float("inf")
-    tokens = len(losses) * trainer.batch * trainer.length * setup.config.gradient_accumulation_steps
+    tokens = len(losses) * trainer.batch * trainer.length * trainer.setup.config.gradient_accumulation_steps
     compared = comparisons(trainer.planned, trainer.measured)
     return Run(seed, tuple(losses), last, first, tokens, seconds, compared)

@@ -33,7 +33,7 @@ class TrainedCodes(Weight):
     def __init__(self, weight: QuantisedWeight, role: Role, compute_dtype: torch.dtype) -> None:
         self.shape, self.role = tuple(weight.shape), role
         self.quantized = self.trained = True
-        self.tensor = weight.codes
+        self._home, self._tensor = None, weight.codes
         self._linear = QuantisedLinear(weight)
         self._table = QuantisedEmbedding(weight, compute_dtype)
 

@@ -88,14 +88,16 @@ def verdict(runs: Sequence[Run], gap: Mapping[str, float] | None) -> str:
     """Return one word or two for how training went.
 
     ``diverges``: a loss was not finite, or none fell by a tenth. Else by the mean gap to the
-    baseline: ``level`` to 0.5 %, ``close`` to 5 %, ``behind`` to 12 %, ``far behind`` beyond; and
-    ``learns`` where there is no baseline.
+    baseline: ``level`` to 0.5 %, ``close`` to 5 %, ``behind`` to 12 %, ``far behind`` beyond; but
+    ``indistinct`` where some seeds did better than the baseline and others worse, by less than 12 %
+    on average. ``learns`` where there is no baseline.
     """
     if any(not isfinite(run.validation_loss) or run.validation_loss > 0.9 * run.first_validation_loss for run in runs):
         return "diverges"
     if gap is None:
         return "learns"
-    return next((word for most, word in VERDICTS if gap["mean"] <= most), "far behind")
+    word = next((word for most, word in VERDICTS if gap["mean"] <= most), "far behind")
+    return "indistinct" if word in ("close", "behind") and gap["low"] < 0 < gap["high"] else word
 
 
 def gap_percent(runs: Sequence[Run], baseline: Mapping[str, Any]) -> dict[str, float] | None:

@@ -1,0 +1,51 @@
+"""``memplan recommend``: which config and which Newton-Schulz precision, for each GPU."""
+
+from __future__ import annotations
+
+import typer
+
+from memplan.cli import options as o
+from memplan.cli.output import emit, unit_text
+from memplan.cli.resolve import Overrides, catalog_model, find_device, find_setup, open_catalog
+from memplan.planner import Device
+
+
+def recommend_command(
+    gpu: o.GpuOption = None,
+    gpu_memory: o.GpuMemoryOption = None,
+    gpus: o.GpusOption = 1,
+    batch: o.BatchOption = None,
+    length: o.LengthOption = None,
+    checkpointing: o.CheckpointingOption = None,
+    as_json: o.JsonOption = False,
+    form: o.FormatOption = o.OutputFormat.table,
+    output: o.OutputOption = None,
+    units: o.UnitsOption = None,
+    quiet: o.QuietOption = False,
+    catalog_path: o.CatalogOption = None,
+) -> None:
+    """What should I train with on this GPU? The config that holds the most, and the precision of Newton-Schulz.
+
+    Derived from the catalog and the evidence; what no measurement covers is said. Without --gpu: every GPU.
+    """
+    catalog = open_catalog(catalog_path)
+    overrides = Overrides(batch, length, checkpointing, ())
+    one = gpu is not None or gpu_memory is not None
+    devices = (
+        [find_device(gpu, gpu_memory, gpus, catalog)]
+        if one
+        else [Device(entry, name, gpus) for name, entry in catalog.gpus.entries.items()]
+    )
+    names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
+    setups = [find_setup(name, overrides, catalog) for name in names]
+    models = [(name, catalog_model(name, catalog)) for name in catalog.models]
+    from memplan.recommendations import recommendations
+    from memplan.report.evidence import verdicts_of
+    from memplan.report.experiments import shipped_record
+    from memplan.report.recommend import recommend_document
+
+    found = recommendations(models, setups, devices, verdicts_of(setups, catalog.root))
+    precision = shipped_record("precision", catalog.root / "configs" / "evidence")
+    raise typer.Exit(
+        emit(recommend_document(found, setups[0], precision, unit_text(units)), form, as_json, output, quiet)
+    )

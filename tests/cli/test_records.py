@@ -1,0 +1,48 @@
+"""``memplan lab show``: what is shipped, one record in full, and what cannot be shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.catalog.catalog import data_directory
+
+FOLDER = data_directory() / "configs" / "evidence"
+
+
+def test_without_a_name_every_record_is_listed(cli):
+    ran = cli("lab", "show")
+    names = [path.stem.removeprefix("train-") for path in FOLDER.glob("train-*.json")]
+    names += [path.stem.removeprefix("lab-") for path in FOLDER.glob("lab-*.json")]
+    assert ran.exit_code == 0
+    assert all(f"\n{name} " in ran.out for name in names)
+
+
+def test_the_list_has_a_row_for_each_record_in_json(cli):
+    rows = cli("lab", "show", "--json").data["rows"]
+    assert {row["name"] for row in rows} == {
+        path.stem for kind in ("train", "lab") for path in FOLDER.glob(f"{kind}-*.json")
+    }
+
+
+@pytest.mark.parametrize("name", ["tier1", "train-tier1", str(FOLDER / "train-tier1.json")])
+def test_a_record_of_training_is_shown_with_its_bytes(cli, name):
+    ran = cli("lab", "show", name)
+    assert "behind: validation loss" in ran.out
+    assert "optimizer_states" in ran.out
+
+
+def test_a_mistyped_name_gets_the_nearest(refused):
+    assert "did you mean 'tier1'" in refused("lab", "show", "teir1")
+
+
+def test_a_record_of_training_has_no_picture(refused, tmp_path):
+    assert "no picture" in refused("lab", "show", "tier1", "--plot", tmp_path / "x.svg")
+
+
+def test_a_picture_needs_one_record(refused):
+    assert "name it" in refused("lab", "show", "--plot", "x.svg")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "memplan/plan/1"}'])
+def test_a_file_that_is_no_record_is_refused(refused, write, content):
+    assert "record" in refused("lab", "show", write("record.json", content)) or content == "{"
