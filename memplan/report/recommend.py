@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,12 @@ HOW = (
     "weights trained. experimental: one that holds a larger model still and trained within 5 % of fp32's loss, in a tiny "
     "model only (memplan show CONFIG). Every model was planned whole and FITS at the upper end."
 )
+
+FIVE = 5
+PLAIN = ("fp32", "bf16", "fp16")
+"""Precisions that every product of a run has in any case; of narrower ones the record says which were rounded."""
+
+POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing replicated, no communication buffers."
 
 
 def recommend_document(
@@ -52,8 +59,9 @@ def recommend_document(
     table = (
         Table(headers, cells) if len(cells) > 1 else Table(("what", "answer"), tuple(zip(names, cells[0], strict=True)))
     )
+    pooled = POOLED if any(row.device.count > 1 for row in rows) else ""
     data = {"schema": "memplan/recommend/1", "rows": [_data(row) for row in rows]}
-    return Document(data, (head, table, HOW, precision_text(precision), _sentence(rows)))
+    return Document(data, (head, table, HOW, pooled, precision_text(precision), _sentence(rows)))
 
 
 def precision_text(record: Mapping[str, Any] | None) -> str:
@@ -73,10 +81,12 @@ def precision_text(record: Mapping[str, Any] | None) -> str:
 
 
 def _errors(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the mean Frobenius error of each precision in all products, at the smallest width of the record."""
-    rows = [row for row in record["rows"] if row["products"] == "all" and row["iterations"] == 5 and row["frobenius"]]
-    width = min((row["rows"] for row in rows), default=0)
-    return {row["precision"]: row["frobenius"]["mean"] for row in rows if row["rows"] == width}
+    """Return the mean Frobenius error of each precision in all products, at the width that has the most of them."""
+    last = [row for row in record["rows"] if row["iterations"] == FIVE and row["frobenius"]]
+    shown = [row for row in last if row["products"] == ("input" if row["precision"] in PLAIN else "all")]
+    widths = Counter(row["rows"] for row in shown)
+    width = max(widths, key=lambda side: (widths[side], side), default=0)
+    return {row["precision"]: row["frobenius"]["mean"] for row in shown if row["rows"] == width}
 
 
 def _row(row: Recommendation, unit: str) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ for name in ("malloc_count_live", "malloc_count_peak"):
 import torch
 torch.set_num_threads(1)
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.cpu_events import _Marker
+from memplan.lab.cpu_events import Marker
 from memplan.lab.session import Session
 from memplan.lab.tracer import trace_training
 from memplan.loading import parse_document
@@ -60,7 +60,7 @@ keys = {"description": "", "micro_batch_size": 2, "sequence_length": 128, **json
 setup = resolve(validate(TrainingConfig, parse_document(json.dumps(keys), "case")), Catalog(data_directory()), "case")
 traced = trace_training(model, setup, target="cpu").peak_bytes
 before = hook.malloc_count_live()
-session, marker = Session(model.spec, setup, device="cpu", target="cpu"), _Marker()
+session, marker = Session(model.spec, setup, device="cpu", target="cpu"), Marker()
 session.watch(marker)
 session.step(marker)
 hook.malloc_count_reset()
