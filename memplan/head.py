@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from memplan.blocks.layer import Builder
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
@@ -61,13 +62,18 @@ class Sections:
         )
 
     def _builder(self, prefix: str, first: int = 0) -> Builder:
-        """Return a builder that sees the weights below ``prefix``, without it."""
-        found = {
-            entry.tensor.name.removeprefix(prefix): self.weights[entry.tensor.name]
-            for entry in self.states.tensors
-            if entry.tensor.name.startswith(prefix) and (not prefix or entry.tensor.first == first)
-        }
+        """Return a builder that sees the weights below ``prefix``, without it; of layers those that begin at ``first``."""
+        names = self._names_by_first.get(first, ()) if prefix else self.weights
+        found = {name.removeprefix(prefix): self.weights[name] for name in names if name.startswith(prefix)}
         return Builder(self.spec, self.setup, found, self.dropout)
+
+    @cached_property
+    def _names_by_first(self) -> dict[int, list[str]]:
+        """Names of the tensors whose run of layers begins at each number."""
+        found: dict[int, list[str]] = {}
+        for entry in self.states.tensors:
+            found.setdefault(entry.tensor.first, []).append(entry.tensor.name)
+        return found
 
     def _stream(self, tape: Tape, needs_gradient: bool = True) -> Value:
         return tape.value(TOKENS, self.spec.hidden_size, self.setup.residual_bytes, needs_gradient)

@@ -74,7 +74,8 @@ class StepCompiler(HeadSections):
         dropout = setup.config.dropout
         self.dropout = self.spec.dropout if dropout is None else dropout
         self.optimizer = step_temporaries(setup, states.tensors)
-        self.weights = {entry.tensor.name: self._weight(entry) for entry in states.tensors}
+        by_name = {entry.tensor.name: entry for entry in states.tensors}  # equal in all runs of layers that have it
+        self.weights = {name: self._weight(entry) for name, entry in by_name.items()}
         self.embedding = self._embedding()
         self.layer_runs = self._layer_runs()
         self.layer_sections: dict[tuple[object, ...], Section] = {}

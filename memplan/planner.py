@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from operator import mul
 from typing import Literal
 
 from memplan.adapters import adapter_tensors
@@ -254,8 +255,13 @@ class CompiledPlan:
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
         values = self.values(batch, length)
-        peak = max(total_bytes(candidate.form, values) for candidate in self.candidates)
+        peak = max(sum(map(mul, totals, values)) for totals in self._totals)
         return self.constant_bytes + total_bytes(self.forms.buffers, values) + peak
+
+    @cached_property
+    def _totals(self) -> tuple[Form, ...]:
+        """Each candidate's coefficients, all parts together: what a peak by itself needs."""
+        return tuple(with_totals(candidate.form) for candidate in self.candidates)
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
@@ -192,7 +192,13 @@ class ModelStates:
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
     """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
     frozen = setup.config.adapter is not None
-    tensors = [tensor_states(setup, tensor, frozen) for tensor in held(inventory, setup.config.parallel)]
+    alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    tensors = []
+    for tensor in held(inventory, setup.config.parallel):
+        known = alike.get((tensor.role, tensor.shape))
+        found = tensor_states(setup, tensor, frozen) if known is None else replace(known, tensor=tensor)
+        alike[tensor.role, tensor.shape] = found
+        tensors.append(found)
     tensors += [_adapter_states(setup, tensor) for tensor in adapters]
     shared = {t.optimizer_name: t.optimizer.shared_bytes for t in tensors if t.trainable}
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
