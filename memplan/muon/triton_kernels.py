@@ -61,11 +61,11 @@ if AVAILABLE:
                 given = tl.load(addend + batch * addend_batch + places, mask=inside, other=0.0)
                 total += beta * given.to(tl.float32)
             result = total.to(out.dtype.element_ty)
+            below = inside & (rows[:, None] >= columns[None, :])  # so that the result is symmetric to the bit
             here = out + batch * out_batch + rows64[:, None] * out_row + columns64[None, :] * out_column
-            tl.store(here, result, mask=inside)
-            if tile_column < tile_row:
-                mirrored = out + batch * out_batch + rows64[:, None] * out_column + columns64[None, :] * out_row
-                tl.store(mirrored, result, mask=inside)
+            tl.store(here, result, mask=below)
+            mirrored = out + batch * out_batch + rows64[:, None] * out_column + columns64[None, :] * out_row
+            tl.store(mirrored, result, mask=below)
 
 
 def symmetric_product(
@@ -81,17 +81,31 @@ def symmetric_product(
         beta: Factor of ``addend``.
         alpha: Factor of the product.
     """
-    size, inner = left.shape[-2], left.shape[-1]
-    if not AVAILABLE or not left.is_cuda or size < SMALLEST:
+    if not AVAILABLE or not left.is_cuda or left.shape[-2] < SMALLEST:
         plain_product(left, right, out, addend, beta, alpha)
         return
+    launch(left, right, out, addend, beta, alpha)
+
+
+def launch(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    addend: Tensor | None,
+    beta: float,
+    alpha: float,
+    tile: int = TILE,
+    tile_inner: int = TILE_INNER,
+) -> None:
+    """Run the kernel whatever the size, in tiles of ``tile`` x ``tile``, ``tile_inner`` columns at a time."""
+    size, inner = left.shape[-2], left.shape[-1]
     given = out if addend is None else addend
-    tiles = triton.cdiv(size, TILE)
+    tiles = triton.cdiv(size, tile)
     batch = left.shape[0] if left.ndim == 3 else 1
     _symmetric_kernel[(tiles, tiles, batch)](
         left, right, given, out, size, inner, beta, alpha,
         *_strides(left), *_strides(right), *_strides(given), *_strides(out),
-        HAS_ADDEND=addend is not None, SIDE=TILE, INNER=TILE_INNER, num_warps=8, num_stages=3,
+        HAS_ADDEND=addend is not None, SIDE=tile, INNER=tile_inner, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """Orthogonalisation: the in-place versions agree with the textbook, at the bytes that are promised."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -150,6 +154,30 @@ def test_the_notes_orthogonality_errors_are_reproduced():
         x = newton_schulz_(matrix.clone(), resolved_schedule("you-jiacheng", steps))
         error = ((x @ x.mT - torch.eye(size)).norm() / size**0.5).item()
         assert error == pytest.approx(printed, abs=0.01)
+
+
+INTERPRETED = """
+import torch
+from memplan.muon.products import plain_product
+from memplan.muon.triton_kernels import launch
+
+torch.manual_seed(0)
+for shape in ((96, 160), (2, 70, 50), (64, 64)):
+    left = torch.randn(shape).half()
+    for addend, beta in ((left @ left.mT, 0.5), (None, 0.0)):
+        plain, fast = torch.empty(2, *(left @ left.mT).shape, dtype=torch.float16)
+        plain_product(left, left.mT, plain, addend, beta, 2.0)
+        launch(left, left.mT, fast, addend, beta, 2.0, tile=32, tile_inner=16)
+        assert torch.equal(fast, fast.mT), shape
+        assert (fast - plain).float().norm() < 1e-4 * plain.float().norm(), shape
+"""
+
+
+def test_the_triton_kernel_is_the_plain_product_where_triton_interprets_it_without_a_gpu():
+    """In fp16: Triton's interpreter has no products of bf16. It is slow, hence small tiles."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True, timeout=300)
 
 
 @pytest.mark.cuda
