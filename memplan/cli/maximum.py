@@ -11,7 +11,7 @@ import typer
 from memplan.catalog.catalog import Catalog
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
-from memplan.cli.resolve import Overrides, Shapes, catalog_model, find_device, find_model, find_setup, open_catalog
+from memplan.cli.resolve import Overrides, Shapes, catalog_model, find_devices, find_model, find_setup, open_catalog
 from memplan.errors import InvalidFileError
 from memplan.planner import Device
 from memplan.report.document import Document
@@ -95,12 +95,7 @@ def max_command(
 
         document = max_by_notes(accounting.value, config, gpu, gpu_memory, gpus, catalog)
         raise typer.Exit(emit(document, form, as_json, output, quiet))
-    one = gpu is not None or gpu_memory is not None
-    devices = (
-        [find_device(gpu, gpu_memory, gpus, catalog)]
-        if one
-        else [Device(e, n, gpus) for n, e in catalog.gpus.entries.items()]
-    )
+    devices = find_devices(gpu, gpu_memory, gpus, catalog)
     if what is Sought.parameters:
         document = _largest_models(model, config, overrides, devices, catalog, unit_text(units))
         if plot is not None:
@@ -200,10 +195,7 @@ def where_command(
 
         raise typer.Exit(emit(where_by_notes(accounting.value, found, config, catalog), form, as_json, output, quiet))
     setup = find_setup("bf16-adamw" if config is None else config, overrides, catalog, found)
-    one = gpu is not None or gpu_memory is not None
-    devices = (
-        [find_device(gpu, gpu_memory, 1, catalog)] if one else [Device(e, n) for n, e in catalog.gpus.entries.items()]
-    )
+    devices = find_devices(gpu, gpu_memory, 1, catalog)
     from memplan.cli.prices import load_prices
     from memplan.report.inverse import where_document
 

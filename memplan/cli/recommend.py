@@ -6,8 +6,7 @@ import typer
 
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
-from memplan.cli.resolve import Overrides, catalog_model, find_device, find_setup, open_catalog
-from memplan.planner import Device
+from memplan.cli.resolve import Overrides, catalog_model, find_devices, find_setup, open_catalog
 
 
 def recommend_command(
@@ -30,12 +29,7 @@ def recommend_command(
     """
     catalog = open_catalog(catalog_path)
     overrides = Overrides(batch, length, checkpointing, ())
-    one = gpu is not None or gpu_memory is not None
-    devices = (
-        [find_device(gpu, gpu_memory, gpus, catalog)]
-        if one
-        else [Device(entry, name, gpus) for name, entry in catalog.gpus.entries.items()]
-    )
+    devices = find_devices(gpu, gpu_memory, gpus, catalog)
     names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
     setups = [find_setup(name, overrides, catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
