@@ -255,7 +255,7 @@ class CompiledPlan:
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
         values = self.values(batch, length)
-        peak = max(sum(map(mul, totals, values)) for totals in self._totals)
+        peak: int = max(sum(map(mul, totals, values)) for totals in self._totals)
         return self.constant_bytes + total_bytes(self.forms.buffers, values) + peak
 
     @cached_property

@@ -101,8 +101,8 @@ def _curves(axes: Axes, rows: list[dict[str, Any]]) -> None:
     close = all(gap and max(abs(gap["low"]), abs(gap["high"])) < 1 for gap in gaps)
     axes.set_title("Training loss: the curves lie on each other" if close else "Training loss")
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    ticks = [tick for tick in LOSSES if low <= tick <= high]
+    bottom, top = axes.get_ylim()
+    ticks = [tick for tick in LOSSES if bottom <= tick <= top]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("Step")
