@@ -229,18 +229,20 @@ class StepCompiler(HeadSections):
         yield from self._head_instants(add_forms(base, saved), mode)
         formed = self._stays(self.head.gradients + self._chunked_gradients(), mode) or self._delayed_bytes()
         played = {id(section): self._play(section, mode) for section in self.layer_sections.values()}
+        places: list[_Place] = []
         for index in reversed(range(len(self.runs))):
             section, run = self.runs[index], self.layer_runs[index]
-            instants = played[id(section)]
             rest = add_forms(saved, scale_form(below[index], -run.count))
             for position in dict.fromkeys((run.count, 1)):
                 kept = add_forms(base, rest, scale_form(below[index], position - 1))
                 above = formed + self._stays(section.gradients, mode) * (run.count - position)
                 around = add_forms(kept, self._constant(Part.GRADIENTS, above))
-                name = f"layer {run.first + position} backward"
-                yield from (Instant(name, i.operation, add_forms(around, i.form)) for i in instants)
+                places.append(_Place((id(section), run.count, position), run.first + position, around))
             formed += self._stays(section.gradients, mode) * run.count
             saved = rest
+        for place in _ends(places):
+            instants, name = played[place.kind[0]], f"layer {place.layer} backward"
+            yield from (Instant(name, i.operation, add_forms(place.around, i.form)) for i in instants)
         around = add_forms(base, self._constant(Part.GRADIENTS, formed))
         yield from self._tied_sum(around, mode)
         for instant in dominant(play_backward(self.embedding.tape, self.embedding.output, mode)):
@@ -268,6 +270,33 @@ class StepCompiler(HeadSections):
         wide = 4 if self.setup.profile.loss != "bf16" or self.setup.autocast else self.setup.compute_bytes
         logits = single_form(Part.LOGITS, TOKENS, 2 * wide * self.spec.vocab_size)
         return add_forms(hidden, logits, self._constant(Part.LOGITS, 2 * self._loss_bytes()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A layer whose backward may be the peak: its kind and place in its run, its number, what lies around it."""
+
+    kind: tuple[int, int, int]
+    layer: int
+    around: Form
+
+
+def _ends(places: Sequence[_Place]) -> Iterator[_Place]:
+    """Yield the places that can be the fullest of their kind.
+
+    One that lies midway between its neighbours of the same kind needs no more than the fuller of
+    them, whatever the quantities are, since forms are linear. Layers that alternate are such.
+    """
+    kinds: dict[tuple[int, int, int], list[_Place]] = {}
+    for place in places:
+        kinds.setdefault(place.kind, []).append(place)
+    midway = {
+        here.layer
+        for group in kinds.values()
+        for before, here, after in zip(group, group[1:], group[2:], strict=False)
+        if add_forms(before.around, after.around) == scale_form(here.around, 2)
+    }
+    return (place for place in places if place.layer not in midway)
 
 
 def _steps_through_scores(part: Attention | LatentAttention) -> bool:

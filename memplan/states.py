@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
@@ -46,6 +46,24 @@ class TensorStates:
     copy_bytes: int
     optimizer_name: str
     optimizer: Optimizer
+
+    def of(self, tensor: ParameterTensor) -> TensorStates:
+        """Return the states of another tensor of the same role and shape; ``replace`` takes four times as long."""
+        return TensorStates(
+            tensor,
+            self.format_name,
+            self.trainable,
+            self.weight_bytes,
+            self.master_bytes,
+            self.formed_bytes,
+            self.gradient_bytes,
+            self.state_bytes,
+            self.host_bytes,
+            self.element_bytes,
+            self.copy_bytes,
+            self.optimizer_name,
+            self.optimizer,
+        )
 
     @property
     def quantized(self) -> bool:
@@ -196,7 +214,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     tensors = []
     for tensor in held(inventory, setup.config.parallel):
         known = alike.get((tensor.role, tensor.shape))
-        found = tensor_states(setup, tensor, frozen) if known is None else replace(known, tensor=tensor)
+        found = tensor_states(setup, tensor, frozen) if known is None else known.of(tensor)
         alike[tensor.role, tensor.shape] = found
         tensors.append(found)
     tensors += [_adapter_states(setup, tensor) for tensor in adapters]
