@@ -135,7 +135,8 @@ def _notes(answer: Suggestions) -> str:
     return "\n".join(
         [
             f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
-            "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each.",
+            "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
+            "weights that ended far behind fp32 in every record, which come last.",
             *(several_notes(gpus, rates) if gpus > 1 else ()),
             *(
                 [f"on host: states pass to the device and back at {link}, with nothing else running."]

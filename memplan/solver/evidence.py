@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
+from memplan.published.records import Records
 from memplan.setup import FLOAT_BYTES, TrainingSetup, resolve
 from memplan.training.config import Status, TrainingConfig
 
@@ -17,15 +18,27 @@ STATUSES: tuple[Status, ...] = ("proven", "works", "experimental", "diverges")
 """From the best to the worst; the index is the ordinal of :class:`Standing`."""
 
 UNKNOWN = STATUSES.index("experimental")
+FAR_BEHIND = "far behind"
+"""Verdict of a record of training whose loss ended more than 12 % above fp32's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Ordinals of the parts of a combination: 0 proven, 1 works, 2 experimental, 3 diverges."""
+    """Ordinals of the parts of a combination: 0 proven, 1 works, 2 experimental, 3 diverges.
+
+    Attributes:
+        far_behind: Every record of a shipped config with such weights ended far behind fp32.
+    """
 
     weights: int
     gradients: int
     optimizer: int
+    far_behind: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The status as an ordinal, with those whose weights are known to end far behind after the others."""
+        return 2 * STATUSES.index(self.status) + self.far_behind
 
     @property
     def status(self) -> Status:
@@ -34,8 +47,8 @@ class Standing:
 
     @property
     def risk(self) -> int:
-        """Quality risk: the ordinals added up, 0 where every part is proven. It orders and measures nothing."""
-        return self.weights + self.gradients + self.optimizer
+        """Quality risk: the ordinals added up, and 1 for weights far behind. It orders and measures nothing."""
+        return self.weights + self.gradients + self.optimizer + self.far_behind
 
 
 class Evidence:
@@ -57,9 +70,14 @@ class Evidence:
         self._weights: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
         self._diverging: set[tuple[str, str, str]] = set()
+        self._verdicts: dict[str, set[str]] = {}
+        records = Records(catalog.root)
         for name, config in catalog.configs.entries.items():
             if (config.adapter is not None) == adapters:
-                self._learn(resolve(config, catalog, name), config)
+                setup = resolve(config, catalog, name)
+                self._learn(setup, config)
+                if config.evidence and (verdict := records.verdict(config.evidence)):
+                    self._verdicts.setdefault(setup.format_names["hidden_matrix"], set()).add(verdict)
 
     def _learn(self, setup: TrainingSetup, config: TrainingConfig) -> None:
         rank = STATUSES.index(config.status)
@@ -86,7 +104,8 @@ class Evidence:
         if FLOAT_BYTES.get(gradients, 0) > FLOAT_BYTES[formed]:
             gradients = formed
         held = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
-        return Standing(self._rank(self._weights, held), self._rank(self._gradients, gradients), optimizer)
+        far = self._verdicts.get(held) == {FAR_BEHIND}
+        return Standing(self._rank(self._weights, held), self._rank(self._gradients, gradients), optimizer, far)
 
     def _rank(self, known: Mapping[str, int], name: str) -> int:
         return known.get(name, UNKNOWN)

@@ -12,7 +12,7 @@ from memplan.solver.space import PassChoice, StateChoice
 FINE = 2**16
 
 Class = tuple[int, int, int, int, int, int]
-"""Status, quality risk, whether gradients are released at once (which rules out accumulating and
+"""Rank of the evidence, quality risk, whether gradients are released at once (which rules out accumulating and
 clipping), how coarse weights and optimizer states are (their bytes per element in units of
 1 / FINE, negated), and whether optimizer states take host memory."""
 

@@ -210,7 +210,7 @@ class Search:
         coarse = -int(FINE * min(widths, default=Fraction(0)))
         own = -int(FINE * weights.bytes_per_element)
         released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
-        return STATUSES.index(standing.status), standing.risk, released, own, coarse, offloaded
+        return standing.rank, standing.risk, released, own, coarse, offloaded
 
     def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
         """Return the fastest combination that fits and beats a bound, or None."""

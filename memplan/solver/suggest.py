@@ -162,7 +162,8 @@ def given_up(found: Found, catalog: Catalog) -> Iterator[str]:
     state, way = found.state, found.way
     weights = state.weights
     if weights.coded and found.plan.setup.config.adapter is None:
-        yield f"weights are rounded to {weights.dtype} at every update"
+        known = ", which ended far behind fp32 in our record" if found.standing.far_behind else ""
+        yield f"weights are rounded to {weights.dtype} at every update{known}"
     elif weights.coded:
         yield f"frozen weights are rounded to {weights.dtype}"
     elif weights.dtype != "fp32" and state.master == "none" and found.plan.setup.config.adapter is None:

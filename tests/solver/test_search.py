@@ -233,3 +233,12 @@ def test_risk_adds_up_statuses(catalog):
     assert evidence.standing("bf16", "bf16", "fp32", "none", ["adamw-bf16"]) == works
     assert evidence.standing("iq3-xxs", "bf16", "fp8-e4m3", "none", ["muon-int4"]).risk == 6
     assert evidence.standing("q4-0", "bf16", "bf16", "none", ["muon-int2"]).status == "diverges"
+
+
+def test_weights_whose_every_record_ended_far_behind_rank_after_all_others_of_their_status(catalog):
+    evidence = Evidence(catalog, adapters=False)
+    keys = ("bf16", "fp8-e4m3", "none", ["muon-int4"])
+    far, near, unknown = (evidence.standing(name, *keys) for name in ("iq2-xxs", "q4-0", "iq4-xs"))
+    assert (far.status, far.far_behind, near.far_behind, unknown.far_behind) == ("experimental", True, False, False)
+    assert near.rank == unknown.rank < far.rank < 2 * STATUSES.index("diverges")
+    assert far.risk == near.risk + 1
