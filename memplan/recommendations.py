@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -48,7 +48,7 @@ def recommendations(
     models: Sequence[tuple[str, Model]],
     setups: Sequence[TrainingSetup],
     devices: Sequence[Device],
-    verdicts: Mapping[str, str],
+    verdict: Callable[[str], str],
 ) -> list[Recommendation]:
     """Return one recommendation for each device.
 
@@ -56,9 +56,9 @@ def recommendations(
         models: Catalog names and models.
         setups: Configs that train all weights.
         devices: Devices.
-        verdicts: Of the records behind configs, by config; an experimental one needs one of ``SOUND``.
+        verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
     """
-    kept = [setup for setup in setups if _sound(setup, verdicts)]
+    kept = [setup for setup in setups if _sound(setup, verdict)]
     answers = [largest_models(models, setup, devices) for setup in kept]
     found = []
     for device, rows in zip(devices, zip(*answers, strict=True), strict=True):
@@ -70,9 +70,9 @@ def recommendations(
     return found
 
 
-def _sound(setup: TrainingSetup, verdicts: Mapping[str, str]) -> bool:
-    status = setup.config.status
-    return status in ESTABLISHED or (status == "experimental" and verdicts.get(setup.name) in SOUND)
+def _sound(setup: TrainingSetup, verdict: Callable[[str], str]) -> bool:
+    config = setup.config
+    return config.status in ESTABLISHED or (config.status in TRIED and verdict(config.evidence or "") in SOUND)
 
 
 def _best(rows: Sequence[LargestModel], statuses: Collection[Status]) -> LargestModel | None:

@@ -33,12 +33,12 @@ def recommend_command(
     names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
     setups = [find_setup(name, overrides, catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
+    from memplan.published.records import Records
     from memplan.recommendations import recommendations
-    from memplan.report.evidence import verdicts_of
     from memplan.report.experiments import shipped_record
     from memplan.report.recommend import recommend_document
 
-    found = recommendations(models, setups, devices, verdicts_of(setups, catalog.root))
+    found = recommendations(models, setups, devices, Records(catalog.root).verdict)
     precision = shipped_record("precision", catalog.root / "configs" / "evidence")
     raise typer.Exit(
         emit(recommend_document(found, setups[0], precision, unit_text(units)), form, as_json, output, quiet)

@@ -137,9 +137,8 @@ class Planned:
         if gpu not in self._recommended:
             setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
             models = [(name, self.model(name)) for name in self.catalog.models.entries]
-            verdicts = {setup.name: verdict(setup.config.evidence or "") for setup in setups}
             cards = [self.device(name, 1) for name in RECOMMENDED]
-            found = recommendations(models, setups, cards, verdicts)
+            found = recommendations(models, setups, cards, verdict)
             self._recommended.update(zip(RECOMMENDED, found, strict=True))
         row = self._recommended[gpu]
         if quantity == "precision":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from memplan.errors import InvalidFileError
-from memplan.setup import TrainingSetup
 
 SCHEMA = "memplan/evidence/1"
 LITERATURE = "memplan/literature/1"
@@ -44,12 +43,6 @@ def evidence_text(name: str, root: Path) -> str:
         return f"Evidence: {name}"
     record = read_evidence(path, tuple(LINES))
     return f"Evidence in {path}\n  {LINES[record['schema']](record)}"
-
-
-def verdicts_of(setups: Iterable[TrainingSetup], root: Path) -> dict[str, str]:
-    """Return the verdict of the record behind each config that has one."""
-    named = ((setup.name, evidence_path(setup.config.evidence, root)) for setup in setups if setup.config.evidence)
-    return {name: read_evidence(path, (SCHEMA, LITERATURE))["verdict"] for name, path in named if path.is_file()}
 
 
 def literature_line(record: Mapping[str, Any]) -> str:

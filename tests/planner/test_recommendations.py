@@ -7,8 +7,8 @@ import pytest
 
 from memplan.cli.resolve import Overrides, catalog_model, find_setup
 from memplan.planner import Device
+from memplan.published.records import Records
 from memplan.recommendations import SOUND, recommendations
-from memplan.report.evidence import verdicts_of
 from memplan.report.recommend import precision_text
 from memplan.report.schemas import schema_of
 
@@ -21,8 +21,9 @@ def answered(catalog):
     setups = [find_setup(name, Overrides(None, None, None, ()), catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
     devices = [Device(catalog.gpus[name], name) for name in GPUS]
-    verdicts = verdicts_of(setups, catalog.root)
-    return setups, verdicts, dict(zip(GPUS, recommendations(models, setups, devices, verdicts), strict=True))
+    records = Records(catalog.root)
+    verdicts = {setup.name: records.verdict(setup.config.evidence) for setup in setups}
+    return setups, verdicts, dict(zip(GPUS, recommendations(models, setups, devices, records.verdict), strict=True))
 
 
 def test_what_is_established_is_proven_or_works(answered):
