@@ -35,11 +35,13 @@ RESERVE_SOURCE = (
     "it survives with, median, and 95th percentile at the upper end; where memory is plenty it holds more, and gives that back"
 )
 
-CONTEXT_EXPECTED_BYTES = 500_000_000
-CONTEXT_UPPER_BYTES = 700_000_000
+CONTEXT_BYTES_FROM_HOPPER = 780_140_544
+CONTEXT_BYTES_BEFORE_HOPPER = 500_000_000
+CONTEXT_UPPER_BYTES = 853_540_864
 CONTEXT_SOURCE = (
-    "CUDA context with lazily loaded kernels: about 300 MB (github.com/pytorch/pytorch/issues/107667) to 723 MiB "
-    "(discuss.pytorch.org/t/73021)"
+    "CUDA context with the kernels that a step loads: from compute capability 9.0 on 780,140,544 bytes, 853,540,864 at the "
+    "upper end with a second stream, as measured on an H200 (tests/records/cuda, driver 580, torch 2.11); before, about 300 MB "
+    "(github.com/pytorch/pytorch/issues/107667) to 723 MiB (discuss.pytorch.org/t/73021)"
 )
 
 NCCL_EXPECTED_BYTES = {2: 544 * MIB}
@@ -146,7 +148,7 @@ def allowances_for(gpu: Gpu, count: int = 1, allocator: str = "native", coded: b
         library_bytes=library_workspace_bytes(gpu) * count,
         reserve_fraction=expected,
         upper_reserve_fraction=upper,
-        context_bytes=CONTEXT_EXPECTED_BYTES * count,
+        context_bytes=context_bytes(gpu) * count,
         upper_context_bytes=CONTEXT_UPPER_BYTES * count,
     )
 
@@ -156,5 +158,16 @@ def library_workspace_bytes(gpu: Gpu) -> int:
 
     Cards without a compute capability (AMD, Apple, ``--gpu-memory``) are given the larger figure.
     """
-    major = int(gpu.compute_capability.split(".")[0]) if gpu.compute_capability else 9
-    return CUBLAS_HANDLES * (CUBLAS_BYTES_FROM_HOPPER if major >= 9 else CUBLAS_BYTES_BEFORE_HOPPER)
+    return CUBLAS_HANDLES * (CUBLAS_BYTES_FROM_HOPPER if _from_hopper(gpu) else CUBLAS_BYTES_BEFORE_HOPPER)
+
+
+def context_bytes(gpu: Gpu) -> int:
+    """Return the bytes of a CUDA context that a training process is expected to have on one device.
+
+    Cards without a compute capability are given the larger figure.
+    """
+    return CONTEXT_BYTES_FROM_HOPPER if _from_hopper(gpu) else CONTEXT_BYTES_BEFORE_HOPPER
+
+
+def _from_hopper(gpu: Gpu) -> bool:
+    return not gpu.compute_capability or int(gpu.compute_capability.split(".")[0]) >= 9

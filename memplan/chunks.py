@@ -6,7 +6,7 @@ from memplan.setup import FLOAT_BYTES
 from memplan.states import TensorStates, slot_bytes
 from memplan.units import round_up
 
-CHUNK_ELEMENTS = 2**18
+CHUNK_ELEMENTS = 2**20
 """Elements that the bundled optimizer takes at a time (memplan/muon, ``chunk_elements``)."""
 
 COLUMN_CHUNK = 512
@@ -14,25 +14,36 @@ COLUMN_CHUNK = 512
 
 
 CODING: dict[str, tuple[int, int, int]] = {
-    "q8-0": (32, 268, 512),
-    "q4-0": (32, 285, 512),
-    "iq3-xxs": (256, 201_668, 32),
-    "iq2-xxs": (256, 102_980, 32),
-    "iq2-xs": (256, 201_348, 32),
-    "iq2-s": (256, 397_956, 32),
+    "q8-0": (32, 268, 32_768),
+    "q4-0": (32, 285, 32_768),
+    "iq3-xxs": (256, 137_412, 256),
+    "iq2-xxs": (256, 71_364, 256),
+    "iq2-xs": (256, 136_964, 256),
+    "iq2-s": (256, 268_036, 128),
 }
 """Weight format -> (elements of a block, bytes per block while codes are sought, blocks at a time).
 
 With stochastic rounding, without which coded weights do not train. Source: memplan/muon/weight_formats.py, measured.
 """
 
-GRID_TABLE_BYTES: dict[str, int] = {
-    "iq3-xxs": 256 * (4 + 1) * 4,
-    "iq2-xxs": 256 * (8 + 1) * 4,
-    "iq2-xs": 512 * (8 + 1) * 4,
-    "iq2-s": 1024 * (8 + 1) * 4,
+DECODING: dict[str, tuple[int, int, int]] = {
+    "q8-0": (32, 6, 0),
+    "q4-0": (32, 16, 0),
+    "iq3-xxs": (256, 2496, 32),
+    "iq2-xxs": (256, 2368, 32),
+    "iq2-xs": (256, 2432, 32),
+    "iq2-s": (256, 2432, 32),
 }
-"""Weight format -> bytes of its grid in fp32, and of half the squared length of each point (memplan/muon/grid_formats.py)."""
+"""Weight format -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
+
+GRID_TABLE_BYTES: dict[str, int] = {
+    "iq3-xxs": 256 * (4 + 1 + 256) * 4,
+    "iq2-xxs": 256 * (8 + 1 + 256) * 4,
+    "iq2-xs": 512 * (8 + 1 + 512) * 4,
+    "iq2-s": 1024 * (8 + 1 + 1024) * 4,
+}
+"""Weight format -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
+(memplan/muon/grid_formats.py)."""
 
 
 def moment_chunk_bytes(entry: TensorStates) -> int:
@@ -70,6 +81,21 @@ def weight_chunk_bytes(entry: TensorStates) -> int:
     block, per_block, at_once = coding
     k = chunk_elements(entry.tensor.elements, block)
     return 8 * k + per_block * min(k // block, at_once)
+
+
+def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
+    """Return what decoding a weight for a product takes besides the decoded copy: some rows at a time, in fp32.
+
+    Source:
+        ``dequantise_bytes`` in memplan/muon/quantised.py, measured.
+    """
+    if entry.format_name not in DECODING:
+        return 0
+    block, per_block, once = DECODING[entry.format_name]
+    columns = entry.tensor.shape[-1]
+    rows = min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
+    exact = 0 if compute_bytes == 4 else 4 * rows * columns
+    return exact + per_block * min(rows * columns, CHUNK_ELEMENTS) // block + once
 
 
 def chunk_elements(elements: int, block: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memplan.blocks.layer import Builder
+from memplan.chunks import decoding_bytes
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.model.spec import ModelSpec
 from memplan.playback import Instant, dominant, play_backward
@@ -59,6 +60,7 @@ class Sections:
             handed_over=not entry.quantized and handed_over(self.setup, entry),
             update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
             rows=entry.tensor.shape[0],
+            decoding_bytes=decoding_bytes(entry, self.setup.compute_bytes),
         )
 
     def _builder(self, prefix: str, first: int = 0) -> Builder:

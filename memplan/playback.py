@@ -103,6 +103,8 @@ class _Player:
             for storage in node.saved:
                 self.drop(storage)
             return
+        if decoding := sum(w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes):
+            self.with_scratch(node, [(Part.TEMPORARIES, Quantity.ONE, decoding)])
         formed: list[tuple[Value, int]] = []
         for value, how in node.inputs:
             if how is SAME:

@@ -33,6 +33,7 @@ class Weight:
         element_bytes: Bytes of an element as products and norms read it.
         copy_bytes: A copy in the compute dtype made for the product: dequantised, and made
             again for backward; or cast by autocast, and kept from forward to backward.
+        decoding_bytes: What making a dequantised copy takes besides.
         copy_kept: Whether that copy is kept (autocast) or made anew (dequantised).
         own_bytes: The weight in its own dtype.
         formed_bytes: Its gradient as backward forms it, in the compute dtype.
@@ -65,6 +66,7 @@ class Weight:
     handed_over: bool = False
     update_bytes: int = 0
     rows: int = 0
+    decoding_bytes: int = 0
 
     def storing_bytes(self, mode: Mode) -> int:
         """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.

@@ -93,9 +93,13 @@ class AttentionOperations(Operations):
     def _softmax(self, scores: Value) -> Value:
         """Return probabilities, formed in fp32 and cast."""
         wide = self.cast(scores, 4)
-        softmax = self.fresh(wide)
-        self.tape.apply("softmax", [(wide, NEW)], softmax, [softmax])
-        return self.cast(softmax, self.compute)
+        return self.cast(self._probabilities(wide), self.compute)
+
+    def _probabilities(self, scores: Value) -> Value:
+        """Return the softmax, whose backward first forms the product of gradient and result (SoftMax.cu)."""
+        softmax = self.fresh(scores)
+        full = [(scores.quantity, scores.coefficient)]
+        return self.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], workspace=full)
 
     def _with_sinks(self, scores: Value, heads: int) -> Value:
         """Return probabilities of scores and one learned sink per head, less the sink's (gpt-oss)."""
@@ -107,8 +111,7 @@ class AttentionOperations(Operations):
         tape.apply("max", [(joined, NEW)], top, [places])
         full = [(joined.quantity, joined.coefficient)]
         shifted = tape.apply("sub", [(joined, SAME), (top, NEW)], self.fresh(joined), workspace=full)
-        softmax = self.fresh(shifted)
-        tape.apply("softmax", [(shifted, NEW)], softmax, [softmax])
+        softmax = self._probabilities(shifted)
         cut = Value(softmax.storage, scores.quantity, scores.coefficient, scores.element_bytes)
         return tape.apply("slice", [(softmax, NEW)], cut)
 
@@ -127,8 +130,7 @@ class AttentionOperations(Operations):
         scores = tape.value(Quantity.SCORES, heads, 4)
         tape.apply("scores", [(query, NEW), (key, NEW)], scores, [query, key])
         masked = tape.apply("mask", [(scores, SAME)], self.fresh(scores))
-        probabilities = self.fresh(scores)
-        tape.apply("softmax", [(masked, NEW)], probabilities, [probabilities])
+        probabilities = self._probabilities(masked)
         out = self.fresh(query, heads * (value.width // heads))
         tape.apply("weighted sum", [(probabilities, NEW), (value, NEW)], out, [probabilities, value])
         return self.cast(out, out_bytes)

@@ -18,7 +18,8 @@ def doctor_document(catalog: Catalog) -> Document:
     """Return versions, the catalog in use and the devices seen."""
     packages = {name: _installed(name) for name in PACKAGES}
     counts = {kind: len(catalog.section(kind)) for kind in SECTIONS}
-    devices = [{"name": name, "memory_bytes": size} for name, size in nvidia_devices()]
+    found = nvidia_devices()
+    devices = [{"name": device.name, "memory_bytes": device.memory_bytes} for device in found]
     data = {
         "schema": "memplan/doctor/1",
         "memplan_version": memplan.__version__,
@@ -34,13 +35,13 @@ def doctor_document(catalog: Catalog) -> Document:
         "devices": devices,
     }
     rows = [("memplan", memplan.__version__), ("python", platform.python_version()), ("platform", platform.platform())]
-    rows += [(name, found or "not installed") for name, found in packages.items()]
+    rows += [(name, number or "not installed") for name, number in packages.items()]
     rows += [("catalog", str(catalog.root)), ("catalog hash", catalog.hash[:16])]
     rows += [("your catalog", str(catalog.extra))] if catalog.extra else []
     rows += [(kind, str(count)) for kind, count in counts.items()]
-    rows += [
-        ("device", f"{d['name']}, {format_bytes(size)}") for d, (_, size) in zip(devices, nvidia_devices(), strict=True)
-    ] or [("device", "no NVIDIA driver found")]
+    rows += [("device", f"{device.name}, {format_bytes(device.memory_bytes)}") for device in found] or [
+        ("device", "no NVIDIA driver found")
+    ]
     return Document(data, (Table(("what", "found"), tuple(rows)),))
 
 

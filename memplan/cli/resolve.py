@@ -29,6 +29,7 @@ from memplan.units import parse_bytes
 from memplan.validation import validate
 
 if TYPE_CHECKING:
+    from memplan.cli.machine import NvidiaDevice
     from memplan.training.config import Parallel, TrainingConfig
 
 
@@ -374,18 +375,19 @@ def local_gpu(catalog: Catalog) -> tuple[Gpu, str]:
         raise CannotAnswerError(
             "no GPU found on this machine; name one with --gpu (memplan list gpus) or give --gpu-memory 24GiB"
         )
-    name, total = devices[0]
-    return _closest_entry(name, total, catalog), name
+    device = devices[0]
+    return _closest_entry(device, catalog), device.name
 
 
-def _closest_entry(name: str, total: int, catalog: Catalog) -> Gpu:
-    """Return the catalog entry of a card with the driver's own total, or one made from that total."""
+def _closest_entry(device: NvidiaDevice, catalog: Catalog) -> Gpu:
+    """Return the catalog entry of a card with the driver's own totals, or one made from these."""
+    name, total, usable = device
     key = normalised_name(name.removeprefix("NVIDIA "))
     for entry in catalog.gpus.entries.values():
-        same = normalised_name(entry.name.removeprefix("NVIDIA ")) == key
-        if same and abs(entry.memory_bytes - total) < 2**30:
-            return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, total))
-    return replace(custom_gpu(total, "its driver's total"), name=name)
+        names = (entry.name.removeprefix("NVIDIA "), *entry.aliases)
+        if key in map(normalised_name, names) and abs(entry.memory_bytes - total) < 2**30:
+            return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, usable))
+    return replace(custom_gpu(usable, "its driver's total"), name=name, memory_bytes=total)
 
 
 __all__ = [

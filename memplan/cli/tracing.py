@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.allowances import CONTEXT_EXPECTED_BYTES, library_workspace_bytes
+from memplan.allowances import context_bytes, library_workspace_bytes
 from memplan.catalog.catalog import Catalog
 from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -54,6 +54,7 @@ class _Traced:
     on_device: AllocatorResult | None
     plan: MemoryPlan | None
     device: Device | None
+    context_bytes: int
 
 
 def trace_document(request: TraceRequest, catalog: Catalog, unit: str) -> Document:
@@ -138,9 +139,9 @@ def _traced(request: TraceRequest, catalog: Catalog) -> _Traced:
     replayed = _replayed(trace, alloc_conf, None)
     on_device = None
     if device is not None:
-        capacity = max(0, device.usable_bytes(setup.reserve_bytes) - CONTEXT_EXPECTED_BYTES)
+        capacity = max(0, device.usable_bytes(setup.reserve_bytes) - context_bytes(device.gpu))
         on_device = _replayed(trace, alloc_conf, capacity)
-    return _Traced(title, trace, setup, replayed, on_device, plan, device)
+    return _Traced(title, trace, setup, replayed, on_device, plan, device, context_bytes(against.gpu))
 
 
 def _replayed(trace: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:
@@ -266,7 +267,7 @@ def _totals_table(traced: _Traced, unit: str) -> Table:
             format_bytes(replayed.reserved_peak_bytes, unit),
             f"in {replayed.segments:,} segments (simulated)",
         ),
-        ("device", format_bytes(replayed.reserved_peak_bytes + CONTEXT_EXPECTED_BYTES, unit), "with the CUDA context"),
+        ("device", format_bytes(replayed.reserved_peak_bytes + traced.context_bytes, unit), "with the CUDA context"),
     ]
     if traced.setup.offloads_states:
         rows.append(("host", format_bytes(traced.trace.host_bytes, unit), "optimizer states in pinned host memory"))
@@ -341,7 +342,7 @@ def _data(traced: _Traced, request: TraceRequest) -> dict[str, Any]:
             "requested_bytes": trace.peak_bytes,
             "allocated_bytes": replayed.allocated_peak_bytes,
             "reserved_bytes": replayed.reserved_peak_bytes,
-            "device_bytes": replayed.reserved_peak_bytes + CONTEXT_EXPECTED_BYTES,
+            "device_bytes": replayed.reserved_peak_bytes + traced.context_bytes,
         },
         "library_workspace_bytes": workspaces,
         "persistent_bytes": trace.persistent_bytes,

@@ -9,7 +9,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memplan.lab.session import Session
-from memplan.lab.trace import Component
+from memplan.lab.trace import LATER_MICRO_STEP, Component
 from memplan.model.model import Model
 from memplan.setup import TrainingSetup
 
@@ -25,16 +25,17 @@ class Marker:
 
     def __init__(self) -> None:
         self._backward = False
+        self._instant = ""
 
     def instant(self, name: str, *, backward: bool = False) -> None:
         """Begin a part of the step."""
-        self._backward = backward
+        self._backward, self._instant = backward, name
         with record_function(MARK + name):
             pass
 
     def backward_reaches(self, tensor: Tensor, instant: str) -> None:
-        """Begin ``instant`` when the gradient of ``tensor`` is known."""
-        if tensor.requires_grad and not self._backward:
+        """Begin ``instant`` when the gradient of ``tensor`` is known; a later micro-step is one instant."""
+        if tensor.requires_grad and not self._backward and self._instant != LATER_MICRO_STEP:
             tensor.register_hook(lambda _: self.instant(instant, backward=True))  # type: ignore[no-untyped-call]
 
     def forward_begins(self) -> None:

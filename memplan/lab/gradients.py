@@ -14,7 +14,7 @@ from memplan.lab.trace import Component
 from memplan.model.inventory import Role
 from memplan.muon.gradients import GradientStore
 
-ADDED_AT_ONCE = 2**18
+ADDED_AT_ONCE = 2**20
 """Elements that an 8-bit gradient is decoded, added to and coded again at a time (memplan.muon.gradients)."""
 
 

@@ -63,7 +63,11 @@ class AttentionPart(nn.Module):
         return result
 
     def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value, (batch, heads, tokens, width), normalised where asked."""
+        """Return query, key and value, (batch, heads, tokens, width), normalised where asked.
+
+        Heads are normalised before dimensions are exchanged, as models of transformers do: the fused
+        kernel copies what is not contiguous, and attention's result would then be copied too.
+        """
         part = self.part
         if part.fused_qkv:
             sizes = [part.query_size, part.key_value_size, part.key_value_size]
@@ -72,10 +76,10 @@ class AttentionPart(nn.Module):
             query, key, value = (projection(x) for projection in self._qkv)
         if self._norms and part.query_key_norm_scope == "full":
             query, key = self._norms[0](query), self._norms[1](key)
-        query, key, value = (_heads(tensor, part.head_dim) for tensor in (query, key, value))
+        query, key, value = (x.view(*x.shape[:-1], -1, part.head_dim) for x in (query, key, value))
         if self._norms and part.query_key_norm_scope == "head":
             query, key = self._norms[0](query), self._norms[1](key)
-        return query, key, value
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables) -> Tensor:
         """Return attention; no kernel of torch knows sinks or soft caps, so those go step by step."""
@@ -89,8 +93,3 @@ class AttentionPart(nn.Module):
             )
         kernel = options.profile.attention
         return attention(query, key, value, kernel=kernel, target=options.target, dropout=dropout)
-
-
-def _heads(x: Tensor, width: int) -> Tensor:
-    """Return ``x`` (batch, tokens, heads * width) as (batch, heads, tokens, width)."""
-    return x.view(*x.shape[:-1], -1, width).transpose(1, 2)

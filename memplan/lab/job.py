@@ -114,16 +114,18 @@ class Job:
         return self.setup.optimizers[self.trained[group[1][0]].role].algorithm != "muon"
 
     def watch(self, watcher: Watcher) -> None:
-        """Let ``watcher`` see what there is, and every gradient as it is finished."""
+        """Let ``watcher`` see what there is, in the order in which it was made, and every gradient as it is finished."""
         for name, tensor, component in self.held():
             watcher.mark(tensor, component, name)
-        for tensor in (*self.average, *self.scaling):
-            watcher.mark(tensor, "buffers")
         for tensor in self.masters:
             watcher.mark(tensor, "master_weights")
+        for tensor in (*self.average, *self.scaling):
+            watcher.mark(tensor, "buffers")
         for _, update in self.updates:
-            for tensor, _ in update.states() if update.on_host else ():
-                watcher.on_host(tensor)
+            for tensor, key in update.states():
+                if update.on_host:
+                    watcher.on_host(tensor)
+                watcher.mark(tensor, "optimizer_states", key)
         owners = {id(item): update for items, update in self.updates for item in items}
         alone = self.config.gradients.lifetime == "layer"
 

@@ -22,23 +22,28 @@ aten = torch.ops.aten
 class FusedRMSNorm(torch.autograd.Function):
     """``aten::_fused_rms_norm`` as CUDA has it: saves the input and one fp32 statistic per row.
 
+    It works on contiguous tensors, copying what is not, and its results are contiguous.
+
     Source:
-        derivatives.yaml, ``_fused_rms_norm``; layer_norm_kernel.cu. The CPU build decomposes it.
+        derivatives.yaml, ``_fused_rms_norm``; layer_norm_kernel.cu. The CPU build decomposes it. Order and
+        copies as in the memory history of an H200 (torch 2.11).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # noqa: ARG004
         """Return a tensor like ``x``."""
+        read = x.contiguous()
+        out = torch.empty_like(read)
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Return gradients of input and weight; ``gradients`` is that of the output."""
         x, weight, _ = ctx.saved_tensors
-        del gradients
+        read = [tensor.contiguous() for tensor in (*gradients, x)]
         needed = weight is not None and ctx.needs_input_grad[1]
-        return torch.empty_like(x), torch.empty_like(weight) if needed else None, None
+        return torch.empty_like(read[-1]), torch.empty_like(weight) if needed else None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, target: Target) -> Tensor:

@@ -14,9 +14,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.lab.trace import LATER_MICRO_STEP, Component
-from memplan.lab.workspaces import MATRIX_PRODUCTS, kernel_workspaces
+from memplan.lab.workspaces import (
+    CUBLASLT_WORKSPACE_BYTES,
+    LAST_RESULT_FIRST,
+    MATRIX_PRODUCTS,
+    is_fused_bias,
+    kernel_workspaces,
+)
 
 _ADD = torch.ops.aten.add.Tensor
+_IN_PLACE = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.scatter.src})
+"""What backward does in place into new zeros, but for the engine's caution while a dispatch mode is on."""
 _TORCH = torch.__path__[0]
 
 
@@ -59,7 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host: dict[int, torch.UntypedStorage] = {}
         self._spans: list[int] = []
         self._backward = False
-        self._with_workspace: set[bool] = set()
+        self._with_workspace: set[tuple[bool, str]] = set()
 
     # What the step says.
 
@@ -135,16 +143,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         if func is _ADD and self._backward and self._adds_in_place(args):
             return args[0]
+        if func in _IN_PLACE and self._backward:
+            return args[0]
         result = func(*args, **(kwargs or {}))
         name = func.__name__
-        if self._cublas and name in MATRIX_PRODUCTS:
-            self._library_workspace()
         if isinstance(result, Tensor):
             self._see(result, name)
         elif isinstance(result, tuple | list):
-            for item in result:
+            for item in reversed(result) if name in LAST_RESULT_FIRST else result:
                 if isinstance(item, Tensor):
                     self._see(item, name)
+        if self._cublas and name in MATRIX_PRODUCTS:
+            self._library_workspace(fused_bias=is_fused_bias(name, args, kwargs or {}))
         if self._workspaces:
             self._inside(name, args)
         return result
@@ -199,15 +209,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append((False, known[0]))
 
     def _inside(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record what the kernel of CUDA takes for itself and gives back."""
+        """Record what the kernel of CUDA takes for itself and gives back, what it took last first."""
         taken = [self._born(size, f"{name} (workspace)", (), "temporaries") for size in kernel_workspaces(name, args)]
-        self.events.extend((False, index) for index in taken)
+        self.events.extend((False, index) for index in reversed(taken))
 
-    def _library_workspace(self) -> None:
-        """Record cuBLAS's workspace at the first product of each thread that runs some."""
-        if self._backward not in self._with_workspace:
-            self._with_workspace.add(self._backward)
-            self._born(self._cublas, "cublas", (), "library_workspaces")
+    def _library_workspace(self, *, fused_bias: bool) -> None:
+        """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread on."""
+        sizes = {"cublasLt": CUBLASLT_WORKSPACE_BYTES} if fused_bias else {}
+        for library, size in {"cublas": self._cublas, **sizes}.items():
+            if (self._backward, library) not in self._with_workspace:
+                self._with_workspace.add((self._backward, library))
+                self._born(size, library, (), "library_workspaces")
 
     def _line(self) -> tuple[CodeType, int] | None:
         """Return the innermost line of code that is neither torch's nor the tracer's."""

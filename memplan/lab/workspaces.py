@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 MATRIX_PRODUCTS = frozenset({"mm.default", "addmm.default", "bmm.default", "baddbmm.default"})
 """Operators that run in cuBLAS."""
 
+LAST_RESULT_FIRST = frozenset({"native_dropout.default"})
+"""Operators that allocate their results in reverse: the mask before what is masked (memory history of an H200)."""
+
+CUBLASLT_WORKSPACE_BYTES = MIB
+"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
+
 EMBEDDING_DIRECT_INDICES = 3072
 EMBEDDING_ROWS_PER_PART = 10
 FOREACH_CHUNK_ELEMENTS = 2**16
@@ -27,6 +33,15 @@ def cublas_workspace_bytes(compute_capability: str) -> int:
         forward thread and autograd's thread have a handle each.
     """
     return 32 * MIB if compute_capability.split(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+def is_fused_bias(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Tell whether an operator adds a bias in the kernel of its product, which cuBLASLt has.
+
+    Source:
+        ``addmm_out_cuda_impl`` in aten/src/ATen/native/cuda/Blas.cpp: a row, taken as it is.
+    """
+    return name == "addmm.default" and args[0].dim() == 1 and options.get("beta", 1) == 1
 
 
 def flash_backward_bytes(args: tuple[Any, ...]) -> list[int]:
@@ -86,10 +101,65 @@ def foreach_norm_bytes(args: tuple[Any, ...]) -> list[int]:
     return [4 * len(tensors) * chunks]
 
 
+def softmax_backward_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return the product of gradient and result that the backward kernel of softmax forms first.
+
+    Source:
+        ``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu; log-softmax has none.
+    """
+    gradient, result = args[0], args[1]
+    return [gradient.numel() * max(gradient.element_size(), result.element_size())]
+
+
+REDUCTION_THREADS = 512
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200; cards with fewer split a sum less."""
+
+THREADS_OF_A_MULTIPROCESSOR = 2048
+LEAST_VALUES, MOST_VALUES = 16, 256
+
+
+def column_sum_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step.
+
+    From 1024 rows on blocks share the rows of a column, and each keeps fp32 partial sums of a whole tile.
+
+    Formula:
+        ``4 * columns * parts * width * vector``, which is ``8 * rows * columns`` where columns are few;
+        at most about 138 MB while ``rows`` are less than 270,000.
+
+    Source:
+        aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``. Equal to the
+        memory history of an H200 (torch 2.11) for 768 to 8192 columns and 1024 to 8192 rows.
+    """
+    tensor: Tensor = args[0]
+    reduced = {dim % tensor.dim() for dim in args[1] or ()}
+    if not tensor.is_contiguous() or reduced != set(range(tensor.dim() - 1)):
+        return []
+    columns = tensor.shape[-1]
+    rows = tensor.numel() // max(columns, 1)
+    vector = next(size for size in (4, 2, 1) if columns % size == 0)
+    most = REDUCTION_THREADS // vector
+    lanes, depth = (min(most, 2 ** (max(size, 1).bit_length() - 1)) for size in (columns // vector, rows))
+    height = min(depth, most // min(lanes, 32))
+    width = min(lanes, most // height)
+    if rows < min(height * LEAST_VALUES, MOST_VALUES):
+        return []
+    values = ceil_div(rows, height)
+    blocks = ceil_div(columns // vector, width)
+    room = MULTIPROCESSORS * (THREADS_OF_A_MULTIPROCESSOR // (width * height))
+    if values < MOST_VALUES or blocks > room:
+        return []
+    parts = max(min(ceil_div(room, blocks), ceil_div(values, LEAST_VALUES)), ceil_div(values, MOST_VALUES))
+    return [4 * columns * parts * width * vector] if parts > 1 else []
+
+
 _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward.default": flash_backward_bytes,
     "embedding_dense_backward.default": embedding_backward_bytes,
     "_foreach_norm.Scalar": foreach_norm_bytes,
+    "sum.dim_IntList": column_sum_bytes,
+    "_softmax_backward_data.default": softmax_backward_bytes,
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from memplan.muon.errors import OptimizerError, unknown_choice
 
 GRADIENT_FORMATS = {"bf16": torch.bfloat16, "fp8-e4m3": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
-DEFAULT_CHUNK_ELEMENTS = 1 << 18
+DEFAULT_CHUNK_ELEMENTS = 1 << 20
 _SMALLEST_SCALE = 1e-30
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,28 @@ from memplan.muon.errors import OptimizerError
 from memplan.muon.weight_formats import WeightFormat, read_scale, write_scale
 
 SUPER = 256
+LEAST_DISTANCE = 1e-3
 _SMALLEST_SCALE = 1e-30
 _SIGN_GROUP = 8
 
 
+class Grid(NamedTuple):
+    """A format's grid, fp32.
+
+    Attributes:
+        points: ``(points, group)``.
+        halves: Half the squared length of each point, ``(points,)``.
+        distances: Between any two points, at least ``LEAST_DISTANCE``, ``(points, points)``.
+    """
+
+    points: Tensor
+    halves: Tensor
+    distances: Tensor
+
+
 @lru_cache(maxsize=32)
-def grid_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a format's grid, fp32 ``(points, group)``, and half the squared length of each point.
+def grid_of(name: str, device: torch.device) -> Grid:
+    """Return a format's grid, with what is worked out from it once.
 
     Raises:
         OptimizerError: If the ``gguf`` package is not installed.
@@ -40,13 +55,14 @@ def grid_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     kind = getattr(quants, name.upper().replace("-", "_"))
     kind.init_grid()
     grid = torch.from_numpy(kind.grid.reshape(kind.grid_shape)).clone().to(device)
-    return grid, grid.square().sum(dim=1).div_(2)
+    distances = torch.cdist(grid, grid, compute_mode="donot_use_mm_for_euclid_dist").clamp_min_(LEAST_DISTANCE)
+    return Grid(grid, grid.square().sum(dim=1).div_(2), distances)
 
 
 @lru_cache(maxsize=32)
 def largest_of(name: str) -> float:
     """Return the largest number of a format's grid."""
-    return float(grid_of(name, torch.device("cpu"))[0].max())
+    return float(grid_of(name, torch.device("cpu")).points.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ class GridFormat(WeightFormat):
     factor: float = 0.25
     even_signs: bool = True
 
-    inner_blocks: ClassVar[int] = 32
+    encoded_blocks: ClassVar[int] = 256
 
     def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return grid indices ``(blocks, 256 / group)``, sign bytes ``(blocks, 32)`` and scales, all int32."""
@@ -76,7 +92,7 @@ class GridFormat(WeightFormat):
         raise NotImplementedError
 
     def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        grid, _ = grid_of(self.name, blocks.device)
+        grid = grid_of(self.name, blocks.device).points
         index, signs, scales = self._unpack(blocks)
         step = (read_scale(blocks) * scales.float().add_(0.5)).mul_(self.factor)
         torch.index_select(grid, 0, index.view(-1), out=out.view(-1, self.group))
@@ -86,27 +102,25 @@ class GridFormat(WeightFormat):
     def _encode_part(
         self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
     ) -> None:
-        grid, halves = grid_of(self.name, blocks.device)
+        grid = grid_of(self.name, blocks.device)
         signs, magnitudes = self._signs(values)
         subs = magnitudes.view(-1, SUPER // self.sub, self.sub)
         if keep:
             d, scales = self._kept_scales(subs, blocks, largest_of(self.name))
         else:
-            d, scales = self._fresh_scales(subs, blocks, grid, halves, search)
+            d, scales = self._fresh_scales(subs, blocks, grid, search)
         step = (scales.add(0.5) * d).mul_(self.factor).clamp_min_(_SMALLEST_SCALE)
         points = (subs / step[:, :, None]).view(-1, self.group)
-        index = _nearest(points, grid, halves)
+        index = _nearest(points, grid)
         if generator is not None:
             index = _stochastic(points, index, grid, generator)
         self._pack(blocks, index.view(values.shape[0], -1), signs, scales.to(torch.int32))
         if generator is None and not keep:
             self._refit(blocks, values)
 
-    def _fresh_scales(
-        self, subs: Tensor, blocks: Tensor, grid: Tensor, halves: Tensor, search: int
-    ) -> tuple[Tensor, Tensor]:
+    def _fresh_scales(self, subs: Tensor, blocks: Tensor, grid: Grid, search: int) -> tuple[Tensor, Tensor]:
         """Write a new ``d``, and return it with the 4-bit scales, fp32."""
-        best = self._sub_scales(subs, grid, halves, search)
+        best = self._sub_scales(subs, grid, search)
         d = write_scale(blocks, best.amax(dim=1, keepdim=True).div_(15.5 * self.factor))
         scales = best.div_(d.mul(self.factor).clamp_min_(_SMALLEST_SCALE)).sub_(0.5).round_().clamp_(0, 15)
         return d, scales
@@ -138,19 +152,19 @@ class GridFormat(WeightFormat):
         powers = torch.arange(_SIGN_GROUP, device=values.device, dtype=torch.int32)
         return (negative.to(torch.int32) << powers).sum(dim=2, dtype=torch.int32), magnitudes
 
-    def _sub_scales(self, subs: Tensor, grid: Tensor, halves: Tensor, search: int) -> Tensor:
+    def _sub_scales(self, subs: Tensor, grid: Grid, search: int) -> Tensor:
         """Return for each sub-block, ``(blocks, subs)``, the best least squares scale of a few tried.
 
         Candidates map the largest magnitude to the grid's largest value and to ones beyond it.
         """
-        largest = subs.amax(dim=2).div_(grid.max())
+        largest = subs.amax(dim=2).div_(grid.points.max())
         best = torch.zeros_like(largest)
         gain = torch.full_like(largest, -1)
         for candidate in range(search):
             share = 1.0 if search == 1 else 1.15 - 0.6 * candidate / (search - 1)
             points = subs / largest.mul(share).clamp_min_(_SMALLEST_SCALE)[:, :, None]
-            index = _nearest(points.view(-1, self.group), grid, halves)
-            chosen = torch.index_select(grid, 0, index, out=points.view(-1, self.group)).view(subs.shape)
+            index = _nearest(points.view(-1, self.group), grid)
+            chosen = torch.index_select(grid.points, 0, index, out=points.view(-1, self.group)).view(subs.shape)
             square = chosen.square().sum(dim=2)
             fit = chosen.mul_(subs).sum(dim=2).clamp_min_(0)
             score = fit.square().div_(square)
@@ -228,6 +242,7 @@ class Iq2S(GridFormat):
     """82 bytes: d, 32 low bytes of grid indices, 32 sign bytes, 8 bytes of high bits, 16 4-bit scales."""
 
     __slots__ = ()
+    encoded_blocks: ClassVar[int] = 128
 
     def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shifts = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.int32)
@@ -243,25 +258,25 @@ class Iq2S(GridFormat):
         blocks[:, 74:82].copy_(scales[:, 1::2].bitwise_left_shift(4).bitwise_or_(scales[:, ::2]))
 
 
-def _nearest(points: Tensor, grid: Tensor, halves: Tensor) -> Tensor:
+def _nearest(points: Tensor, grid: Grid) -> Tensor:
     """Return the index of the grid point nearest to each of ``points``, ``(groups, group)``, as int32."""
-    scores = torch.addmm(halves, points, grid.mT, beta=-1)
+    scores = torch.addmm(grid.halves, points, grid.points.mT, beta=-1)
     return scores.argmax(dim=1).to(torch.int32)
 
 
-def _stochastic(points: Tensor, index: Tensor, grid: Tensor, generator: torch.Generator) -> Tensor:
+def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Generator) -> Tensor:
     """Return ``index``, or a neighbour of it in the direction of the remainder, with odds that keep the mean.
 
     With ``r`` the remainder and ``b`` the way to the neighbour, the odds are ``r.r / r.b``: along
     ``r`` the mean of what is stored is the value. Of all grid points the neighbour is that whose
     direction is nearest to ``r``.
     """
-    near = torch.index_select(grid, 0, index)
+    near = torch.index_select(grid.points, 0, index)
     remainder = points - near
-    along = remainder @ grid.mT
+    along = remainder @ grid.points.mT
     along.sub_((remainder * near).sum(dim=1, keepdim=True))
-    far = torch.cdist(near, grid, compute_mode="donot_use_mm_for_euclid_dist")
-    neighbour = (along / far.clamp_min_(1e-3)).argmax(dim=1, keepdim=True)
+    far = torch.index_select(grid.distances, 0, index)
+    neighbour = torch.div(along, far, out=far).argmax(dim=1, keepdim=True)
     odds = remainder.square().sum(dim=1) / along.gather(1, neighbour).squeeze(1).clamp_min_(1e-6)
     drawn = torch.rand(odds.shape, generator=generator, device=odds.device)
     return torch.where(drawn < odds, neighbour.squeeze(1).to(torch.int32), index)

@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "rounding": "nearest",
     "master": "none",
     "reuse_gradient": True,
-    "chunk_elements": 1 << 18,
+    "chunk_elements": 1 << 20,
     "offload": False,
     "projection_rank": 0,
     "projection_interval": 200,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memplan.muon.weight_formats import WeightFormat
 
-DECODE_CHUNK = 1 << 18
+DECODE_CHUNK = 1 << 20
 
 
 class QuantisedWeight(nn.Module):

@@ -24,8 +24,10 @@ except ImportError:  # the plain product is always there
 
 TILE = 128
 TILE_INNER = 64
-SMALLEST = 256
-"""Sides below this go to the plain product: they have too few tiles to fill a device."""
+WARPS = 4
+STAGES = 3
+SMALLEST = 4096
+"""Sides below this go to the plain product, which is faster there: half of their tiles do not fill an H200."""
 
 if AVAILABLE:
 
@@ -34,38 +36,54 @@ if AVAILABLE:
         left, right, addend, out, size, inner, beta, alpha,
         left_batch, left_row, left_column, right_batch, right_row, right_column,
         addend_batch, addend_row, addend_column, out_batch, out_row, out_column,
-        HAS_ADDEND: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
+        HAS_ADDEND: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
     ) -> None:  # fmt: skip
-        tile_row, tile_column, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if tile_column <= tile_row:
-            rows = tile_row * SIDE + tl.arange(0, SIDE)
-            columns = tile_column * SIDE + tl.arange(0, SIDE)
-            steps = tl.arange(0, INNER)
-            rows64, columns64 = rows.to(tl.int64), columns.to(tl.int64)
-            total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-            for start in range(0, inner, INNER):
-                k = (start + steps).to(tl.int64)
-                a = tl.load(
-                    left + batch * left_batch + rows64[:, None] * left_row + k[None, :] * left_column,
-                    mask=(rows[:, None] < size) & (k[None, :] < inner), other=0.0,
-                )  # fmt: skip
-                b = tl.load(
-                    right + batch * right_batch + k[:, None] * right_row + columns64[None, :] * right_column,
-                    mask=(k[:, None] < inner) & (columns[None, :] < size), other=0.0,
-                )  # fmt: skip
-                total = tl.dot(a, b, total)
-            total = total * alpha
-            inside = (rows[:, None] < size) & (columns[None, :] < size)
-            if HAS_ADDEND:
-                places = rows64[:, None] * addend_row + columns64[None, :] * addend_column
-                given = tl.load(addend + batch * addend_batch + places, mask=inside, other=0.0)
-                total += beta * given.to(tl.float32)
-            result = total.to(out.dtype.element_ty)
+        # Tiles on and below the diagonal are numbered row by row: row r begins at r (r + 1) / 2.
+        number, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        tile_row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        tile_row = tl.where(tile_row * (tile_row + 1) // 2 > number, tile_row - 1, tile_row)
+        tile_row = tl.where((tile_row + 1) * (tile_row + 2) // 2 <= number, tile_row + 1, tile_row)
+        tile_column = number - tile_row * (tile_row + 1) // 2
+        rows = tile_row * SIDE + tl.arange(0, SIDE)
+        columns = tile_column * SIDE + tl.arange(0, SIDE)
+        steps = tl.arange(0, INNER)
+        # Rows beyond the end are read from the start again: they are not stored, and need no mask.
+        a_rows, b_columns = rows, columns
+        if not FULL:
+            a_rows, b_columns = rows % size, columns % size
+        a_places = left + batch * left_batch + a_rows[:, None] * left_row + steps[None, :] * left_column
+        b_places = right + batch * right_batch + b_columns[None, :] * right_column + steps[:, None] * right_row
+        total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+        for start in range(0, inner, INNER):
+            if WHOLE:
+                a, b = tl.load(a_places), tl.load(b_places)
+            else:
+                a = tl.load(a_places, mask=steps[None, :] < inner - start, other=0.0)
+                b = tl.load(b_places, mask=steps[:, None] < inner - start, other=0.0)
+            total = tl.dot(a, b, total)
+            a_places += INNER * left_column
+            b_places += INNER * right_row
+        total = total * alpha
+        inside = (rows[:, None] < size) & (columns[None, :] < size)
+        if HAS_ADDEND:
+            places = addend + batch * addend_batch + rows[:, None] * addend_row + columns[None, :] * addend_column
+            if FULL:
+                total += beta * tl.load(places).to(tl.float32)
+            else:
+                total += beta * tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        result = total.to(out.dtype.element_ty)
+        here = out + batch * out_batch + rows[:, None] * out_row + columns[None, :] * out_column
+        mirrored = out + batch * out_batch + columns[:, None] * out_row + rows[None, :] * out_column
+        whole = tile_column < tile_row  # with a mask that differs between neighbours stores are slow
+        if not FULL:
+            whole = whole & False
+        if whole:
+            tl.store(here, result)
+            tl.store(mirrored, tl.trans(result))
+        else:
             below = inside & (rows[:, None] >= columns[None, :])  # so that the result is symmetric to the bit
-            here = out + batch * out_batch + rows64[:, None] * out_row + columns64[None, :] * out_column
             tl.store(here, result, mask=below)
-            mirrored = out + batch * out_batch + rows64[:, None] * out_column + columns64[None, :] * out_row
-            tl.store(mirrored, result, mask=below)
+            tl.store(mirrored, tl.trans(result), mask=tl.trans(below))
 
 
 def symmetric_product(
@@ -74,14 +92,16 @@ def symmetric_product(
     """Multiply as ``plain_product`` does, where the result is known to be symmetric.
 
     Args:
-        left: ``(rows, inner)`` or ``(batch, rows, inner)``, bf16 or fp16, on CUDA.
+        left: ``(rows, inner)`` or ``(batch, rows, inner)``, bf16 or fp16, on CUDA. Places in one matrix
+            are counted in 32 bits; larger ones go to the plain product.
         right: ``(inner, rows)``, such that ``left @ right`` is symmetric.
         out: ``(rows, rows)``; must not share memory with an operand.
         addend: Symmetric, ``(rows, rows)``, or None.
         beta: Factor of ``addend``.
         alpha: Factor of the product.
     """
-    if not AVAILABLE or not left.is_cuda or left.shape[-2] < SMALLEST:
+    far = max(sum((n - 1) * step for n, step in zip(t.shape[-2:], t.stride()[-2:], strict=True)) for t in (left, out))
+    if not AVAILABLE or not left.is_cuda or left.shape[-2] < SMALLEST or far >= 2**31:
         plain_product(left, right, out, addend, beta, alpha)
         return
     launch(left, right, out, addend, beta, alpha)
@@ -96,16 +116,19 @@ def launch(
     alpha: float,
     tile: int = TILE,
     tile_inner: int = TILE_INNER,
+    warps: int = WARPS,
+    stages: int = STAGES,
 ) -> None:
     """Run the kernel whatever the size, in tiles of ``tile`` x ``tile``, ``tile_inner`` columns at a time."""
     size, inner = left.shape[-2], left.shape[-1]
     given = out if addend is None else addend
     tiles = triton.cdiv(size, tile)
     batch = left.shape[0] if left.ndim == 3 else 1
-    _symmetric_kernel[(tiles, tiles, batch)](
+    _symmetric_kernel[(tiles * (tiles + 1) // 2, batch)](
         left, right, given, out, size, inner, beta, alpha,
         *_strides(left), *_strides(right), *_strides(given), *_strides(out),
-        HAS_ADDEND=addend is not None, SIDE=tile, INNER=tile_inner, num_warps=8, num_stages=3,
+        HAS_ADDEND=addend is not None, WHOLE=inner % tile_inner == 0, FULL=size % tile == 0, SIDE=tile, INNER=tile_inner,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A format turns rows of blocks, ``(blocks, block_bytes)`` uint8, into fp32 values and back. Decoding equals
 the ``gguf`` package bit for bit, and so does encoding of Q8_0 and Q4_0 to nearest. Temporaries are
-bounded: no more than ``inner_blocks`` are handled at a time.
+bounded: ``DECODED_AT_ONCE`` elements are decoded, and ``encoded_blocks`` encoded, at a time. On a GPU
+every stretch costs its kernels' launches, so that stretches are as long as a few MiB allow.
 
 Source:
     https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (layouts)
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEFAULT_SEARCH = 9
+DECODED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class Temporaries:
 TEMPORARIES = {
     "q8-0": Temporaries(6, 396, 268, 392),
     "q4-0": Temporaries(16, 205, 285, 192),
-    "iq3-xxs": Temporaries(2496, 68_548, 201_668, 69_960, 32),
-    "iq2-xxs": Temporaries(2368, 35_396, 102_980, 36_680, 32),
-    "iq2-xs": Temporaries(2432, 68_228, 201_348, 69_648, 32),
-    "iq2-s": Temporaries(2432, 133_764, 397_956, 135_184, 32),
+    "iq3-xxs": Temporaries(2496, 68_548, 137_412, 69_960, 32),
+    "iq2-xxs": Temporaries(2368, 35_396, 71_364, 36_680, 32),
+    "iq2-xs": Temporaries(2432, 68_228, 136_964, 69_648, 32),
+    "iq2-s": Temporaries(2432, 133_764, 268_036, 135_184, 32),
 }
 """Counted, and asserted equal to measurement, by ``tests/muon/test_stores.py``: most is the scores of
-a block's groups against all points of a grid, three such tables where rounding is stochastic."""
+a block's groups against all points of a grid, two such tables where rounding is stochastic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,12 @@ class WeightFormat:
     block_bytes: int
     tensor_bytes: int = 0
 
-    inner_blocks: ClassVar[int] = 512
+    encoded_blocks: ClassVar[int] = 32_768
+
+    @property
+    def decoded_blocks(self) -> int:
+        """Blocks that are decoded at a time."""
+        return DECODED_AT_ONCE // self.block_elements
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row.
@@ -87,7 +94,7 @@ class WeightFormat:
 
     def decode_(self, blocks: Tensor, out: Tensor) -> Tensor:
         """Write the values of ``blocks`` into ``out``, fp32 ``(blocks * block_elements,)``, and return it."""
-        for part, values in self._stretches(blocks, out):
+        for part, values in self._stretches(blocks, out, self.decoded_blocks):
             self._decode_part(part, values)
         return out
 
@@ -110,28 +117,28 @@ class WeightFormat:
                 change then keep their codes: only what an update adds is rounded, and not, step
                 after step, the whole weight.
         """
-        for part, stretch in self._stretches(blocks, values):
+        for part, stretch in self._stretches(blocks, values, self.encoded_blocks):
             self._encode_part(stretch, part, generator, search, keep)
 
     def decode_bytes(self, blocks: int) -> int:
         """Return what ``decode_`` allocates, tables that are read once in a process left out."""
         table = TEMPORARIES[self.name]
-        return table.decode * min(blocks, self.inner_blocks) + table.decode_once
+        return table.decode * min(blocks, self.decoded_blocks) + table.decode_once
 
     def update_bytes(self, blocks: int, stochastic: bool = False) -> int:
         """Return the most that ``decode_``, and then ``encode_`` with ``keep``, allocate."""
         table = TEMPORARIES[self.name]
         each = table.stochastic if stochastic else table.nearest
-        return max(self.decode_bytes(blocks), each * min(blocks, self.inner_blocks))
+        return max(self.decode_bytes(blocks), each * min(blocks, self.encoded_blocks))
 
     def encode_bytes(self, blocks: int) -> int:
         """Return what ``encode_`` to nearest, with new scales, allocates."""
-        return TEMPORARIES[self.name].fresh * min(blocks, self.inner_blocks)
+        return TEMPORARIES[self.name].fresh * min(blocks, self.encoded_blocks)
 
-    def _stretches(self, blocks: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _stretches(self, blocks: Tensor, values: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         rows = values.view(-1, self.block_elements)
-        for first in range(0, blocks.shape[0], self.inner_blocks):
-            last = first + self.inner_blocks
+        for first in range(0, blocks.shape[0], count):
+            last = first + count
             yield blocks[first:last], rows[first:last]
 
     def _decode_part(self, blocks: Tensor, out: Tensor) -> None:

@@ -154,8 +154,9 @@ Found = tuple[Facts, str, Sequence[Comparison]]
 def replay_document(found: Sequence[Found], unit: str) -> Document:
     """Return the errors of many records by component, with the worst of each."""
     del unit
-    groups: dict[str, list[tuple[Fraction, str, Comparison]]] = {}
-    for _, name, rows in found:
+    devices: dict[str, dict[str, list[tuple[Fraction, str, Comparison]]]] = {}
+    for facts, name, rows in found:
+        groups = devices.setdefault(_place(facts), {})
         for row in rows:
             groups.setdefault(_group(row), []).append((_error(row), name, row))
     wrong = [(name, row) for _, name, rows in found for row in rows if not row.agrees]
@@ -164,21 +165,33 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
         "schema": "memplan/replay/1",
         "memplan_version": memplan.__version__,
         "records": [{"name": n, **asdict(f), "rows": [_row_data(row) for row in rows]} for f, n, rows in found],
-        "components": [_group_data(name, members) for name, members in groups.items()],
+        "components": [
+            {"device": device, **_group_data(name, members)}
+            for device, groups in devices.items()
+            for name, members in groups.items()
+        ],
         "agrees": agrees,
     }
-    table = Table(
-        ("component", ">records", ">exact", ">median error", ">worst", "worst case"),
-        tuple(_group_cells(name, members) for name, members in groups.items()),
-        f"{len(found)} records against today's formula, trace and simulated allocator",
-    )
-    blocks: list[Table | str] = [table]
+    blocks: list[Table | str] = [
+        Table(
+            ("component", ">figures", ">exact", ">median error", ">worst", "worst case"),
+            tuple(_group_cells(name, members) for name, members in groups.items()),
+            f"{sum(_place(facts) == device for facts, _, _ in found)} records of {device} against today's formula, trace "
+            "and simulated allocator",
+        )
+        for device, groups in devices.items()
+    ]
     if wrong:
         cells = tuple((n, r.component, f"{r.difference_bytes:+,} B", f"{r.tolerance_bytes:,} B") for n, r in wrong)
         blocks.append(Table(("record", "component", ">difference", ">tolerance"), cells, "What misses"))
     text = f"DISAGREES: {len(wrong)} figures of {len({n for n, _ in wrong})} records are beyond their tolerances."
     blocks.append("Agrees: every figure of every record is within its tolerance." if agrees else text)
     return Document(data, tuple(blocks), 0 if agrees else EXIT_DISAGREES)
+
+
+def _place(facts: Facts) -> str:
+    """Return what a record was measured on; one that ran out of memory does not say the device."""
+    return f"{facts.device}, torch {facts.torch_version}"
 
 
 def _group(row: Comparison) -> str:

@@ -76,14 +76,21 @@ def operations(rows, columns, workspace):
 
 
 def measured(shape, device, repeats):
-    """Return seconds and temporary bytes by name; the optimizers take turns, and the least time counts."""
+    """Return seconds and temporary bytes by name; the optimizers take turns, and the least time counts.
+
+    Ours work in stretches of an eighth of the columns of a square. On CUDA ``large`` is the Gram form in long
+    ones: fewer and larger kernels for more memory.
+    """
     chunk = min(shape) // 8
+    stretch = {"ns_chunk_columns": chunk, "chunk_elements": min(chunk * min(shape), 1 << 20)}
+    options = {name: {"ns_workspace": name, **stretch} for name in ("min", "fast", "gram")}
+    if device == "cuda":
+        options["large"] = {"ns_workspace": "gram", "ns_chunk_columns": max(shape), "chunk_elements": 1 << 24}
     start = torch.randn(shape, device=device).bfloat16()
     grad = torch.randn(shape, device=device).bfloat16()
-    parameters = {name: nn.Parameter(start.clone()) for name in ("torch", "min", "fast", "gram")}
+    parameters = {name: nn.Parameter(start.clone()) for name in ("torch", *options)}
     optimizers = {
-        name: torch.optim.Muon([p]) if name == "torch" else Muon([p], ns_workspace=name, ns_chunk_columns=chunk)
-        for name, p in parameters.items()
+        name: torch.optim.Muon([p]) if name == "torch" else Muon([p], **options[name]) for name, p in parameters.items()
     }
     times = {name: float("inf") for name in parameters}
     extra = dict.fromkeys(parameters, 0)

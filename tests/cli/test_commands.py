@@ -373,6 +373,15 @@ def test_the_local_gpu_is_read_from_its_driver(cli, write, monkeypatch, tmp_path
     assert "24564" not in cli("doctor").err
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA Unheard-of"])
+def test_what_the_driver_keeps_for_itself_is_not_usable(cli, write, monkeypatch, tmp_path, name):
+    write("nvidia-smi", f"#!/bin/sh\necho '{name}, 143771, 616'\n").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    gpu = cli("fit", "gpt2", "--config", "bf16-adamw", "--json").data["gpu"]
+    assert gpu["memory_bytes"] == 143771 * 2**20
+    assert gpu["usable_bytes"] == (143771 - 616) * 2**20
+
+
 def test_explain_lets_a_reader_redo_the_sum(cli):
     data = cli("explain", "llama-8b", "--config", "tier1", "--json").data
     by_name = {item["name"]: item["bytes"] for item in data["components"]}

@@ -16,7 +16,7 @@ from memplan.muon.newton_schulz import (
     newton_schulz_reference,
     newton_schulz_workspace_bytes,
 )
-from memplan.muon.products import plain_product
+from memplan.muon.products import HALVED, PLAIN, default_products, halved_product, plain_product
 from memplan.muon.schedules import SCHEDULES, YOU_JIACHENG, resolved_schedule
 
 from .memory import LiveStorages
@@ -182,14 +182,37 @@ def test_the_triton_kernel_is_the_plain_product_where_triton_interprets_it_witho
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", [(512, 1024), (2, 384, 400), (300, 300)], ids=str)
-def test_triton_agrees_with_the_plain_product(shape):
-    from memplan.muon.triton_kernels import symmetric_product
+@pytest.mark.parametrize("shape", [(512, 1024), (2, 384, 400), (300, 300), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_triton_agrees_with_the_plain_product(shape, transposed):
+    from memplan.muon.triton_kernels import launch
 
     left = torch.randn(shape, device="cuda").bfloat16()
+    left = left.mT.contiguous().mT if transposed else left
     addend = left @ left.mT
-    plain, fast = torch.empty_like(addend), torch.empty_like(addend)
+    for given in (addend, None):
+        plain, fast = torch.empty_like(addend), torch.empty_like(addend)
+        plain_product(left, left.mT, plain, given, 0.5, 2.0)
+        launch(left, left.mT, fast, given, 0.5, 2.0)
+        assert torch.equal(fast, fast.mT)
+        assert ((fast - plain).float().norm() / plain.float().norm()).item() < 5e-3
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (2, 70, 50), (3, 3), (1, 5), (129, 64)], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["addend", "none"])
+def test_a_halved_product_is_the_plain_one_and_allocates_nothing(shape, given):
+    torch.manual_seed(0)
+    left = torch.randn(shape)
+    addend = left @ left.mT if given else None
+    plain, half = torch.empty(2, *(left @ left.mT).shape)
     plain_product(left, left.mT, plain, addend, 0.5, 2.0)
-    symmetric_product(left, left.mT, fast, addend, 0.5, 2.0)
-    assert torch.equal(fast, fast.mT)
-    assert ((fast - plain).float().norm() / plain.float().norm()).item() < 5e-3
+    with LiveStorages([left, half, *([addend] if given else [])]) as memory:
+        halved_product(left, left.mT, half, addend, 0.5, 2.0)
+    torch.testing.assert_close(half, plain)
+    assert memory.extra == 0
+
+
+def test_which_products_are_taken_follows_device_and_size():
+    assert default_products(torch.empty(512, 2048)) is HALVED
+    assert default_products(torch.empty(511, 2048)) is PLAIN
+    assert default_products(torch.empty(8192, 8192, device="meta")) is PLAIN

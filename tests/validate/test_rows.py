@@ -83,7 +83,8 @@ def test_states_in_host_memory_are_a_row_and_the_cpus_total_has_them(catalog):
     host = prediction.components["host"]
     assert prediction.components["optimizer_states"] == 0
     assert host == prediction.traced_components["host"] > plain.components["optimizer_states"]
-    assert prediction.totals["requested"] - plain.totals["requested"] == host - plain.components["optimizer_states"]
+    busy = "loss backward"
+    assert prediction.instants[busy] - plain.instants[busy] == host - plain.components["optimizer_states"]
     measured = Measurement("measured", components=prediction.components, totals=prediction.traced_totals)
     rows = {row.component: row for row in rows_of(there, prediction, measured)}
     assert rows["host"].agrees

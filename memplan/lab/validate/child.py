@@ -66,11 +66,16 @@ def _out_of_memory(text: str) -> Measurement:
     import torch
 
     counters: dict[str, Any] = {}
+    device = ""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         stats = torch.cuda.memory_stats()
         keys = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_ooms")
-        counters = {key: int(stats[key]) for key in keys}
-    return Measurement("out of memory", text.splitlines()[0][:300], torch_version=torch.__version__, counters=counters)
+        properties = torch.cuda.get_device_properties(0)
+        capability = {"compute_capability": f"{properties.major}.{properties.minor}"}
+        counters = {**{key: int(stats[key]) for key in keys}, **capability}
+        device = properties.name
+    reason = text.splitlines()[0][:300]
+    return Measurement("out of memory", reason, device, torch.__version__, counters=counters)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplan.lab.session import Session
+from memplan.lab.validate.driver_memory import context_bytes, used_bytes
 from memplan.lab.validate.holdings import component_bytes
 from memplan.lab.validate.measure_cpu import GradientCounter
 from memplan.lab.validate.measured import Measurement
+from memplan.lab.workspaces import cublas_workspace_bytes
 
 if TYPE_CHECKING:
     from memplan.lab.validate.task import Task
@@ -70,12 +73,14 @@ def measure_cuda(task: Task, say: Say) -> Measurement:
     if task.history:
         torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY_ENTRIES)
     say("making a CUDA context")
-    free, total = torch.cuda.mem_get_info()
-    if task.capacity_bytes:
-        left = max(0, task.capacity_bytes - (total - free))
-        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
-    others = total - free
+    others = used_bytes()
+    _, total = torch.cuda.mem_get_info()
     reader = PeakReader()
+    if task.capacity_bytes:
+        say("loading kernels, so that the context has its full size")
+        _load_kernels(task)
+        left = max(0, task.capacity_bytes - context_bytes(others))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
     say("building the model")
     session = reader.session = Session(task.model.spec, task.setup, device="cuda", target="cuda")
     session.watch(reader)
@@ -91,17 +96,37 @@ def measure_cuda(task: Task, say: Say) -> Measurement:
     return _measurement(task, session, reader, others)
 
 
-def _measurement(task: Task, session: Session, reader: PeakReader, before: int) -> Measurement:
+def _load_kernels(task: Task) -> None:
+    """Run a step of the first layer alone: CUDA loads kernels when they first run, outside the allocator."""
+    first = task.model.spec.runs[0]
+    spec = replace(task.model.spec, runs=(replace(first, count=1),))
+    config = replace(task.setup.config, micro_batch_size=1)
+    session = Session(spec, replace(task.setup, config=config), device="cuda", target="cuda")
+    reader = PeakReader()
+    session.watch(reader)
+    session.step(reader)
+    torch.cuda.synchronize()
+    states = (tensor for _, update in session.updates for tensor, _ in update.states())
+    weights = (*session.model.parameters(), *session.model.buffers(), *session.masters, *session.average)
+    for tensor in (tensor for tensor in (*weights, *states) if tensor.is_cuda):
+        tensor.untyped_storage().resize_(0)  # hooks of parameters keep them alive beyond any collection
+    for item in session.trained:
+        item.release(fill=False)
+    del session, reader
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _measurement(task: Task, session: Session, reader: PeakReader, others: int) -> Measurement:
     """Return the counters of a finished run; what the driver shows beyond the segments is context and libraries."""
-    free, total = torch.cuda.mem_get_info()
-    outside = max(0, total - free - torch.cuda.memory_reserved())
+    outside = context_bytes(others)
     properties = torch.cuda.get_device_properties(0)
     counters: dict[str, Any] = {
         "context_bytes": outside,
-        "context_before_bytes": before,
-        "total_bytes": total,
+        "others_bytes": others,
+        "total_bytes": torch.cuda.mem_get_info()[1],
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "cublas_workspace_bytes": torch.backends.cuda.cublas_workspace_size(),
+        "cublas_workspace_bytes": _cublas_workspace_bytes(f"{properties.major}.{properties.minor}"),
         "driver_cuda_version": int(getattr(torch._C, "_cuda_getDriverVersion", int)()),
         "cuda_version": str(torch.version.cuda),
         "attention": task.setup.profile.attention,
@@ -119,6 +144,12 @@ def _measurement(task: Task, session: Session, reader: PeakReader, before: int) 
         totals={**reader.totals, "device": reader.totals["reserved"] + outside},
         counters=counters,
     )
+
+
+def _cublas_workspace_bytes(capability: str) -> int:
+    """Return the size of one cuBLAS workspace; torch before 2.13 does not say, and has the documented one."""
+    ask = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    return cublas_workspace_bytes(capability) if ask is None else int(ask())
 
 
 def _replayed_history(task: Task) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Prediction:
         totals: The formula's four totals and upper end, and ``traced_totals`` those of the trace and the simulator.
         peak_instant: Where the trace has its peak.
         notes: What the trace leaves out.
+        survives: Whether the simulated allocator lives with the capacity that the task was given.
     """
 
     components: Mapping[str, int]
@@ -38,6 +39,7 @@ class Prediction:
     traced_totals: Mapping[str, int]
     peak_instant: str
     notes: tuple[str, ...]
+    survives: bool = True
 
 
 def predict(task: Task, measurement: Measurement) -> Prediction:
@@ -52,7 +54,11 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
     capability = str(counters.get("compute_capability", DEFAULT_CAPABILITY))
     plan = planned(task, capability, int(counters.get("total_bytes", 0)))
     trace = trace_training(
-        task.model, task.setup, target="cuda" if cuda else "cpu", compute_capability=capability if cuda else None
+        task.model,
+        task.setup,
+        target="cuda" if cuda else "cpu",
+        compute_capability=capability if cuda else None,
+        steps=task.steps,
     )
     workspaces = plan.allowances.library_bytes if cuda else 0
     kept = task.setup.config.gradients.lifetime == "step"
@@ -70,17 +76,19 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
     # The CPU's allocator counts what stands for host memory with the rest.
     beside, traced_beside = (workspaces, workspaces) if cuda else (offloaded, trace.host_bytes)
     context = int(counters.get("context_bytes", plan.allowances.context_bytes))
+    traced_totals, survives = {"requested": trace.peak_bytes + traced_beside}, True
+    if cuda:
+        traced_totals, survives = _simulated(trace, task, context)
     return Prediction(
         components=components,
         traced_components={**_held(trace), "host": trace.host_bytes},
         instants={name: size + beside for name, size in plan.instants},
         traced_instants={name: size + traced_beside for name, size in trace.instant_bytes.items()},
         totals=_planned(plan, beside),
-        traced_totals=_simulated(trace, task.alloc_conf, context)
-        if cuda
-        else {"requested": trace.peak_bytes + traced_beside},
+        traced_totals=traced_totals,
         peak_instant=trace.peak_instant,
         notes=tuple(trace.notes),
+        survives=survives,
     )
 
 
@@ -109,18 +117,27 @@ def _planned(plan: MemoryPlan, beside: int) -> dict[str, int]:
     }
 
 
-def _simulated(trace: Trace, alloc_conf: str, context_bytes: int) -> dict[str, int]:
-    """Return the totals that the simulated allocator has for a trace; its requested peak has the workspaces."""
+def _simulated(trace: Trace, task: Task, context_bytes: int) -> tuple[dict[str, int], bool]:
+    """Return the simulated allocator's totals for a trace, workspaces included, and whether it survives.
+
+    Where it does not, the segment that it could not have is counted in, so that what it needed is seen.
+    """
+    capacity = max(0, task.capacity_bytes - context_bytes) if task.capacity_bytes else None
     result = replay(
         ((1 if event.allocates else -1, event.storage, event.bytes) for event in trace.events),
-        parse_alloc_conf(alloc_conf),
+        parse_alloc_conf(task.alloc_conf),
+        capacity,
     )
-    return {
+    reserved = result.reserved_peak_bytes
+    if result.oom is not None:
+        reserved = result.oom.reserved_bytes + result.oom.segment_bytes
+    totals = {
         "requested": result.requested_peak_bytes,
         "allocated": result.allocated_peak_bytes,
-        "reserved": result.reserved_peak_bytes,
-        "device": result.reserved_peak_bytes + context_bytes,
+        "reserved": reserved,
+        "device": reserved + context_bytes,
     }
+    return totals, result.survives
 
 
 def measured_device(capability: str, total_bytes: int) -> Device:
