@@ -39,7 +39,7 @@ def recommend_command(
     from memplan.report.recommend import recommend_document
 
     found = recommendations(models, setups, devices, Records(catalog.root).verdict)
-    precision = shipped_record("precision", catalog.root / "configs" / "evidence")
-    raise typer.Exit(
-        emit(recommend_document(found, setups[0], precision, unit_text(units)), form, as_json, output, quiet)
-    )
+    evidence = catalog.root / "configs" / "evidence"
+    precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
+    document = recommend_document(found, setups[0], precision, on_gpu, unit_text(units))
+    raise typer.Exit(emit(document, form, as_json, output, quiet))

@@ -78,6 +78,8 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         raise InvalidFileError(
             [f"--record: {task.name} is no model of the catalog, so that a record could not be checked later"]
         )
+    if request.record is not None and not request.record.parent.is_dir():
+        raise InvalidFileError([f"--record {request.record}: there is no folder {request.record.parent}"])
     measurement = _measure(request, task)
     if request.record is not None and measurement.status in ("measured", "out of memory"):
         from memplan.lab.validate.records import write_record

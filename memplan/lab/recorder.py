@@ -17,6 +17,7 @@ from memplan.lab.trace import LATER_MICRO_STEP, Component
 from memplan.lab.workspaces import (
     CUBLASLT_WORKSPACE_BYTES,
     LAST_RESULT_FIRST,
+    LIBRARIES,
     MATRIX_PRODUCTS,
     is_fused_bias,
     kernel_workspaces,
@@ -215,8 +216,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _library_workspace(self, *, fused_bias: bool) -> None:
         """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread on."""
-        sizes = {"cublasLt": CUBLASLT_WORKSPACE_BYTES} if fused_bias else {}
-        for library, size in {"cublas": self._cublas, **sizes}.items():
+        sizes = (self._cublas, CUBLASLT_WORKSPACE_BYTES) if fused_bias else (self._cublas,)
+        for library, size in zip(LIBRARIES, sizes, strict=False):
             if (self._backward, library) not in self._with_workspace:
                 self._with_workspace.add((self._backward, library))
                 self._born(size, library, (), "library_workspaces")

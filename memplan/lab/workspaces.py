@@ -16,6 +16,9 @@ MATRIX_PRODUCTS = frozenset({"mm.default", "addmm.default", "bmm.default", "badd
 LAST_RESULT_FIRST = frozenset({"native_dropout.default"})
 """Operators that allocate their results in reverse: the mask before what is masked (memory history of an H200)."""
 
+LIBRARIES = ("cublas", "cublasLt")
+"""What workspaces that last are called in a trace."""
+
 CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
@@ -122,7 +125,7 @@ LEAST_VALUES, MOST_VALUES = 16, 256
 def column_sum_bytes(args: tuple[Any, ...]) -> list[int]:
     """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step.
 
-    From 1024 rows on blocks share the rows of a column, and each keeps fp32 partial sums of a whole tile.
+    From 1021 rows on blocks share the rows of a column, and each keeps fp32 partial sums of a whole tile.
 
     Formula:
         ``4 * columns * parts * width * vector``, which is ``8 * rows * columns`` where columns are few;

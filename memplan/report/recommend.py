@@ -28,7 +28,11 @@ POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing r
 
 
 def recommend_document(
-    found: Sequence[Recommendation], setup: TrainingSetup, precision: Mapping[str, Any] | None, unit: str
+    found: Sequence[Recommendation],
+    setup: TrainingSetup,
+    precision: Mapping[str, Any] | None,
+    on_gpu: Mapping[str, Any] | None,
+    unit: str,
 ) -> Document:
     """Return the recommendations.
 
@@ -36,6 +40,7 @@ def recommend_document(
         found: One for each GPU.
         setup: Any of the setups: its batch, sequence and checkpointing are said.
         precision: The record of the experiment on precisions, or None where it is not at hand.
+        on_gpu: That of the same experiment on a GPU.
         unit: Of bytes; empty for the one that suits each.
     """
     rows = sorted(found, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
@@ -61,15 +66,22 @@ def recommend_document(
     )
     pooled = POOLED if any(row.device.count > 1 for row in rows) else ""
     data = {"schema": "memplan/recommend/1", "rows": [_data(row) for row in rows]}
-    return Document(data, (head, table, HOW, pooled, precision_text(precision), _sentence(rows)))
+    return Document(data, (head, table, HOW, pooled, precision_text(precision, on_gpu), _sentence(rows)))
 
 
-def precision_text(record: Mapping[str, Any] | None) -> str:
+def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] | None = None) -> str:
     """Return what is known of Newton-Schulz in narrow precisions, and what would settle the rest."""
+    times = {} if on_gpu is None else _times(on_gpu)
     open_question = (
-        "Whether FP8 or INT8 makes Newton-Schulz faster on a GPU that has them (Hopper, Blackwell, Ada) has not been "
-        f"measured; this would settle it: {SETTLED_BY}"
+        "Whether FP8 makes Newton-Schulz faster on a GPU that has it (Hopper, Blackwell, Ada) has not been measured; on "
+        f"another card this would settle it: {SETTLED_BY}"
     )
+    if times and on_gpu is not None:
+        (side, taken) = max(times.items())
+        open_question = (
+            f"On one {on_gpu['machine'].split(',')[0]} five iterations at {side} x {side} take {taken['bf16'] * 1e3:.1f} ms in "
+            f"bf16 and {taken['int8-native'] * 1e3:.1f} ms with X X^T in INT8, which does not pay. {open_question}"
+        )
     errors = {} if record is None else _errors(record)
     if "bf16" not in errors:
         return f"Newton-Schulz: bf16 where the GPU has it. {open_question}"
@@ -78,6 +90,15 @@ def precision_text(record: Mapping[str, Any] | None) -> str:
         "Newton-Schulz: bf16 where the GPU has it. Frobenius error after five iterations with every product in one "
         f"precision (memplan lab show precision): {shown}. {open_question}"
     )
+
+
+def _times(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Return by width the least seconds in bf16 and in native INT8, where both were run."""
+    found: dict[int, dict[str, float]] = {}
+    for row in record["rows"]:
+        if row["iterations"] == FIVE and row["precision"] in ("bf16", "int8-native") and row["seconds"]:
+            found.setdefault(row["rows"], {})[row["precision"]] = row["seconds"]["low"]
+    return {width: taken for width, taken in found.items() if len(taken) == 2}
 
 
 def _errors(record: Mapping[str, Any]) -> dict[str, float]:

@@ -14,6 +14,9 @@ from memplan.units import format_bytes
 
 EXIT_DISAGREES, EXIT_CANNOT_ANSWER = 1, 3
 
+BOUNDARY = "boundary"
+"""What rows of runs on limited memory are called (``memplan.lab.validate.rows``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -158,7 +161,8 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
     for facts, name, rows in found:
         groups = devices.setdefault(_place(facts), {})
         for row in rows:
-            groups.setdefault(_group(row), []).append((_error(row), name, row))
+            if not row.component.startswith(BOUNDARY):
+                groups.setdefault(_group(row), []).append((_error(row), name, row))
     wrong = [(name, row) for _, name, rows in found for row in rows if not row.agrees]
     agrees = not wrong and all(rows for _, _, rows in found)
     data = {
@@ -172,6 +176,9 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
         ],
         "agrees": agrees,
     }
+    boundary = _boundary(found)
+    if boundary["runs"]:
+        data["boundary"] = boundary
     blocks: list[Table | str] = [
         Table(
             ("component", ">figures", ">exact", ">median error", ">worst", "worst case"),
@@ -181,12 +188,25 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
         )
         for device, groups in devices.items()
     ]
+    if boundary["runs"]:
+        blocks.append(
+            f"{boundary['runs']} runs on cards of limited memory: {boundary['ran']} ran, {boundary['out_of_memory']} ran out "
+            f"of memory, of which {boundary['false_fits']} had been called FITS."
+        )
     if wrong:
         cells = tuple((n, r.component, f"{r.difference_bytes:+,} B", f"{r.tolerance_bytes:,} B") for n, r in wrong)
         blocks.append(Table(("record", "component", ">difference", ">tolerance"), cells, "What misses"))
     text = f"DISAGREES: {len(wrong)} figures of {len({n for n, _ in wrong})} records are beyond their tolerances."
     blocks.append("Agrees: every figure of every record is within its tolerance." if agrees else text)
     return Document(data, tuple(blocks), 0 if agrees else EXIT_DISAGREES)
+
+
+def _boundary(found: Sequence[Found]) -> dict[str, int]:
+    """Return how runs on cards of limited memory went; each has a row for the simulator."""
+    runs = [(facts, rows) for facts, _, rows in found if any(row.component.startswith(BOUNDARY) for row in rows)]
+    failed = [rows for facts, rows in runs if facts.status == "out of memory"]
+    wrong = sum(row.component == BOUNDARY and not row.agrees for rows in failed for row in rows)
+    return {"runs": len(runs), "ran": len(runs) - len(failed), "out_of_memory": len(failed), "false_fits": wrong}
 
 
 def _place(facts: Facts) -> str:

@@ -67,7 +67,7 @@ def operations(rows, columns, workspace):
     m, n = min(rows, columns), max(rows, columns)
     if workspace == "min":
         return STEPS * 6 * m * m * n
-    if workspace == "fast":
+    if workspace == "fast" or n < 2 * m:  # the Gram form is for longer matrices
         return STEPS * (4 * m * m * n + 2 * m**3)
     total = 0
     for part in gram_segments(resolved_schedule("keller-jordan", STEPS)):

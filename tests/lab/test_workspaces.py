@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.workspaces import cublas_workspace_bytes, kernel_workspaces  # noqa: E402
+from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
+from memplan.lab.tracer import trace_training  # noqa: E402
+from memplan.lab.validate.task import Scale, scaled_model  # noqa: E402
+from memplan.lab.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces  # noqa: E402
+from memplan.setup import resolve  # noqa: E402
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -42,3 +48,72 @@ def test_norms_of_many_tensors_have_a_partial_sum_for_each_chunk_of_the_largest(
 
 def test_other_operations_take_nothing_inside():
     assert kernel_workspaces("mm.default", (empty(2, 2), empty(2, 2))) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "size"),
+    [
+        (1020, 768, 0),
+        (1024, 768, 6_291_456),
+        (1024, 3072, 25_165_824),
+        (1024, 8192, 67_108_864),
+        (8192, 2048, 134_217_728),
+        (16384, 3072, 138_412_032),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_sum_over_many_rows_keeps_partial_sums_as_seen_in_the_memory_history_of_an_h200(rows, columns, size, dtype):
+    flat = empty(rows, columns, dtype=dtype)
+    expected = [size] if size else []
+    assert kernel_workspaces("sum.dim_IntList", (flat, [0], False)) == expected
+    if rows % 2 == 0:
+        assert kernel_workspaces("sum.dim_IntList", (flat.view(2, -1, columns), [0, 1], True)) == expected
+
+
+def test_a_sum_along_rows_or_of_what_is_not_contiguous_keeps_nothing():
+    assert kernel_workspaces("sum.dim_IntList", (empty(4096, 768), [-1], False)) == []
+    assert kernel_workspaces("sum.dim_IntList", (empty(768, 4096).mT, [0], False)) == []
+
+
+def test_softmax_backward_first_forms_the_product_of_gradient_and_result():
+    operation = "_softmax_backward_data.default"
+    gradient, result = empty(2, 3, 5), empty(2, 3, 5, dtype=torch.float32)
+    assert kernel_workspaces(operation, (gradient, gradient, -1, torch.bfloat16)) == [2 * 30]
+    assert kernel_workspaces(operation, (gradient, result, -1, torch.float32)) == [4 * 30]
+
+
+def traced(name, capability="9.0", **keys):
+    catalog = Catalog(data_directory())
+    config = replace(catalog.configs["bf16-adamw"], sequence_length=64, **keys)
+    model = scaled_model(name, Scale(layers=2, vocab=512), catalog)
+    return trace_training(model, resolve(config, catalog, "test"), compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "lt"),
+    [("smollm2-135m", {}, 0), ("qwen2.5-0.5b", {}, 1), ("qwen2.5-0.5b", {"activation_checkpointing": "full"}, 2)],
+)
+def test_each_thread_that_adds_a_bias_in_a_product_holds_a_workspace_of_cublaslt(name, keys, lt):
+    events = [event for event in traced(name, **keys).events if event.operation in LIBRARIES and event.allocates]
+    sizes = {library: [e.bytes for e in events if e.operation == library] for library in LIBRARIES}
+    assert sizes == {"cublas": [32 * 2**20] * 2, "cublasLt": [2**20] * lt}
+
+
+def test_a_workspace_is_taken_after_the_first_result():
+    events = traced("smollm2-135m").events
+    place = next(index for index, event in enumerate(events) if event.operation == "cublas")
+    assert events[place - 1].operation == "mm.default"
+
+
+def test_what_a_kernel_takes_last_it_gives_back_first():
+    events = traced("smollm2-135m").events
+    inside = [e for e in events if e.operation.startswith("_scaled_dot_product_flash_attention_backward.default (")]
+    taken = [e.storage for e in inside if e.allocates][:4]
+    assert [e.storage for e in inside if not e.allocates][:4] == taken[::-1]
+
+
+def test_states_made_with_the_optimizer_are_there_before_the_first_step():
+    setup = traced("smollm2-135m", optimizer={"default": "adamw-int8"})
+    states = [e for e in setup.events if e.allocates and e.operation == "given"]
+    weights = [e.bytes for e in traced("smollm2-135m").events if e.allocates and e.operation == "given"]
+    assert len(states) > len(weights)

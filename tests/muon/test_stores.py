@@ -5,14 +5,18 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.chunks import CHUNK_ELEMENTS, CODING, DECODING, GRID_TABLE_BYTES
 from memplan.errors import UnknownNameError
+from memplan.lab.gradients import ADDED_AT_ONCE
 from memplan.muon import Muon, OptimizerError, split_parameters
 from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
 from memplan.muon.grid_formats import GridFormat, grid_of
 from memplan.muon.handles import join_, split_
-from memplan.muon.quantised import QuantisedWeight
+from memplan.muon.options import DEFAULTS
+from memplan.muon.quantised import DECODE_CHUNK, QuantisedWeight
 from memplan.muon.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 from memplan.muon.weight_codecs import WEIGHT_FORMATS, weight_format
+from memplan.muon.weight_formats import DECODED_AT_ONCE, TEMPORARIES
 
 from .memory import LiveStorages, storage_bytes, tensors_of
 
@@ -372,3 +376,13 @@ def test_splitting_is_exact_for_every_bit_pattern():
     assert torch.equal(back.view(torch.int32), values.view(torch.int32))
     error = (rounded.float() - values).abs()
     assert (error <= (values.bfloat16().float() - values).abs() * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planner_knows_what_coding_and_decoding_take(name):
+    """``memplan.chunks`` needs no torch, and so has figures of its own."""
+    chosen, table = weight_format(name), TEMPORARIES[name]
+    assert CODING[name] == (chosen.block_elements, table.stochastic, chosen.encoded_blocks)
+    assert DECODING[name] == (chosen.block_elements, table.decode, table.decode_once)
+    assert CHUNK_ELEMENTS == DECODED_AT_ONCE == DECODE_CHUNK == DEFAULTS["chunk_elements"] == ADDED_AT_ONCE
+    assert GRID_TABLE_BYTES.get(name, 0) == sum(table.nbytes for table in tables(chosen))

@@ -98,3 +98,34 @@ def test_what_is_no_profile_is_refused(wrong, tmp_path):
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(arguments, error):
     assert isinstance(run("validate", *arguments).exception, error)
+
+
+def test_a_record_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path):
+    ran = run("validate", "--device", "cpu", "--record", str(tmp_path / "nowhere" / "r.json"))
+    assert isinstance(ran.exception, InvalidFileError)
+    assert "there is no folder" in str(ran.exception)
+    assert "measuring" not in ran.output
+
+
+def test_runs_on_cards_of_limited_memory_are_counted_and_a_false_fits_disagrees(record_folder, tmp_path):
+    names = (
+        "cuda-smollm2-135m-bf16-adamw-b6-s1024-c8589934592",
+        "cuda-smollm2-135m-bf16-adamw-b8-s1024-c8589934592",
+    )
+    for name in names:
+        shutil.copy(record_folder / "boundary" / f"{name}.json", tmp_path)
+    good = run("validate", "--replay", str(tmp_path), "-q", "--json")
+    assert json.loads(good.stdout)["boundary"] == {"runs": 2, "ran": 1, "out_of_memory": 1, "false_fits": 0}
+    data = json.loads((tmp_path / f"{names[1]}.json").read_text())
+    data["task"]["capacity_bytes"] = 40 * 2**30
+    (tmp_path / f"{names[1]}.json").write_text(json.dumps(data))
+    bad = run("validate", "--replay", str(tmp_path), "-q", "--json")
+    assert bad.exit_code == 1
+    assert json.loads(bad.stdout)["boundary"]["false_fits"] == 1
+
+
+def test_records_of_several_devices_have_a_table_each(record_folder, tmp_path):
+    shutil.copy(record_folder / "cpu" / SAMPLE, tmp_path)
+    shutil.copy(record_folder / "cuda" / "cuda-gpt2-2layers-8192tokens-bf16-adamw-b2-s512.json", tmp_path)
+    found = json.loads(run("validate", "--replay", str(tmp_path), "-q", "--json").stdout)
+    assert {item["device"].split(",")[0] for item in found["components"]} == {"cpu", "NVIDIA H200"}

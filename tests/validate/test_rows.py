@@ -71,8 +71,18 @@ def test_a_history_tells_the_simulators_error_from_the_traces(task, prediction):
 @pytest.mark.parametrize(("share", "agrees"), [(2, False), (0.5, True)], ids=["a false FITS", "predicted"])
 def test_out_of_memory_agrees_only_where_it_was_predicted(share, agrees, task, prediction):
     capped = replace(task, capacity_bytes=int(prediction.totals["upper"] * share))
-    (row,) = rows_of(capped, prediction, Measurement("out of memory", "no memory"))
-    assert row.agrees is agrees
+    lacking = replace(prediction, survives=False)
+    rows = {row.component: row.agrees for row in rows_of(capped, lacking, Measurement("out of memory", "no memory"))}
+    assert rows == {"boundary": agrees, "boundary, simulator": True}
+
+
+@pytest.mark.parametrize("status", ["measured", "out of memory"])
+def test_the_simulated_allocator_has_to_survive_where_the_run_did_and_only_there(status, task, prediction):
+    capped = replace(task, capacity_bytes=MIB)
+    for survives in (True, False):
+        found = replace(as_traced(prediction), status=status)
+        rows = {row.component: row for row in rows_of(capped, replace(prediction, survives=survives), found)}
+        assert rows["boundary, simulator"].agrees == (survives == (status == "measured"))
 
 
 def test_states_in_host_memory_are_a_row_and_the_cpus_total_has_them(catalog):

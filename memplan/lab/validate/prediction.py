@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from memplan.catalog.entries import Gpu, Interconnect
 from memplan.lab.allocator import replay
+from memplan.lab.allocator_results import AllocatorResult
 from memplan.lab.allocator_settings import parse_alloc_conf
 from memplan.lab.trace import Trace
 from memplan.lab.tracer import trace_training
 from memplan.lab.validate.measured import Measurement
 from memplan.lab.validate.task import Task
+from memplan.lab.workspaces import LIBRARIES
 from memplan.planner import CompiledPlan, Device, MemoryPlan
 
 DEFAULT_CAPABILITY = "9.0"
+
+CAPACITY_SLACK = Fraction(1, 100)
+"""Of a card's memory: which segments are broken up depends on addresses that the driver chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,8 @@ class Prediction:
         totals: The formula's four totals and upper end, and ``traced_totals`` those of the trace and the simulator.
         peak_instant: Where the trace has its peak.
         notes: What the trace leaves out.
-        survives: Whether the simulated allocator lives with the capacity that the task was given.
+        survives: Whether the simulated allocator lives with the capacity that the task was given, less or more
+            ``CAPACITY_SLACK`` in favour of what was measured.
     """
 
     components: Mapping[str, int]
@@ -78,7 +85,8 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
     context = int(counters.get("context_bytes", plan.allowances.context_bytes))
     traced_totals, survives = {"requested": trace.peak_bytes + traced_beside}, True
     if cuda:
-        traced_totals, survives = _simulated(trace, task, context)
+        traced_totals = _simulated(trace, task, context)
+        survives = _survives(trace, task, context, ran=measurement.status == "measured")
     return Prediction(
         components=components,
         traced_components={**_held(trace), "host": trace.host_bytes},
@@ -117,27 +125,37 @@ def _planned(plan: MemoryPlan, beside: int) -> dict[str, int]:
     }
 
 
-def _simulated(trace: Trace, task: Task, context_bytes: int) -> tuple[dict[str, int], bool]:
-    """Return the simulated allocator's totals for a trace, workspaces included, and whether it survives.
-
-    Where it does not, the segment that it could not have is counted in, so that what it needed is seen.
-    """
-    capacity = max(0, task.capacity_bytes - context_bytes) if task.capacity_bytes else None
-    result = replay(
-        ((1 if event.allocates else -1, event.storage, event.bytes) for event in trace.events),
-        parse_alloc_conf(task.alloc_conf),
-        capacity,
-    )
-    reserved = result.reserved_peak_bytes
-    if result.oom is not None:
-        reserved = result.oom.reserved_bytes + result.oom.segment_bytes
-    totals = {
+def _simulated(trace: Trace, task: Task, context_bytes: int) -> dict[str, int]:
+    """Return the totals that the simulated allocator has for a trace; its requested peak has the workspaces."""
+    result = _replayed(trace, task, None)
+    return {
         "requested": result.requested_peak_bytes,
         "allocated": result.allocated_peak_bytes,
-        "reserved": reserved,
-        "device": reserved + context_bytes,
+        "reserved": result.reserved_peak_bytes,
+        "device": result.reserved_peak_bytes + context_bytes,
     }
-    return totals, result.survives
+
+
+def _survives(trace: Trace, task: Task, context_bytes: int, *, ran: bool) -> bool:
+    """Return whether the simulated allocator lives with the task's capacity."""
+    if not task.capacity_bytes:
+        return True
+    share = 1 + CAPACITY_SLACK if ran else 1 - CAPACITY_SLACK
+    capacity = task.capacity_bytes * share.numerator // share.denominator
+    return _replayed(trace, task, max(0, capacity - context_bytes)).survives
+
+
+def _replayed(trace: Trace, task: Task, capacity_bytes: int | None) -> AllocatorResult:
+    """Return what the simulated allocator does with a trace.
+
+    A run on limited memory has loaded its kernels first (``measure_cuda``), and holds the workspaces
+    of libraries from then on: later they would be cut out of the middle of a larger block.
+    """
+    events = [(1 if event.allocates else -1, event.storage, event.bytes) for event in trace.events]
+    if task.capacity_bytes:
+        early = {event.storage for event in trace.events if event.operation in LIBRARIES}
+        events = [e for e in events if e[1] in early] + [e for e in events if e[1] not in early]
+    return replay(events, parse_alloc_conf(task.alloc_conf), capacity_bytes)
 
 
 def measured_device(capability: str, total_bytes: int) -> Device:
