@@ -270,10 +270,13 @@ class HeadSections(Sections):
             form = add_forms(around, norm, rows, others, instant.form)
             yield Instant(instant.name or "loss backward", f"{instant.operation} of a chunk", form)
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
-        if several:
-            form = add_forms(around, norm, rows, scale_form(summed, 3), scale_form(rows_of_chunk, 2))
+        plain = sum(w.formed_bytes for n in chunk.tape.nodes for w in n.weights if w.trainable and not w.coded)
+        if several and plain:  # gradients of codes are added in their store, and are part of the chunk's own instants
+            sums = self._constant(Part.GRADIENTS, 2 * plain)
+            form = add_forms(around, norm, rows, summed, sums, scale_form(rows_of_chunk, 2))
             yield Instant("head backward", "sum of two chunks' head gradients", form)
-        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in self._head_weights()):
+        trained = [weight for weight in self._head_weights() if weight.trainable]
+        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in trained):
             form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
             yield Instant("head backward", "gradient of the head", form)
         kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))
