@@ -130,7 +130,7 @@ class AttentionOperations(Operations):
         scores = tape.value(Quantity.SCORES, heads, 4)
         tape.apply("scores", [(query, NEW), (key, NEW)], scores, [query, key])
         masked = tape.apply("mask", [(scores, SAME)], self.fresh(scores))
-        probabilities = self._probabilities(masked)
+        probabilities = self.dropped(self._probabilities(masked))
         out = self.fresh(query, heads * (value.width // heads))
         tape.apply("weighted sum", [(probabilities, NEW), (value, NEW)], out, [probabilities, value])
         return self.cast(out, out_bytes)

@@ -21,6 +21,17 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
+def cuda_dropout() -> Iterator[None]:
+    """Run dropout on ``meta`` tensors in CUDA's kernel, also inside composite operators: its mask is one byte."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("dropout", _dropout, "AutogradMeta")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
 def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Run attention, norms and dropout on ``meta`` tensors as CUDA would under ``profile``.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from memplan.lab import optimizers
 from memplan.lab.assembly import assembled
 from memplan.lab.bundled import short_loops
+from memplan.lab.cuda_kernels import cuda_dropout
 from memplan.lab.options import Target
 from memplan.lab.recorder import Recorder
 from memplan.lab.session import Session, skipped_files
@@ -44,7 +47,8 @@ def trace_training(
     inside = workspaces and target == "cuda"
     recorder = Recorder("meta", (__file__, *skipped_files()), cublas_bytes=cublas, workspaces=inside)
     session.watch(recorder)
-    with optimizers.cuda_optimizer_paths(), short_loops(), recorder:
+    dropout = cuda_dropout() if target == "cuda" else nullcontext()
+    with optimizers.cuda_optimizer_paths(), short_loops(), dropout, recorder:
         for _ in range(steps):
             recorder.next_step()
             session.step(recorder)

@@ -1,9 +1,13 @@
 """The formula says what the trace says, on every configuration of the grid."""
 
+from dataclasses import replace
+
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.agreement import compare, grid
+from memplan.lab.agreement import compare, cut_model, grid
+from memplan.training.config import Adapter, TrainingConfig
+from memplan.training.kernels import Kernels
 
 CATALOG = Catalog(data_directory())
 GRID = list(grid(CATALOG))
@@ -30,3 +34,23 @@ def test_formula_equals_trace(name, model, config):
         assert found.difference_bytes == 0, dict(found.differences)
     if config.offload.optimizer_states == "cpu":
         assert found.differences.keys() <= ({"forward"} if name.endswith("codes") else set())
+
+
+@pytest.mark.parametrize("attention", ["flash", "math", "efficient"])
+def test_dropout_inside_attention_is_the_formulas_too(attention):
+    """GPT-2 trains with dropout; the math kernel keeps what is dropped in fp32, and a mask."""
+    config = TrainingConfig("", micro_batch_size=2, sequence_length=256, kernels=Kernels(attention=attention))
+    assert compare("dropout", cut_model("gpt2", CATALOG), config, CATALOG).difference_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("qwen3-0.6b", {"adapter": Adapter()}),
+        ("smollm2-135m", {"adapter": Adapter(), "activation_checkpointing": "full"}),
+        ("olmo-1b", {"adapter": Adapter()}),
+    ],
+)
+def test_a_frozen_head_under_a_chunked_loss_keeps_no_gradient(name, keys):
+    config = replace(TrainingConfig("", sequence_length=900, kernels=Kernels(loss="chunked")), **keys)
+    assert compare("frozen head", cut_model(name, CATALOG), config, CATALOG).difference_bytes == 0
