@@ -256,9 +256,11 @@ class HeadSections(Sections):
         chunk = self._chunk()
         norm = self.head.tape.saved_form()
         rows = single_form(Part.ACTIVATIONS, self.head.output.quantity, self.head.output.coefficient)
-        summed = self._constant(
-            Part.GRADIENTS, sum(w.formed_bytes for n in chunk.tape.nodes for w in n.weights if w.trainable)
-        )
+        trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
+        plain = sum(w.formed_bytes for w in trained if not w.coded)
+        # Gradients of codes are added in their store, which a second micro-step finds filled.
+        stored_sum = 0 if mode == "again" else sum(w.formed_bytes for w in trained if w.coded)
+        summed = self._constant(Part.GRADIENTS, plain + stored_sum)
         parts = single_form(Part.TEMPORARIES, self.head.output.quantity, self.head.output.coefficient)
         rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
         several = self.setup.profile.loss_chunks > 1
@@ -270,13 +272,12 @@ class HeadSections(Sections):
             form = add_forms(around, norm, rows, others, instant.form)
             yield Instant(instant.name or "loss backward", f"{instant.operation} of a chunk", form)
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
-        plain = sum(w.formed_bytes for n in chunk.tape.nodes for w in n.weights if w.trainable and not w.coded)
-        if several and plain:  # gradients of codes are added in their store, and are part of the chunk's own instants
+        if several and plain:  # those of codes are part of the chunk's own instants
             sums = self._constant(Part.GRADIENTS, 2 * plain)
             form = add_forms(around, norm, rows, summed, sums, scale_form(rows_of_chunk, 2))
             yield Instant("head backward", "sum of two chunks' head gradients", form)
-        trained = [weight for weight in self._head_weights() if weight.trainable]
-        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in trained):
+        heads = [weight for weight in self._head_weights() if weight.trainable]
+        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
             form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
             yield Instant("head backward", "gradient of the head", form)
         kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))

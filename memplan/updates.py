@@ -45,8 +45,9 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     for group in sorted(groups.values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
+            step = _muon if group[0].optimizer.algorithm == "muon" else _chunked
             for entry, before in zip(group, _stored_before(group, stored), strict=True):
-                found = max(found, _less(_group_temporaries(setup, [entry]), free + before), key=_size)
+                found = max(found, _less(step(setup, entry), free + before), key=_size)
         else:
             found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
