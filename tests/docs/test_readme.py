@@ -126,3 +126,12 @@ def test_changelog_has_the_version():
 
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", __version__]
+
+
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [("cuda", "{} runs, whole models"), ("boundary", "then {} runs"), ("cpu", "{} records: every")],
+)
+def test_the_readme_counts_the_records_that_there_are(folder, sentence):
+    count = len(list((README.parent / "tests" / "records" / folder).glob("*.json")))
+    assert sentence.format(count) in " ".join(README.read_text(encoding="utf-8").split())
