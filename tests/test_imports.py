@@ -12,7 +12,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 RANKS = [
-    {"errors", "units"},
+    {"driver", "errors", "units"},
     {"loading", "validation"},
     {"catalog", "model", "training"},
     {"readers", "architectures", "parallel", "setup"},

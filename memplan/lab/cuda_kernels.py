@@ -7,7 +7,7 @@ is computed again, which a ``TorchFunctionMode`` would miss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +21,22 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
-def cuda_dropout() -> Iterator[None]:
-    """Run dropout on ``meta`` tensors in CUDA's kernel, also inside composite operators: its mask is one byte."""
+def _overridden(overrides: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
+    """Run operators on ``meta`` tensors by other functions."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("dropout", _dropout, "AutogradMeta")  # type: ignore[no-untyped-call]
     try:
+        for name, function in overrides.items():
+            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def cuda_dropout() -> Iterator[None]:
+    """Run dropout on ``meta`` tensors in CUDA's kernel, also inside composite operators: its mask is one byte."""
+    with _overridden({"dropout": _dropout}):
+        yield
 
 
 @contextmanager
@@ -39,7 +47,6 @@ def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) ->
         profile: Says which attention kernel runs.
         autocast: Dtype that CUDA's autocast casts products to, or None for no autocast.
     """
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": _attention(profile, autocast),
         "rms_norm": _rms_norm(autocast),
@@ -47,12 +54,8 @@ def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) ->
     }
     if autocast is not None:
         overrides |= _autocast(autocast)
-    try:
-        for name, function in overrides.items():
-            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
+    with _overridden(overrides):
         yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _attention(profile: KernelProfile, autocast: torch.dtype | None) -> Callable[..., Tensor]:

@@ -1,8 +1,8 @@
 """Formula against trace where no grid looks: settings drawn at random, the same ones every time.
 
-What differs still: selective checkpointing with adapters (by up to 2 %), and the sum of a tied
-head's gradients under master weights. From 1021 tokens on the trace knows partial sums that the
-formula leaves out, so there are fewer.
+What differs still: selective checkpointing with adapters (by up to 2 %), and updates by way of
+master weights that the trace leaves out and says so, such as the bundled Muon's. From 1021 tokens on
+the trace knows partial sums that the formula leaves out, so there are fewer.
 """
 
 from __future__ import annotations

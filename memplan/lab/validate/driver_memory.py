@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 
 import torch
 
+from memplan.driver import asked
 from memplan.units import MIB
 
 
 def used_bytes() -> int:
     """Return what is taken of the first device, in whole MiB; before a context is made that is others' memory."""
-    rows = _asked("--query-gpu=memory.used")
+    rows = _numbers("--query-gpu=memory.used")
     return rows[0][0] * MIB if rows else 0
 
 
@@ -27,20 +26,11 @@ def context_bytes(others: int) -> int:
         others: What ``used_bytes`` said before this process had a context.
     """
     segments = torch.cuda.memory_reserved()
-    own = [size * MIB for process, size in _asked("--query-compute-apps=pid,used_memory") if process == os.getpid()]
+    own = [size * MIB for process, size in _numbers("--query-compute-apps=pid,used_memory") if process == os.getpid()]
     free, total = torch.cuda.mem_get_info()
     return max(0, (own[0] if own else total - free - others) - segments)
 
 
-def _asked(query: str) -> list[tuple[int, ...]]:
-    """Return the rows of numbers that ``nvidia-smi`` answers; those with something else are left out."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, query, "--format=csv,noheader,nounits"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines()]
-    return [tuple(map(int, row)) for row in rows if all(part.isdigit() for part in row)]
+def _numbers(query: str) -> list[tuple[int, ...]]:
+    """Return the rows of numbers that the driver answers; those with something else are left out."""
+    return [tuple(map(int, row)) for row in asked(query) or () if all(part.isdigit() for part in row)]

@@ -1,0 +1,25 @@
+"""What the NVIDIA driver says, by way of its own program."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+TIMEOUT_SECONDS = 20
+
+
+def asked(query: str) -> list[list[str]] | None:
+    """Return the rows that ``nvidia-smi`` answers, sizes in MiB; None where there is no driver or it knows no such query.
+
+    Args:
+        query: An option of ``nvidia-smi``, such as ``--query-gpu=name,memory.total``.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, query, "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines()]
