@@ -12,7 +12,7 @@ from memplan.report.document import Document, Table
 from memplan.setup import TrainingSetup
 from memplan.units import format_bytes, format_count
 
-SETTLED_BY = "memplan lab precision --device cuda --width 4096"
+TIMED_BY = "memplan lab precision --device cuda --width 4096"
 
 HOW = (
     "established: of the configs that work or are proven, the one that holds the largest catalog model with all of its "
@@ -23,6 +23,8 @@ HOW = (
 FIVE = 5
 PLAIN = ("fp32", "bf16", "fp16")
 """Precisions that every product of a run has in any case; of narrower ones the record says which were rounded."""
+
+RUN_NATIVELY = ("fp32", "bf16", "int8-native")
 
 POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing replicated, no communication buffers."
 
@@ -73,14 +75,16 @@ def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] |
     """Return what is known of Newton-Schulz in narrow precisions, and what would settle the rest."""
     times = {} if on_gpu is None else _times(on_gpu)
     open_question = (
-        "Whether FP8 makes Newton-Schulz faster on a GPU that has it (Hopper, Blackwell, Ada) has not been measured; on "
-        f"another card this would settle it: {SETTLED_BY}"
+        "Whether FP8, or INT8 in every product, makes Newton-Schulz faster on a GPU that has them (Hopper, Blackwell, Ada) "
+        f"has not been measured: {TIMED_BY} times INT8 in X X^T alone, and emulates FP8"
     )
     if times and on_gpu is not None:
-        (side, taken) = max(times.items())
+        side, taken = max(times.items())
+        times_shown = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in taken.items()}
         open_question = (
-            f"On one {on_gpu['machine'].split(',')[0]} five iterations at {side} x {side} take {taken['bf16'] * 1e3:.1f} ms in "
-            f"bf16 and {taken['int8-native'] * 1e3:.1f} ms with X X^T in INT8, which does not pay. {open_question}"
+            f"On one {on_gpu['machine'].split(',')[0]} five iterations at {side} x {side} take {times_shown['bf16']} in bf16, "
+            f"{times_shown['fp32']} in fp32, and {times_shown['int8-native']} with X X^T in INT8 and the rest in fp32, as the notes have "
+            f"it. {open_question}"
         )
     errors = {} if record is None else _errors(record)
     if "bf16" not in errors:
@@ -93,12 +97,12 @@ def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] |
 
 
 def _times(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-    """Return by width the least seconds in bf16 and in native INT8, where both were run."""
+    """Return by width the least seconds of each precision that a GPU runs itself, where all were run."""
     found: dict[int, dict[str, float]] = {}
     for row in record["rows"]:
-        if row["iterations"] == FIVE and row["precision"] in ("bf16", "int8-native") and row["seconds"]:
+        if row["iterations"] == FIVE and row["precision"] in RUN_NATIVELY and row["seconds"]:
             found.setdefault(row["rows"], {})[row["precision"]] = row["seconds"]["low"]
-    return {width: taken for width, taken in found.items() if len(taken) == 2}
+    return {width: taken for width, taken in found.items() if len(taken) == len(RUN_NATIVELY)}
 
 
 def _errors(record: Mapping[str, Any]) -> dict[str, float]:
@@ -138,7 +142,7 @@ def _data(row: Recommendation) -> dict[str, Any]:
         "newton_schulz": row.precision,
         "faster_on_paper": {name: round(float(ratio), 3) for name, ratio in row.faster},
         "measured": False,
-        "settled_by": SETTLED_BY,
+        "timed_by": TIMED_BY,
     }
 
 

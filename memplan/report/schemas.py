@@ -288,7 +288,7 @@ def recommend_row() -> dict[str, Any]:
             "newton_schulz": TEXT,
             "faster_on_paper": {"type": "object", "additionalProperties": {"type": "number"}},
             "measured": {"type": "boolean"},
-            "settled_by": TEXT,
+            "timed_by": TEXT,
         }
     )
 

@@ -76,16 +76,20 @@ def test_newton_schulz_runs_in_bf16_where_there_is_bf16_and_narrower_is_only_on_
     assert [name for name, _ in found["h100-sxm-80gb"].faster] == ["fp8", "int8"]
 
 
+TIMES = {"bf16": 0.003, "fp32": 0.04, "int8-native": 0.03}
+
+
 def test_what_was_measured_on_a_gpu_is_said_with_the_card():
     row = {"iterations": 5, "rows": 64}
-    timed = [
-        {**row, "precision": name, "seconds": {"low": low}} for name, low in (("bf16", 0.003), ("int8-native", 0.03))
-    ]
+    timed = [{**row, "precision": name, "seconds": {"low": low}} for name, low in TIMES.items()]
     text = precision_text(None, {"machine": "Some GPU, 1 GPU", "rows": timed})
-    assert "On one Some GPU five iterations at 64 x 64 take 3.0 ms in bf16 and 30.0 ms with X X^T in INT8" in text
+    assert (
+        "On one Some GPU five iterations at 64 x 64 take 3.0 ms in bf16, 40.0 ms in fp32, and 30.0 ms with X X^T"
+        in text
+    )
 
 
-def test_the_open_question_names_the_command_that_settles_it():
+def test_what_is_open_is_said_with_what_the_command_times():
     assert "has not been measured" in precision_text(None)
     assert "memplan lab precision --device cuda" in precision_text(None)
 
