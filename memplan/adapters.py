@@ -19,7 +19,7 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     adapter = setup.config.adapter
     if adapter is None:
         return ()
-    known = sorted({_projection(tensor) for tensor in model.inventory if tensor.role == "hidden_matrix"})
+    known = projections(model)
     wrong = [target for target in adapter.targets if target != "all-linear" and target not in known]
     if wrong:
         texts = ", ".join(known)
@@ -38,6 +38,11 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             name = f"{stem}.lora_magnitude_vector.weight"
             found.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
     return tuple(found)
+
+
+def projections(model: Model) -> list[str]:
+    """Return the names of a model's projections, such as ``q_proj``: what adapters can be put on."""
+    return sorted({_projection(tensor) for tensor in model.inventory if tensor.role == "hidden_matrix"})
 
 
 def _targeted(tensor: ParameterTensor, targets: Sequence[str]) -> bool:

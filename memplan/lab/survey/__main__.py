@@ -1,0 +1,72 @@
+"""``python -m memplan.lab.survey``: draw jobs, compare, print what differs, shrunk to what matters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.lab.survey.jobs import Job, Verdict, drawn_job, verdict
+from memplan.lab.survey.shrinking import shrunk
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a survey; return 1 where a job differs or crashes."""
+    options = _options(arguments)
+    catalog = Catalog(data_directory())
+    if options.job:
+        jobs = [Job(**json.loads(options.job))]
+    else:
+        jobs = [drawn_job(options.seed, number, catalog) for number in range(options.jobs)]
+    verdicts = []
+    for number, job in enumerate(jobs):
+        verdicts.append(verdict(job, catalog))
+        sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
+    sys.stderr.write("\n")
+    for number, found in enumerate(verdicts):
+        if found.outcome in ("differs", "crashed") or options.job:
+            small = shrunk(found, catalog) if options.shrink else found
+            sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *_lines(small), ""]))
+    for line in summary(verdicts):
+        sys.stdout.write(line + "\n")
+    return int(any(found.outcome in ("differs", "crashed") for found in verdicts))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m memplan.lab.survey", description=__doc__)
+    parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
+    parser.add_argument("--jobs", type=int, default=300)
+    parser.add_argument("--shrink", action="store_true", help="shrink jobs that fail to what matters")
+    parser.add_argument("--job", help="one job as JSON, as a survey prints it")
+    return parser.parse_args(arguments)
+
+
+def _lines(found: Verdict) -> Iterator[str]:
+    """Yield what is wrong with a job."""
+    if found.outcome == "refused" or found.outcome == "crashed":
+        yield f"  {found.outcome}: {found.reason[:400]}"
+        return
+    yield f"  peak {found.formula_bytes:,} by the formula, {found.traced_bytes:,} by the trace: {found.peak_share:.4%}"
+    for name, size in found.differences.items():
+        yield f"  {name}: {size:+,} of {found.traced[name]:,} ({abs(size) / max(1, found.traced[name]):.3%})"
+
+
+def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the survey's figures."""
+    counts = Counter(found.outcome for found in verdicts)
+    answered = [found for found in verdicts if found.outcome in ("agrees", "differs")]
+    total = max(1, len(answered))
+    near = sum(found.peak_share <= 0.001 for found in answered)
+    yield f"{len(verdicts)} jobs: {counts['refused']} refused, {counts['crashed']} crashed, {len(answered)} answered"
+    yield f"peak equal to the byte {sum(not v.peak_share for v in answered) / total:.1%}, within 0.1 % {near / total:.1%}"
+    yield f"worst at the peak {max((v.peak_share for v in answered), default=0):.3%}"
+    yield f"every instant within 1 % {sum(v.instant_share <= 0.01 for v in answered) / total:.1%}"
+    yield f"persistent and host bytes equal {sum(v.exact_states for v in answered) / total:.1%}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
