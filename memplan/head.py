@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from memplan.blocks.base import Regime
 from memplan.blocks.layer import Builder
 from memplan.chunks import decoding_bytes
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.model.spec import ModelSpec
-from memplan.playback import Instant, dominant, play_backward
+from memplan.playback import Instant, Played, play
 from memplan.setup import TrainingSetup
 from memplan.states import ModelStates, TensorStates
-from memplan.tape import NEW, Mode, Tape, Value, Weight
+from memplan.tape import NEW, SAME, Mode, Tape, Value, Weight
 from memplan.updates import handed_over, store_bytes, tensor_temporaries
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
@@ -35,6 +36,7 @@ class Sections:
     Attributes:
         weights: Every parameter tensor as tapes see it, by name.
         dropout: Probability that applies.
+        regime: What batch and length decide.
     """
 
     spec: ModelSpec
@@ -42,6 +44,7 @@ class Sections:
     states: ModelStates
     weights: dict[str, Weight]
     dropout: float
+    regime: Regime
 
     def _weight(self, entry: TensorStates) -> Weight:
         layer = self.setup.config.gradients.lifetime == "layer"
@@ -60,6 +63,7 @@ class Sections:
             handed_over=not entry.quantized and handed_over(self.setup, entry),
             update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
             rows=entry.tensor.shape[0],
+            columns=entry.tensor.shape[-1],
             decoding_bytes=decoding_bytes(entry, self.setup.compute_bytes),
         )
 
@@ -67,7 +71,7 @@ class Sections:
         """Return a builder that sees the weights below ``prefix``, without it; of layers those that begin at ``first``."""
         names = self._names_by_first.get(first, ()) if prefix else self.weights
         found = {name.removeprefix(prefix): self.weights[name] for name in names if name.startswith(prefix)}
-        return Builder(self.spec, self.setup, found, self.dropout)
+        return Builder(self.spec, self.setup, found, self.dropout, self.regime)
 
     @cached_property
     def _names_by_first(self) -> dict[int, list[str]]:
@@ -78,7 +82,7 @@ class Sections:
         return found
 
     def _stream(self, tape: Tape, needs_gradient: bool = True) -> Value:
-        return tape.value(TOKENS, self.spec.hidden_size, self.setup.residual_bytes, needs_gradient)
+        return tape.given(TOKENS, self.spec.hidden_size, self.setup.residual_bytes, needs_gradient)
 
     def _gradients(self, tape: Tape) -> int:
         return sum(w.gradient_bytes for node in tape.nodes for w in node.weights if w.trainable)
@@ -96,50 +100,77 @@ class HeadSections(Sections):
     Attributes:
         head: Their section; a chunked loss stops at the norm.
         normed: What the head is given.
+        runs_output: The residual stream after the last layer.
     """
 
     head: Section
     normed: Value
+    runs_output: Value
 
     def _head(self) -> Section:
         """Return final norm, head and loss; a chunked loss stops at the norm."""
         builder = self._builder("")
         tape = builder.tape
         tape.instant = "head backward"
-        entry = self._stream(tape)
+        entry = self._stream(tape, self.runs_output.needs_gradient)
         x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
         self.normed = x
         if self.setup.profile.loss == "chunked":
             return Section(tape, entry, x, self._gradients(tape))
-        output = self._loss(builder, x)
+        with tape.holding(x):
+            output = self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
         return Section(tape, entry, output, self._gradients(tape))
 
-    def _loss(self, builder: Builder, x: Value) -> Value:
-        """Record head and cross-entropy on ``x``; return the loss."""
+    def _loss(self, builder: Builder, x: Value, *, wide: bool) -> Value:
+        """Record head and cross-entropy on ``x``; return the loss.
+
+        Args:
+            builder: Writes on the tape.
+            x: What the head is given.
+            wide: Whether logits are cast to fp32 first.
+        """
+        tape = builder.tape
+        logits = self._logits(builder, x)
+        tape.instant = "loss backward"
+        logits = builder.cast(logits, 4) if wide else logits
+        with tape.holding(logits):
+            logs = builder.fresh(logits)
+            tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
+            logs = builder.cast(logs, 4) if self.setup.autocast else logs
+            loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
+            total = tape.value(ONE, 1, logs.element_bytes)
+            scratch = [(ONE, self._loss_bytes())]
+            return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total], scratch=scratch)
+
+    def _logits(self, builder: Builder, x: Value) -> Value:
+        """Record the head's product and the cap on its result."""
         tape, spec = builder.tape, self.spec
-        x = builder.lowered(x)
-        used = self._head_weights()
-        weight = used[0]
-        saves = [x] if weight.trainable else []
-        if weight.copy_kept and weight.copy_bytes:
-            saves.append(tape.value(ONE, weight.copy_bytes, 1, part=Part.TEMPORARIES))
-        logits = tape.value(x.quantity, spec.vocab_size, self.setup.compute_bytes, part=Part.LOGITS)
-        logits = tape.apply("head", [(x, NEW)], logits, saves, used)
-        if spec.final_logit_softcap:
+        weight, *biases = self._head_weights()
+        with tape.holding(x):
+            x = builder.lowered(x)
+            logits = tape.value(x.quantity, spec.vocab_size, self.setup.compute_bytes, part=Part.LOGITS)
+            copy = builder.cast_weight(weight)
+            saves = [x] if weight.trainable else []
+            if copy is not None and x.needs_gradient:
+                saves.append(copy)
+            bias = biases if not weight.coded else []
+            scratch = [(ONE, builder.cast_bias(b, spec.vocab_size)) for b in bias]
+            packs = not weight.coded or weight.trainable
+            tape.apply(
+                "head", [(x, NEW)], logits, saves, [weight, *bias], scratch=scratch, custom=weight.coded, packs=packs
+            )
+            if weight.coded and biases:
+                logits = tape.apply("add bias", [(logits, SAME)], builder.fresh(logits), weights=biases, packs=False)
+            tape.touch(*([copy] if copy is not None else []))
+        return self._capped(builder, logits) if spec.final_logit_softcap else logits
+
+    def _capped(self, builder: Builder, logits: Value) -> Value:
+        """Record the scaled tanh that some models bound their logits with."""
+        with builder.tape.holding(logits):
             scaled = builder.pointwise("scale", logits)
             bounded = builder.fresh(scaled)
-            tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])
-            logits = builder.pointwise("scale", bounded)
-        tape.instant = "loss backward"
-        if self.setup.profile.loss != "bf16":
-            logits = builder.cast(logits, 4)
-        logs = builder.fresh(logits)
-        tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
-        if self.setup.autocast:
-            logs = builder.cast(logs, 4)
-        loss = tape.value(ONE, 0, logs.element_bytes)
-        total = tape.value(ONE, 1, logs.element_bytes)
-        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total])
+            builder.tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])
+            return builder.pointwise("scale", bounded)
 
     def _head_weights(self) -> list[Weight]:
         """Return the head's weight, and its bias where it has one."""
@@ -190,7 +221,7 @@ class HeadSections(Sections):
         profile = self.setup.profile
         positions = self.weights.get(f"{self.spec.names.positions}.weight")
         others = positions.formed_bytes if positions else 0
-        if not self._head_weight(weight).converted and not (profile.loss == "chunked" and profile.loss_chunks > 1):
+        if not self._head_weight(weight).converted and not (profile.loss == "chunked" and not self.regime.one_chunk):
             form = add_forms(around, self._constant(Part.GRADIENTS, 2 * weight.formed_bytes + others))
             yield Instant("end of backward", "sum of the tied gradients", form)
         if extra := weight.storing_bytes(mode):
@@ -206,8 +237,9 @@ class HeadSections(Sections):
         """Return head and loss of one chunk of tokens."""
         builder = self._builder("")
         builder.tape.instant = "head backward"
-        x = builder.tape.value(Quantity.CHUNK, self.spec.hidden_size, self.head.output.element_bytes)
-        loss = self._loss(builder, x)
+        normed = self.head.output
+        x = builder.tape.part_of(Quantity.CHUNK, self.spec.hidden_size, normed.element_bytes, normed.needs_gradient)
+        loss = self._loss(builder, x, wide=True)
         for node in builder.tape.nodes:
             # Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end.
             node.weights = tuple(
@@ -215,46 +247,37 @@ class HeadSections(Sections):
             )
         return Section(builder.tape, x, loss, 0)
 
-    def _forward(self, around: Form, inside: bool = True) -> Instant:
-        """Return the end of forward, where logits and their logarithms stand side by side.
-
-        The arguments of the loss are alive there although backward does not need them all, and so
-        is every weight that autocast has cast. Outside the model's own forward the loss is given
-        logits, and what led to them is held only where backward needs it.
-        """
-        chunked = self.setup.profile.loss == "chunked"
-        tape = self._chunk().tape if chunked else self.head.tape
-        inputs = next(node.inputs[0][0] for node in tape.nodes if node.name == "log_softmax")
-        logits = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
-        form = add_forms(around, self.head.tape.saved_form(), logits, self._constant(Part.LOGITS, self._loss_bytes()))
-        if chunked:
-            losses = self._constant(Part.LOGITS, 4 * self.setup.profile.loss_chunks)
-            form = add_forms(form, logits, losses)
-        saved = {storage for node in self.head.tape.nodes for storage in node.saved}
-        for value in (self.head.entry, self.normed) if inside else ():
-            if value.storage not in saved:
-                form = add_forms(form, single_form(Part.ACTIVATIONS, value.quantity, value.coefficient))
-        copies = sum(
-            e.copy_bytes * e.tensor.count
-            for e in self.states.tensors
-            if e.trainable and not e.quantized and e.tensor.role != "embedding"
-        )
-        if self.spec.tie_word_embeddings and self.setup.autocast:
-            copies += self.weights[f"{self.spec.names.embedding}.weight"].copy_bytes
-        missing = max(0, copies - form[Part.TEMPORARIES * WIDTH + ONE])
-        return Instant("forward", "log_softmax", add_forms(form, self._constant(Part.TEMPORARIES, missing)))
-
-    def _head_instants(self, around: Form, mode: Mode) -> Iterator[Instant]:
-        if self.setup.profile.loss == "chunked":
-            yield from self._chunked_instants(around, mode)
+    def _head_forward(self, played: Played, around: Form) -> Iterator[Instant]:
+        """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
+        for moment in played.forward:
+            yield Instant("forward", moment.operation, add_forms(around, moment.form))
+        if self.setup.profile.loss != "chunked":
             return
-        for instant in dominant(play_backward(self.head.tape, self.head.output, mode)):
+        chunk = self._chunk()
+        named = {value.storage: value for value in (self.head.entry, self.normed)}
+        saved = {storage for node in self.head.tape.nodes for storage in node.saved}
+        rows = [
+            single_form(Part.ACTIVATIONS, value.quantity, value.coefficient)
+            for storage, value in named.items()
+            if storage not in saved
+        ]
+        losses = self._constant(Part.LOGITS, 4 * (self.setup.profile.loss_chunks - 1))
+        around = add_forms(around, played.kept, played.carried, *rows, losses)
+        for moment in play(chunk.tape, chunk.output, "first", chunk.entry, "full").forward:
+            yield Instant("forward", f"{moment.operation} of a chunk", add_forms(around, moment.form))
+
+    def _head_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
+        """Yield the moments of backward from the loss to the last layer's result."""
+        if self.setup.profile.loss == "chunked":
+            yield from self._chunked_instants(played, around, mode)
+            return
+        for instant in played.backward:
             yield Instant(instant.name or "loss backward", instant.operation, add_forms(around, instant.form))
 
-    def _chunked_instants(self, around: Form, mode: Mode) -> Iterator[Instant]:
+    def _chunked_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of a loss over chunks, each of which runs again in backward."""
         chunk = self._chunk()
-        norm = self.head.tape.saved_form()
+        norm = played.kept
         rows = single_form(Part.ACTIVATIONS, self.head.output.quantity, self.head.output.coefficient)
         trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
         plain = sum(w.formed_bytes for w in trained if not w.coded)
@@ -263,12 +286,11 @@ class HeadSections(Sections):
         summed = self._constant(Part.GRADIENTS, plain + stored_sum)
         parts = single_form(Part.TEMPORARIES, self.head.output.quantity, self.head.output.coefficient)
         rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
-        several = self.setup.profile.loss_chunks > 1
-        # A chunk's rows are a view of all rows, and the gradient of the last one's is formed in its own backward,
-        # which has used up the gradient of the sum of losses, one fp32 number.
-        viewed = single_form(Part.ACTIVATIONS, Quantity.CHUNK, chunk.entry.coefficient)
-        others = add_forms(summed if several else ZERO, parts, scale_form(viewed, -1), scale_form(rows_of_chunk, -1))
-        for instant in dominant(play_backward(chunk.tape, chunk.output, "again", (chunk.entry,))):
+        several = not self.regime.one_chunk
+        # The gradient of the last chunk's rows is formed in its own backward, which has used up the gradient of the
+        # sum of losses, one fp32 number.
+        others = add_forms(summed if several else ZERO, parts, scale_form(rows_of_chunk, -1))
+        for instant in play(chunk.tape, chunk.output, "again", chunk.entry, "full").backward:
             form = add_forms(around, norm, rows, others, instant.form)
             yield Instant(instant.name or "loss backward", f"{instant.operation} of a chunk", form)
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
@@ -281,5 +303,5 @@ class HeadSections(Sections):
             form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
             yield Instant("head backward", "gradient of the head", form)
         kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))
-        for instant in dominant(play_backward(self.head.tape, self.head.output, mode)):
+        for instant in played.backward:
             yield Instant("head backward", instant.operation, add_forms(around, kept, parts, instant.form))

@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.chunks import GRID_TABLE_BYTES
+from memplan.blocks.base import Regime
 from memplan.forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.head import HeadSections, Section
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfExperts
-from memplan.playback import Instant, dominant, play_backward
+from memplan.playback import Instant, Played, play, play_forward
 from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
 from memplan.tape import NEW, SAME, Mode, Value
+from memplan.units import ceil_div
 from memplan.updates import clipping_bytes, step_temporaries
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
@@ -52,13 +54,24 @@ class StepForms:
     unit_gradients: tuple[int, ...] = ()
 
 
-def compile_step(model: Model, setup: TrainingSetup, states: ModelStates) -> StepForms:
+def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
+    """Return which operations run for ``batch`` sequences of ``length`` tokens; what changes nothing is left at its default."""
+    tokens, chunks = batch * length, setup.profile.loss_chunks
+    eager = any(_steps_through_scores(run.layer.attention) for run in model.spec.runs)
+    return Regime(
+        one_sequence=batch == 1 and (eager or setup.profile.attention == "math"),
+        one_token=length == 1,
+        one_chunk=setup.profile.loss == "chunked" and ceil_div(tokens, chunks) == tokens,
+    )
+
+
+def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
     """Return the closed forms of a training step.
 
     Raises:
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
-    compiler = StepCompiler(model, setup, states)
+    compiler = StepCompiler(model, setup, states, regime)
     candidates = tuple(compiler.instants())
     return StepForms(candidates, compiler.buffers(), compiler.saved(), compiler.optimizer.formula)
 
@@ -66,8 +79,8 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates) -> Ste
 class StepCompiler(HeadSections):
     """Joins the tapes of embedding, layers and head."""
 
-    def __init__(self, model: Model, setup: TrainingSetup, states: ModelStates) -> None:
-        self.model, self.setup, self.states = model, setup, states
+    def __init__(self, model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> None:
+        self.model, self.setup, self.states, self.regime = model, setup, states, regime
         self.spec = model.spec
         self.kept_all = states.gradient_bytes
         self.checkpointing = setup.config.activation_checkpointing
@@ -77,9 +90,11 @@ class StepCompiler(HeadSections):
         by_name = {entry.tensor.name: entry for entry in states.tensors}  # equal in all runs of layers that have it
         self.weights = {name: self._weight(entry) for name, entry in by_name.items()}
         self.embedding = self._embedding()
-        self.layer_runs = self._layer_runs()
+        self.layer_runs: list[LayerRun] = []
         self.layer_sections: dict[tuple[object, ...], Section] = {}
-        self.runs = [self._layer(run) for run in self.layer_runs]
+        self.runs: list[Section] = []
+        self._add_runs()
+        self.runs_output = self.runs[-1].output
         self.head = self._head()
 
     # ---------------------------------------------------------------- sections
@@ -92,8 +107,8 @@ class StepCompiler(HeadSections):
             # What becomes of the sum of both gradients is in _tied_sum; coded ones are stored one by one.
             waits = replace(weight, delayed=True, converted=False, gradient_bytes=weight.formed_bytes)
             weight = replace(weight, shared=True) if weight.coded else waits
-        entry = tape.value(TOKENS, 1, 8, needs_gradient=False)
-        x = self._stream(tape)
+        entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
+        x = tape.value(TOKENS, self.spec.hidden_size, self.setup.residual_bytes)
         sums = [
             (Quantity.SORTED_TOKENS, 24),
             (Quantity.TOUCHED_ROWS, 16),
@@ -103,25 +118,32 @@ class StepCompiler(HeadSections):
         if self.spec.learned_positions:
             table = builder.weight(f"{names.positions}.weight")
             rows = tape.value(Quantity.POSITIONS, self.spec.hidden_size, self.setup.residual_bytes)
-            tape.apply("position embedding", [], rows, weights=[table])
-            x = tape.apply("add", [(x, SAME), (rows, NEW)], builder.fresh(x))
+            with tape.holding(x):
+                tape.apply("position embedding", [], rows, weights=[table])
+                x = tape.apply("add", [(x, SAME), (rows, NEW)], builder.fresh(x), packs=False)
         if self.spec.embedding_scale:
             x = builder.pointwise("scale", x)
         x = builder.dropped(x)
         return Section(tape, entry, x, self._gradients(tape))
 
-    def _layer_runs(self) -> list[LayerRun]:
-        """Return the runs of equal layers; a first layer whose input needs no gradient stands alone."""
-        runs = list(self.spec.runs)
-        if not self.embedding.output.needs_gradient and runs[0].count > 1:
-            first = runs[0]
-            runs[:1] = [LayerRun(first.layer, 1, first.first), LayerRun(first.layer, first.count - 1, first.first + 1)]
-        return runs
+    def _add_runs(self) -> None:
+        """Put every run of equal layers on tape; a first layer whose input needs no gradient may stand alone."""
+        needs = self.embedding.output.needs_gradient
+        for run in self.spec.runs:
+            first = self._layer(run, needs)
+            trained = first.output.needs_gradient
+            if trained == needs or run.count == 1:
+                self.layer_runs.append(run)
+                self.runs.append(first)
+            else:
+                rest = LayerRun(run.layer, run.count - 1, run.first + 1)
+                self.layer_runs += [LayerRun(run.layer, 1, run.first), rest]
+                self.runs += [first, self._layer(rest, trained)]
+            needs = self.runs[-1].output.needs_gradient
 
-    def _layer(self, run: LayerRun) -> Section:
+    def _layer(self, run: LayerRun, needs_gradient: bool) -> Section:
         """Return one layer of a run on tape; equal layers of several runs share theirs."""
         builder = self._builder(f"{self.spec.names.layer}.", self._inventory_first(run))
-        needs_gradient = self.embedding.output.needs_gradient or run.first > 0
         key = (run.layer, needs_gradient, *builder.weights.values())
         if key not in self.layer_sections:
             builder.tape.instant = "layer"
@@ -166,42 +188,8 @@ class StepCompiler(HeadSections):
             for run, section in zip(self.layer_runs, self.runs, strict=True)
         )
 
-    def _kept(self, section: Section) -> Form:
-        """Return what a layer leaves alive after forward."""
-        if self.checkpointing == "full":
-            return single_form(Part.ACTIVATIONS, section.entry.quantity, section.entry.coefficient)
-        if self.checkpointing == "selective":
-            return add_forms(
-                self._products(section),
-                single_form(Part.ACTIVATIONS, section.entry.quantity, section.entry.coefficient),
-            )
-        return section.tape.saved_form()
-
-    def _products(self, section: Section) -> Form:
-        """Return the results of matrix products and attention, which selective checkpointing keeps."""
-        form = ZERO
-        for node in section.tape.nodes:
-            if node.name.startswith(("linear", "attention", "scores", "weighted sum")):
-                for value in node.outputs:
-                    form = add_forms(form, single_form(Part.ACTIVATIONS, value.quantity, value.coefficient))
-            if node.name == "attention":
-                for storage in node.saved[-2:]:
-                    form = add_forms(form, single_form(*section.tape.storages[storage]))
-        return form
-
-    def _held(self, section: Section) -> Sequence[Value]:
-        """Return what checkpointing holds on to while a layer's backward runs.
-
-        Selective checkpointing keeps the result of the last product, which recomputing, since it
-        stops once everything that backward needs is there, never asks for.
-        """
-        if self.checkpointing == "none":
-            return ()
-        last = next(n for n in reversed(section.tape.nodes) if n.name.startswith("linear"))
-        return (section.entry, last.outputs[0]) if self.checkpointing == "selective" else (section.entry,)
-
-    def _play(self, section: Section, mode: Mode) -> list[Instant]:
-        return dominant(play_backward(section.tape, section.output, mode, self._held(section)))
+    def _play(self, section: Section, mode: Mode) -> Played:
+        return play(section.tape, section.output, mode, section.entry, self.checkpointing)
 
     # ---------------------------------------------------------------- instants
     def instants(self) -> Iterator[Instant]:
@@ -219,34 +207,48 @@ class StepCompiler(HeadSections):
 
     def _pass(self, base: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of one forward and backward; ``base`` is there throughout."""
-        below = [self._kept(section) for section in self.runs]
-        saved = add_forms(
-            self.embedding.tape.saved_form(), *map(scale_form, below, (run.count for run in self.layer_runs))
-        )
-        root = self._constant(Part.TEMPORARIES, self._root_bytes())
-        yield self._forward(add_forms(base, saved))
-        base = add_forms(base, root)
-        yield from self._head_instants(add_forms(base, saved), mode)
+        layers = {id(section): self._play(section, mode) for section in self.layer_sections.values()}
+        played = [layers[id(section)] for section in self.runs]
+        embedding = play(self.embedding.tape, self.embedding.output, mode)
+        head = play(self.head.tape, self.head.output, mode)
+        yield from self._forward(base, embedding, played, head)
+        counts = [run.count for run in self.layer_runs]
+        saved = add_forms(embedding.kept, *(scale_form(p.kept, n) for p, n in zip(played, counts, strict=True)))
+        base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
+        yield from self._head_instants(head, add_forms(base, saved), mode)
         formed = self._stays(self.head.gradients + self._chunked_gradients(), mode) or self._delayed_bytes()
-        played = {id(section): self._play(section, mode) for section in self.layer_sections.values()}
         places: list[_Place] = []
         for index in reversed(range(len(self.runs))):
-            section, run = self.runs[index], self.layer_runs[index]
-            rest = add_forms(saved, scale_form(below[index], -run.count))
+            section, run, kept = self.runs[index], self.layer_runs[index], played[index].kept
+            saved = add_forms(saved, scale_form(kept, -run.count))
             for position in dict.fromkeys((run.count, 1)):
-                kept = add_forms(base, rest, scale_form(below[index], position - 1))
+                left = add_forms(base, saved, scale_form(kept, position - 1))
                 above = formed + self._stays(section.gradients, mode) * (run.count - position)
-                around = add_forms(kept, self._constant(Part.GRADIENTS, above))
+                around = add_forms(left, self._constant(Part.GRADIENTS, above))
                 places.append(_Place((id(section), run.count, position), run.first + position, around))
             formed += self._stays(section.gradients, mode) * run.count
-            saved = rest
         for place in _ends(places):
-            instants, name = played[place.kind[0]], f"layer {place.layer} backward"
-            yield from (Instant(name, i.operation, add_forms(place.around, i.form)) for i in instants)
+            name = f"layer {place.layer} backward"
+            for moment in layers[place.kind[0]].backward:
+                yield Instant(name, moment.operation, add_forms(place.around, moment.form))
         around = add_forms(base, self._constant(Part.GRADIENTS, formed))
         yield from self._tied_sum(around, mode)
-        for instant in dominant(play_backward(self.embedding.tape, self.embedding.output, mode)):
-            yield Instant("end of backward", instant.operation, add_forms(around, instant.form))
+        for moment in embedding.backward:
+            yield Instant("end of backward", moment.operation, add_forms(around, moment.form))
+
+    def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
+        """Yield the moments of forward: of the embedding, the first and last layer of each run, and the head."""
+        for moment in embedding.forward:
+            yield Instant("forward", moment.operation, add_forms(around, moment.form))
+        around = add_forms(around, embedding.kept, embedding.carried)
+        for run, part in zip(self.layer_runs, played, strict=True):
+            left = add_forms(part.kept, part.carried)
+            for position in dict.fromkeys((0, run.count - 1)):
+                below = add_forms(around, scale_form(left, position))
+                for moment in part.forward:
+                    yield Instant("forward", moment.operation, add_forms(below, moment.form))
+            around = add_forms(around, scale_form(left, run.count))
+        yield from self._head_forward(head, around)
 
     def _after_backward(self) -> Iterator[Instant]:
         config = self.setup.config
@@ -260,16 +262,29 @@ class StepCompiler(HeadSections):
             yield Instant("gradient clipping", "norms", add_forms(gradients, scratch))
         kept = gradients if config.zero_gradients == "fill" else ZERO
         if config.evaluation:
-            yield Instant("evaluation", "log_softmax", add_forms(kept, self._evaluation()))
+            yield from self._evaluation(kept)
         if config.save_checkpoint:
             yield Instant("checkpoint saving", "state_dict", kept)
 
-    def _evaluation(self) -> Form:
-        """Return what a forward without gradients holds at its loss: hidden states, logits and their logarithms."""
-        hidden = single_form(Part.ACTIVATIONS, TOKENS, self.spec.hidden_size * 2 * self.setup.residual_bytes)
-        wide = 4 if self.setup.profile.loss != "bf16" or self.setup.autocast else self.setup.compute_bytes
-        logits = single_form(Part.LOGITS, TOKENS, 2 * wide * self.spec.vocab_size)
-        return add_forms(hidden, logits, self._constant(Part.LOGITS, 2 * self._loss_bytes()))
+    def _evaluation(self, around: Form) -> Iterator[Instant]:
+        """Yield the moments of a forward without gradients, whose loss is over all logits at once."""
+        sections = [self.embedding, *self.runs]
+        counts = [1, *(run.count for run in self.layer_runs)]
+        played = {id(section): play_forward(section.tape) for section in sections}
+        for section, count in zip(sections, counts, strict=True):
+            part = played[id(section)]
+            for position in dict.fromkeys((0, count - 1)):
+                below = add_forms(around, scale_form(part.carried, position))
+                for moment in part.forward:
+                    yield Instant("evaluation", moment.operation, add_forms(below, moment.form))
+            around = add_forms(around, scale_form(part.carried, count))
+        builder = self._builder("")
+        entry = self._stream(builder.tape)
+        x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
+        with builder.tape.holding(x):
+            self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
+        for moment in play_forward(builder.tape).forward:
+            yield Instant("evaluation", moment.operation, add_forms(around, moment.form))
 
 
 @dataclass(frozen=True, slots=True)

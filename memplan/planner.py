@@ -16,7 +16,8 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.forms import QUANTITIES, Form, Part, Quantity, part_bytes, quantities, total_bytes, with_totals
 from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.phases import StepForms, compile_step
+from memplan.blocks.base import Regime
+from memplan.phases import StepForms, compile_step, regime_of
 from memplan.playback import Instant, dominant
 from memplan.setup import FLOAT_BYTES, TrainingSetup
 from memplan.sharding import bucket_bytes, is_sharded, share
@@ -200,6 +201,20 @@ def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The closed forms of a step within one regime of batch and length.
+
+    Attributes:
+        candidates: For each instant, the moments that can be its fullest.
+        totals: Each candidate's coefficients, all parts together: what a peak by itself needs.
+    """
+
+    forms: StepForms
+    candidates: tuple[Instant, ...]
+    totals: tuple[Form, ...]
+
+
 class CompiledPlan:
     """A model under a setup, ready to be evaluated for any batch, sequence length and device.
 
@@ -216,12 +231,38 @@ class CompiledPlan:
         self.setup = setup
         _refuse_wide_tables(model, setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
-        self.forms = _compiled(model, setup, self.states)
-        self.candidates = _candidates(self.forms.candidates)
+        self._by_regime: dict[Regime, Compiled] = {}
         states = self.states
         self.bucket_bytes = bucket_bytes(setup.config.parallel, states.gradient_bytes)
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
         self.constant_bytes += self.bucket_bytes
+
+    def compiled(self, batch: int | None = None, length: int | None = None) -> Compiled:
+        """Return the closed forms that hold for a batch and a length, by default the setup's.
+
+        Args:
+            batch: Sequences per micro-batch.
+            length: Tokens per sequence.
+        """
+        config = self.setup.config
+        batch, length = batch or config.micro_batch_size, length or config.sequence_length
+        regime = regime_of(self.model, self.setup, batch, length)
+        if regime not in self._by_regime:
+            forms = _compiled(self.model, self.setup, self.states, regime)
+            candidates = _candidates(forms.candidates)
+            totals = tuple(with_totals(candidate.form) for candidate in candidates)
+            self._by_regime[regime] = Compiled(forms, candidates, totals)
+        return self._by_regime[regime]
+
+    @property
+    def forms(self) -> StepForms:
+        """The closed forms for the setup's own batch and length."""
+        return self.compiled().forms
+
+    @property
+    def candidates(self) -> tuple[Instant, ...]:
+        """The instants that can be the peak, for the setup's own batch and length."""
+        return self.compiled().candidates
 
     @cached_property
     def rounding_bytes(self) -> int:
@@ -255,13 +296,9 @@ class CompiledPlan:
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
         values = self.values(batch, length)
-        peak: int = max(sum(map(mul, totals, values)) for totals in self._totals)
-        return self.constant_bytes + total_bytes(self.forms.buffers, values) + peak
-
-    @cached_property
-    def _totals(self) -> tuple[Form, ...]:
-        """Each candidate's coefficients, all parts together: what a peak by itself needs."""
-        return tuple(with_totals(candidate.form) for candidate in self.candidates)
+        compiled = self.compiled(batch, length)
+        peak: int = max(sum(map(mul, totals, values)) for totals in compiled.totals)
+        return self.constant_bytes + total_bytes(compiled.forms.buffers, values) + peak
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
@@ -274,12 +311,13 @@ class CompiledPlan:
         batch = batch or self.setup.config.micro_batch_size
         length = length or self.setup.config.sequence_length
         values = self.values(batch, length)
-        buffers = total_bytes(self.forms.buffers, values)
+        compiled = self.compiled(batch, length)
+        buffers = total_bytes(compiled.forms.buffers, values)
         always = self.constant_bytes + buffers
-        sizes = [always + total_bytes(candidate.form, values) for candidate in self.candidates]
+        sizes = [always + total_bytes(candidate.form, values) for candidate in compiled.candidates]
         requested = max(sizes)
-        peak = self.candidates[sizes.index(requested)]
-        allowances = allowances_of(self.setup, device, self.forms.stream_bytes)
+        peak = compiled.candidates[sizes.index(requested)]
+        allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
         allocated = requested + self.rounding_bytes + allowances.library_bytes
         reserved = allocated + allowances.reserve_bytes(allocated)
         total = reserved + allowances.context_bytes
@@ -294,7 +332,7 @@ class CompiledPlan:
             verdict="fits" if upper <= usable else "tight" if total <= usable else "no",
             usable_bytes=usable,
             peak=peak,
-            instants=_by_instant(self.candidates, sizes),
+            instants=_by_instant(compiled.candidates, sizes),
             requested_bytes=requested,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
@@ -303,7 +341,7 @@ class CompiledPlan:
             persistent_bytes=self.persistent_bytes,
             host_bytes=self.states.host_bytes,
             states=self.states,
-            forms=self.forms,
+            forms=compiled.forms,
             parts=tuple(parts),
             communication_bytes=peak.communication + self.bucket_bytes,
             values=values,
@@ -315,13 +353,13 @@ class CompiledPlan:
         )
 
 
-def _compiled(model: Model, setup: TrainingSetup, states: ModelStates) -> StepForms:
+def _compiled(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
     """Return the closed forms of one rank's step."""
     if not is_sharded(setup.config.parallel):
-        return compile_step(model, setup, states)
+        return compile_step(model, setup, states, regime)
     from memplan.sharded import compile_sharded_step
 
-    return compile_sharded_step(model, setup, states)
+    return compile_sharded_step(model, setup, states, regime)
 
 
 def _candidates(instants: Sequence[Instant]) -> tuple[Instant, ...]:

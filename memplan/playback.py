@@ -1,21 +1,24 @@
-"""Backward through a tape: what is alive at each of its instants.
+"""A tape played: what is alive at each moment of forward, of what is computed again, and of backward.
 
-Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp (v2.13.0).
+Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import ge
+from typing import Literal
 
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, with_totals
-from memplan.tape import SAME, VIEW, Mode, Node, Tape, Value, Weight
+from memplan.tape import FOREVER, SAME, VIEW, Mode, Node, Operation, Tape, Value, Weight
+
+Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A point of backward: the bytes alive there, as far as the tape knows them.
+    """A point of a step: the bytes alive there, as far as the tape knows them.
 
     Attributes:
         communication: How many of the form's constant temporaries are gathered weights and reduced
@@ -28,44 +31,154 @@ class Instant:
     communication: int = 0
 
 
-def play_backward(tape: Tape, output: Value, mode: Mode, held: Sequence[Value] = ()) -> list[Instant]:
-    """Return the instants of backward through ``tape``, from the gradient of ``output`` on.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a part of the model has alive in forward and in backward.
 
-    The first instant has everything saved and that gradient; each further one is the fullest
-    moment of one operation's backward.
+    Attributes:
+        forward: Moments of its forward, with what it is given.
+        kept: What forward leaves for backward.
+        carried: What stays besides until the whole forward ends: weights that autocast has cast.
+        backward: Moments of its backward, what is computed again for it included; the first one has the
+            gradient of its output, and all that forward left.
+    """
+
+    forward: list[Instant]
+    kept: Form
+    carried: Form
+    backward: list[Instant]
+
+
+def play(
+    tape: Tape, output: Value, mode: Mode, entry: Value | None = None, checkpointing: Checkpointing = "none"
+) -> Played:
+    """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
 
     Args:
         tape: The operations.
         output: The value whose gradient comes in.
         mode: What becomes of weight gradients.
-        held: Values that something outside keeps alive throughout.
+        entry: What the part is given; checkpointing holds it until backward is done.
+        checkpointing: What forward keeps.
     """
-    player = _Player(tape, mode)
-    player.start(output, held)
-    for node in reversed(tape.nodes):
-        player.run(node)
-    return player.instants
+    player = _Player(tape, mode, entry, checkpointing)
+    player.forward(keeps=True)
+    forward, player.instants = player.instants, []
+    carried = player.region_ends()
+    kept = tuple(player.live)
+    if tape.nodes:
+        player.start(output)
+        for node in reversed(tape.nodes):
+            player.run(node)
+    return Played(dominant(forward), kept, carried, dominant(player.instants))
+
+
+def play_forward(tape: Tape) -> Played:
+    """Return the moments of a forward that keeps nothing, as under ``no_grad``."""
+    player = _Player(tape, "first", None, "none")
+    player.forward(keeps=False)
+    return Played(dominant(player.instants), ZERO, player.region_ends(), [])
 
 
 class _Player:
-    """Live bytes during backward, with reference counts of storages."""
+    """Live bytes while a tape is played, with reference counts of storages."""
 
-    def __init__(self, tape: Tape, mode: Mode) -> None:
-        self.tape = tape
-        self.mode = mode
+    def __init__(self, tape: Tape, mode: Mode, entry: Value | None, checkpointing: Checkpointing) -> None:
+        self.tape, self.mode, self.checkpointing = tape, mode, checkpointing
         self.live = list(ZERO)
         self.storages = list(tape.storages)
         self.references: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
         self.instants: list[Instant] = []
+        self.cache: set[int] = set()
+        self.region: set[int] = set()
+        packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
+        self.first_packing = tape.operations[packing[0]].node if packing else None
+        self.last_packing = packing[-1] if packing else -1
+        self.to_recompute = checkpointing != "none" and bool(packing)
+        self.entry = entry if self.to_recompute else None
 
-    def start(self, output: Value, held: Sequence[Value]) -> None:
-        for node in self.tape.nodes:
-            for storage in node.saved:
+    # ---------------------------------------------------------------- forward
+    def forward(self, *, keeps: bool) -> None:
+        """Play all operations, and keep for backward what checkpointing says."""
+        named = self._given()
+        if self.entry is not None and keeps:
+            self.hold(self.entry.storage)
+        for index, operation in enumerate(self.tape.operations):
+            self._make(operation, "forward", named)
+            if keeps and self.checkpointing == "none":
+                self._save(operation)
+            elif keeps and self.checkpointing == "selective" and operation.product and self.to_recompute:
+                self.cache.update(operation.makes)
+                self._hold_all(operation.makes)
+            self._forget(named, index)
+        self._drop_all(named - self.tape.regional)
+        self.region = named & self.tape.regional
+
+    def region_ends(self) -> Form:
+        """Let go of what autocast has cast; return what goes with it."""
+        before = tuple(self.live)
+        self._drop_all(self.region)
+        self.region = set()
+        return tuple(map(int.__sub__, before, self.live))
+
+    def recompute(self, instant: str) -> None:
+        """Play the operations again, up to where everything that backward needs is there."""
+        named = self._given()
+        last = self.tape.operations[self.last_packing]
+        stop = self.last_packing + last.keeps_last
+        for index, operation in enumerate(self.tape.operations[:stop]):
+            self._make(operation, instant, named)
+            self._save(operation)
+            self._forget(named, index)
+        if not last.keeps_last:
+            self._save(last)
+        self._drop_all(named)
+
+    def _given(self) -> set[int]:
+        named = {storage for storage, last in self.tape.last_use.items() if last == FOREVER}
+        self._hold_all(named)
+        return named
+
+    def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
+        """Allocate what an operation makes; a result that selective checkpointing has kept is there already."""
+        copies = sum(w.copy_bytes for w in operation.weights if not w.copy_kept)
+        decoding = sum(w.decoding_bytes for w in operation.weights)
+        if decoding:
+            self.with_scratch(instant, operation.name, [(Part.TEMPORARIES, Quantity.ONE, copies + decoding)])
+        for storage in operation.makes:
+            if storage in self.cache:
+                self.cache.remove(storage)
+            else:
                 self.hold(storage)
-        for value in held:
-            self.hold(value.storage)
+        named.update(operation.makes)
+        scratch = [(Part.TEMPORARIES, *item) for item in operation.scratch]
+        if copies:
+            scratch.append((Part.TEMPORARIES, Quantity.ONE, copies))
+        self.with_scratch(instant, operation.name, scratch)
+
+    def _save(self, operation: Operation) -> None:
+        if operation.node is not None:
+            self._hold_all(operation.node.saved)
+
+    def _forget(self, named: set[int], index: int) -> None:
+        """Drop the storages that nothing names after the operation with that index."""
+        gone = {storage for storage in named if self.tape.last_use[storage] <= index} - self.tape.regional
+        self._drop_all(gone)
+        named -= gone
+
+    def _hold_all(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.hold(storage)
+
+    def _drop_all(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.drop(storage)
+
+    # ---------------------------------------------------------------- backward
+    def start(self, output: Value) -> None:
+        """Begin backward with the gradient of ``output``."""
         self.gradients[id(output)] = self.new(output.quantity, output.coefficient, self.gradient_part(output))
         self.note("", "start")
 
@@ -98,13 +211,29 @@ class _Player:
         self.instants.append(Instant(name, operation, tuple(self.live)))
 
     def run(self, node: Node) -> None:
+        """Run the backward of one operation; the first that needs what was not kept has it computed again."""
         arrived = [g for g in (self.gradients.pop(id(value), None) for value in node.outputs) if g is not None]
-        if not arrived:
-            for storage in node.saved:
-                self.drop(storage)
-            return
+        if node.packs and self.to_recompute and arrived:
+            self.recompute(node.instant)
+            self.to_recompute = False
+        if arrived:
+            self.form(node, arrived)
+        elif not self.to_recompute:
+            self._drop_all(node.saved)
+        if node is self.first_packing and not self.to_recompute:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of what checkpointing holds once every node that kept something is done."""
+        self._drop_all(self.cache)
+        self.cache = set()
+        if self.entry is not None:
+            self.drop(self.entry.storage)
+
+    def form(self, node: Node, arrived: list[int]) -> None:
+        """Form the gradients of a node's inputs and weights."""
         if decoding := sum(w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes):
-            self.with_scratch(node, [(Part.TEMPORARIES, Quantity.ONE, decoding)])
+            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoding)])
         formed: list[tuple[Value, int]] = []
         for value, how in node.inputs:
             if how is SAME:
@@ -121,10 +250,10 @@ class _Player:
         decoded = sum(w.copy_bytes for w in node.weights if not w.copy_kept)
         trained = [w for w in node.weights if w.trainable]
         if decoded:
-            self.with_scratch(node, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
+            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
         for weight in trained:
             self.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
-        self.with_scratch(node, scratch)
+        self.with_scratch(node.instant, node.name, scratch)
         for weight in trained:
             if weight.coded:
                 self.store(node, weight)
@@ -136,11 +265,11 @@ class _Player:
         for value, gradient in formed:
             self.accumulate(node, value, gradient)
 
-    def with_scratch(self, node: Node, scratch: list[tuple[Part, Quantity, int]]) -> None:
-        """Note the instant at which an operation's scratch memory is there."""
+    def with_scratch(self, instant: str, operation: str, scratch: list[tuple[Part, Quantity, int]]) -> None:
+        """Note the moment at which an operation's scratch memory is there."""
         for item in scratch:
             self.add(*item)
-        self.note(node.instant, node.name)
+        self.note(instant, operation)
         for part, quantity, coefficient in scratch:
             self.add(part, quantity, -coefficient)
 

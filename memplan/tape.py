@@ -12,12 +12,16 @@ Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp (v2.13.0).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity
+
+FOREVER = 2**62
+"""Index of an operation that never comes."""
 
 Mode = Literal["first", "again", "layer"]
 """How weight gradients fare: kept from now on, added to ones already there, or used at once."""
@@ -48,6 +52,7 @@ class Weight:
             that was formed is gone, before an update inside backward.
         update_bytes: Temporaries of updating this tensor alone, for updates inside backward.
         rows: Its first dimension.
+        columns: Its last dimension.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Weight:
     handed_over: bool = False
     update_bytes: int = 0
     rows: int = 0
+    columns: int = 0
     decoding_bytes: int = 0
 
     def storing_bytes(self, mode: Mode) -> int:
@@ -114,7 +120,12 @@ NEW, SAME, VIEW = Pass.NEW, Pass.SAME, Pass.VIEW
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One operation with a backward."""
+    """The backward of one operation.
+
+    Attributes:
+        packs: Whether it keeps any tensor, weights and tables included: under checkpointing, the first such node that
+            backward reaches has the part computed again.
+    """
 
     name: str
     inputs: tuple[tuple[Value, Pass], ...]
@@ -123,6 +134,30 @@ class Node:
     weights: tuple[Weight, ...]
     workspace: tuple[tuple[Quantity, int], ...]
     instant: str
+    packs: bool
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation of forward.
+
+    Attributes:
+        makes: Storages that it allocates.
+        scratch: What it allocates besides, and frees again.
+        weights: Parameters that it reads, decoded first where they are codes.
+        node: Its backward, or None.
+        product: Whether selective checkpointing keeps its results.
+        keeps_last: Whether its node packs its tensors when the results are there, and not before: results that it
+            keeps, and functions written in Python.
+    """
+
+    name: str
+    makes: tuple[int, ...]
+    scratch: tuple[tuple[Quantity, int], ...]
+    weights: tuple[Weight, ...]
+    node: Node | None
+    product: bool
+    keeps_last: bool
 
 
 @dataclass(slots=True)
@@ -132,12 +167,18 @@ class Tape:
     Attributes:
         storages: (part, quantity, coefficient) of every storage.
         nodes: Operations that have a backward.
+        operations: All operations.
         instant: Instant that operations added from now on belong to in backward.
+        last_use: Storage -> index of the operation after which forward's own names for it are gone.
+        regional: Storages that a region of autocast keeps until it ends.
     """
 
     storages: list[tuple[Part, Quantity, int]] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     instant: str = ""
+    last_use: dict[int, int] = field(default_factory=dict)
+    regional: set[int] = field(default_factory=set)
 
     def value(
         self,
@@ -152,6 +193,20 @@ class Tape:
         self.storages.append((part, quantity, coefficient))
         return Value(len(self.storages) - 1, quantity, coefficient, element_bytes, needs_gradient)
 
+    def given(
+        self, quantity: Quantity, width: int, element_bytes: int, needs_gradient: bool = True
+    ) -> Value:
+        """Return a tensor that is there before the first operation, and as long as forward runs."""
+        value = self.value(quantity, width, element_bytes, needs_gradient)
+        self.last_use[value.storage] = FOREVER
+        return value
+
+    def part_of(self, quantity: Quantity, width: int, element_bytes: int, needs_gradient: bool = True) -> Value:
+        """Return a tensor that is there like :meth:`given`, and whose bytes count elsewhere: a view of a larger one."""
+        value = self.given(quantity, width, element_bytes, needs_gradient)
+        self.storages[value.storage] = (Part.ACTIVATIONS, quantity, 0)
+        return value
+
     def apply(
         self,
         name: str,
@@ -160,6 +215,11 @@ class Tape:
         saves: Sequence[Value] = (),
         weights: Sequence[Weight] = (),
         workspace: Sequence[tuple[Quantity, int]] = (),
+        *,
+        scratch: Sequence[tuple[Quantity, int]] = (),
+        packs: bool | None = None,
+        custom: bool = False,
+        product: bool = False,
     ) -> Value:
         """Record an operation and return its (first) output.
 
@@ -170,16 +230,58 @@ class Tape:
             saves: Tensors kept until this operation's backward is done.
             weights: Parameters that it reads.
             workspace: Scratch memory of its backward.
+            scratch: Scratch memory of its forward.
+            packs: Whether backward keeps anything, be it a table or a number; by default, what is saved and
+                parameters that are no codes.
+            custom: Whether it is a function written in Python, which keeps its tensors when it is done.
+            product: Whether selective checkpointing keeps its results.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
         needs = any(value.needs_gradient for value, _ in inputs) or any(w.trainable for w in weights)
         for value in made:
             value.needs_gradient = needs
+        new = self._first_seen([value for value, _ in inputs], (*made, *saves))
+        node = None
         if needs:
             used = tuple((value, how) for value, how in inputs if value.needs_gradient)
             storages = tuple(dict.fromkeys(value.storage for value in saves))
-            self.nodes.append(Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant))
+            packed = bool(storages) or any(not w.coded for w in weights) if packs is None else packs
+            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed)
+            self.nodes.append(node)
+        last = custom or any(value.storage in new for value in saves)
+        self.operations.append(Operation(name, new, tuple(scratch), tuple(weights), node, product, last))
         return made[0]
+
+    def make(
+        self, name: str, output: Value, *reads: Value, scratch: Sequence[tuple[Quantity, int]] = (), product: bool = False
+    ) -> Value:
+        """Record an operation whose result has no gradient, whatever it reads; return its output."""
+        output.needs_gradient = False
+        new = self._first_seen(reads, (output,))
+        self.operations.append(Operation(name, new, tuple(scratch), (), None, product, False))
+        return output
+
+    def _first_seen(self, reads: Sequence[Value], written: Sequence[Value]) -> tuple[int, ...]:
+        """Note what the next operation reads and writes; return the storages that it allocates."""
+        index = len(self.operations)
+        for value in reads:
+            self.last_use[value.storage] = max(index, self.last_use.get(value.storage, 0))
+        new = tuple(s for s in dict.fromkeys(value.storage for value in written) if s not in self.last_use)
+        self.last_use.update(dict.fromkeys(new, index))
+        return new
+
+    def touch(self, *values: Value) -> None:
+        """Note that names of ``values`` are alive up to the operation recorded last."""
+        for value in values:
+            self.last_use[value.storage] = max(len(self.operations) - 1, self.last_use.get(value.storage, 0))
+
+    @contextmanager
+    def holding(self, *values: Value) -> Iterator[None]:
+        """Keep ``values`` alive in forward until the block ends, as variables of a function are."""
+        try:
+            yield
+        finally:
+            self.touch(*values)
 
     def view(self, base: Value, width: int | None = None) -> Value:
         """Return another look at ``base``'s storage, ``width`` elements of it per unit."""

@@ -14,29 +14,37 @@ class DenseOperations(Operations):
     def mlp(self, x: Value, part: Mlp, prefix: str) -> Value:
         """Return what a dense feed-forward part adds to the residual stream."""
         names, inner, tape = self.spec.names, part.intermediate_size, self.tape
-        fused = self.profile.activation == "fused"
-        if not part.gated:
-            hidden = self.activated(self.linear(x, f"{prefix}.{names.up}", inner))
-        elif part.fused_gate_up:
-            both = self.linear(x, f"{prefix}.{names.gate_up}", 2 * inner)
-            gate, up = tape.view(both, inner), tape.view(both, inner)
-            tape.apply("split", [(both, NEW)], [gate, up])
-            hidden = self.gated(gate, up) if fused else self.multiply(self.activated(gate), up)
-        elif fused:
-            gate = self.linear(x, f"{prefix}.{names.gate}", inner)
-            hidden = self.gated(gate, self.linear(x, f"{prefix}.{names.up}", inner))
-        else:
-            gate = self.activated(self.linear(x, f"{prefix}.{names.gate}", inner))
-            hidden = self.multiply(gate, self.linear(x, f"{prefix}.{names.up}", inner))
-        return self.linear(hidden, f"{prefix}.{names.down}", self.spec.hidden_size)
+        with tape.holding(x):
+            if not part.gated:
+                hidden = self.activated(self.linear(x, f"{prefix}.{names.up}", inner))
+            elif part.fused_gate_up:
+                both = self.linear(x, f"{prefix}.{names.gate_up}", 2 * inner)
+                gate, up = tape.view(both, inner), tape.view(both, inner)
+                tape.apply("split", [(both, NEW)], [gate, up], packs=False)
+                with tape.holding(both):
+                    hidden = self.gated(gate, up)
+                    return self.linear(hidden, f"{prefix}.{names.down}", self.spec.hidden_size)
+            elif self.profile.activation == "fused":
+                gate = self.linear(x, f"{prefix}.{names.gate}", inner)
+                with tape.holding(gate):
+                    hidden = self.gated(gate, self.linear(x, f"{prefix}.{names.up}", inner))
+            else:
+                gate = self.activated(self.linear(x, f"{prefix}.{names.gate}", inner))
+                with tape.holding(gate):
+                    hidden = self.multiply(gate, self.linear(x, f"{prefix}.{names.up}", inner))
+            return self.linear(hidden, f"{prefix}.{names.down}", self.spec.hidden_size)
 
     def activated(self, x: Value) -> Value:
         """Return the activation of ``x``, which keeps its input."""
         return self.pointwise("activation", x, (x,))
 
     def gated(self, gate: Value, up: Value) -> Value:
-        """Return ``activation(gate) * up`` in one kernel, which keeps both inputs."""
-        return self.tape.apply("gated activation", [(gate, NEW), (up, NEW)], self.fresh(up), [gate, up])
+        """Return ``activation(gate) * up``: in one kernel, which keeps both inputs, or step by step."""
+        with self.tape.holding(gate, up):
+            if self.profile.activation == "fused":
+                ways = [(gate, NEW), (up, NEW)]
+                return self.tape.apply("gated activation", ways, self.fresh(up), [gate, up], custom=True)
+            return self.multiply(self.activated(gate), up)
 
 
 class MixtureOperations(DenseOperations):
@@ -44,83 +52,135 @@ class MixtureOperations(DenseOperations):
 
     def mixture(self, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
         """Return what routed and shared experts add to the residual stream."""
+        names, tape = self.spec.names, self.tape
+        with tape.holding(x):
+            weights, chosen = self._routed(x, part, f"{prefix}.{names.router}")
+            with tape.holding(weights, chosen):
+                out = self._experts(x, weights, chosen, part, f"{prefix}.{names.experts}")
+                if not part.shared_intermediate_size:
+                    return out
+                with tape.holding(out):
+                    return self.add(out, self._shared(x, part, prefix))
+
+    def _shared(self, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+        """Return what shared experts add, scaled by a gate where there is one."""
         names, tape, hidden = self.spec.names, self.tape, self.spec.hidden_size
-        chosen = self._routed(x, part, f"{prefix}.{names.router}")
-        out = self._experts(x, chosen, part, f"{prefix}.{names.experts}")
-        if part.shared_intermediate_size:
-            shared = self.mlp(
-                x, Mlp(part.shared_intermediate_size, part.activation), f"{prefix}.{names.shared_experts}"
-            )
-            if part.shared_gate:
-                gate = self.linear(x, f"{prefix}.{names.shared_gate}", 1)
-                open_ = self.fresh(gate)
-                tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
-                full = [(TOKENS, hidden * self.compute)]
-                shared = tape.apply(
-                    "mul", [(open_, NEW), (shared, NEW)], self.fresh(shared), [shared, open_], workspace=full
-                )
-            out = self.add(out, shared)
-        return out
+        dense = Mlp(part.shared_intermediate_size, part.activation)
+        shared = self.mlp(x, dense, f"{prefix}.{names.shared_experts}")
+        if not part.shared_gate:
+            return shared
+        with tape.holding(shared):
+            gate = self.linear(x, f"{prefix}.{names.shared_gate}", 1)
+            open_ = self.fresh(gate)
+            tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
+            full = [(TOKENS, hidden * self.compute)]
+            ways = [(open_, NEW), (shared, NEW)]
+            return tape.apply("mul", ways, self.fresh(shared), [shared, open_], workspace=full)
 
-    def _routed(self, x: Value, part: MixtureOfExperts, name: str) -> Value:
-        """Return the weights of the chosen experts, in the compute dtype."""
+    def _routed(self, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
+        """Return weights and numbers of the chosen experts, the weights in the compute dtype."""
         tape, used = self.tape, part.experts_per_token
-        logits = self.cast(self.linear(x, name, part.num_experts), 4)
-        scores = self.fresh(logits)
-        tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
-        indices = tape.value(TOKENS, used, 8, needs_gradient=False)
-        top = tape.apply("topk", [(scores, NEW)], self.fresh(scores, used), [indices])
-        total = tape.apply("sum", [(top, SAME)], self.fresh(top, 1))
-        scratch = [(TOKENS, top.coefficient)]
-        share = tape.apply("div", [(top, NEW), (total, NEW)], self.fresh(top), [top, total], workspace=scratch)
-        return self.cast(share, self.compute)
+        logits = self.cast(self.plain_linear(x, name, part.num_experts), 4)
+        scores, indices = self.fresh(logits), tape.value(TOKENS, used, 8, needs_gradient=False)
+        with tape.holding(logits):
+            tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
+            if part.score_correction:
+                with tape.holding(scores):
+                    corrected = tape.make("add", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
+                    top = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES)
+                    tape.make("topk", top, corrected)
+                    tape.make("topk indices", indices, corrected)
+                    top = tape.apply("gather", [(scores, NEW)], self.fresh(scores, used), [indices])
+            else:
+                top = self.fresh(scores, used)
+                tape.apply("topk", [(scores, NEW)], (top, indices), [indices])
+                indices.needs_gradient = False
+            with tape.holding(top, indices):
+                total = tape.apply("sum", [(top, SAME)], self.fresh(top, 1), packs=False)
+                scratch = [(TOKENS, top.coefficient)]
+                ways = [(top, NEW), (total, NEW)]
+                share = tape.apply("div", ways, self.fresh(top), [top, total], workspace=scratch)
+            weights = self.cast(share, self.compute)
+            tape.touch(indices)
+            return weights, indices
 
-    def _experts(self, x: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
+    def _experts(self, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
         """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
         tape, used, inner = self.tape, part.experts_per_token, part.intermediate_size
-        row_order = tape.value(TOKENS, used, 8, needs_gradient=False)
-        order = tape.value(TOKENS, used, 8, needs_gradient=False)
-        back = tape.value(TOKENS, used, 8, needs_gradient=False)
-        experts = tape.value(TOKENS, used, 8, needs_gradient=False)
-        offsets = tape.value(ONE, part.num_experts, 4, needs_gradient=False)
+        experts, order = self._indices(used), self._indices(used)
+        tape.make("sort", experts, chosen)
+        tape.make("sort", order, chosen)
         x = self.lowered(x)
+        row_order = tape.make("order // used", self._indices(used), order)
         rows = tape.apply("gather rows", [(x, NEW)], self.fresh(x, x.width * used), [row_order])
-        both = self._grouped(rows, f"{name}.gate_up_proj", 2 * inner * used, experts, offsets)
-        gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
-        tape.apply("split", [(both, NEW)], [gate, up])
-        if self.profile.activation == "fused":
-            hidden = self.gated(gate, up)
-        elif part.activation == "clamped-swiglu":
-            hidden = self._clamped(gate, up)
-        else:
-            hidden = self.multiply(self.activated(gate), up)
-        out = self._grouped(hidden, f"{name}.down_proj", x.width * used, experts, offsets)
-        weights = tape.apply("gather weights", [(chosen, NEW)], self.fresh(chosen), [order])
-        full = [(TOKENS, out.coefficient)]
-        scaled = tape.apply("mul", [(out, NEW), (weights, NEW)], self.fresh(out), [out, weights], workspace=full)
-        ordered = tape.apply("gather back", [(scaled, NEW)], self.fresh(scaled), [back])
-        return tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, x.width))
+        with tape.holding(rows, experts, order):
+            offsets = self._offsets(experts, part)
+            both = self._grouped(rows, f"{name}.gate_up_proj", 2 * inner * used, experts, offsets)
+            gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
+            tape.apply("split", [(both, NEW)], [gate, up], packs=False)
+            with tape.holding(both, offsets):
+                clamped = part.activation == "clamped-swiglu" and self.profile.activation != "fused"
+                hidden = self._clamped(gate, up) if clamped else self.gated(gate, up)
+                with tape.holding(hidden):
+                    out = self._grouped(hidden, f"{name}.down_proj", x.width * used, experts, offsets)
+                    return self._combined(out, weights, order, x.width)
+
+    def _indices(self, used: int) -> Value:
+        return self.tape.value(TOKENS, used, 8, needs_gradient=False)
+
+    def _offsets(self, experts: Value, part: MixtureOfExperts) -> Value:
+        """Return where each expert's rows end."""
+        tape = self.tape
+        narrow = tape.make("cast", tape.value(TOKENS, part.experts_per_token, 4, part=Part.TEMPORARIES), experts)
+        counts = tape.make("histc", self.constant(part.num_experts, 4), narrow)
+        return tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
+
+    def _combined(self, out: Value, weights: Value, order: Value, width: int) -> Value:
+        """Return the experts' results, weighted, in the order of the tokens, and summed for each."""
+        tape = self.tape
+        with tape.holding(out):
+            taken = tape.apply("gather weights", [(weights, NEW)], self.fresh(weights), [order])
+            full = [(TOKENS, out.coefficient)]
+            ways = [(out, NEW), (taken, NEW)]
+            scaled = tape.apply("mul", ways, self.fresh(out), [out, taken], workspace=full)
+        back = self._indices(order.width)
+        tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
+        with tape.holding(scaled, back):
+            ordered = tape.apply("gather back", [(scaled, NEW)], self.fresh(scaled), [back])
+            return tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, width), packs=False)
 
     def _grouped(self, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
         """Return each row times the matrix of its expert."""
         tape, weight = self.tape, self.weight(name)
+        copy = self.cast_weight(weight)
         saves = [offsets, *([rows] if weight.trainable else [])]
-        if weight.copy_kept and weight.copy_bytes:
-            saves.append(tape.value(ONE, weight.copy_bytes, 1, part=Part.TEMPORARIES))
-        out = tape.apply(f"grouped {name}", [(rows, NEW)], tape.value(TOKENS, width, self.compute), saves, [weight])
+        if copy is not None and rows.needs_gradient:
+            saves.append(copy)
+        if weight.coded and not weight.trainable:
+            saves = []
+        out = tape.value(TOKENS, width, self.compute)
+        tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], custom=weight.coded, product=True)
+        tape.touch(*([copy] if copy is not None else []))
         bias = self.weights.get(f"{name}_bias")
         if bias is None:
             return out
-        in_place = self.setup.config.activation_checkpointing != "selective"
-        biased = tape.view(out) if in_place else self.fresh(out)
-        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias])
+        with tape.holding(out):
+            if self.setup.autocast:
+                self.cast_weight(bias)
+            in_place = self.setup.config.activation_checkpointing != "selective"
+            biased = tape.view(out) if in_place else self.fresh(out)
+            gathered = [(out.quantity, out.coefficient)]
+            return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], scratch=gathered)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
         """Return gpt-oss's clamped SwiGLU: ``(up + 1) * (gate * sigmoid(gate * alpha))``, both clamped."""
         tape = self.tape
-        gate, up = self.pointwise("clamp", gate, (gate,)), self.pointwise("clamp", up, (up,))
-        more = self.pointwise("add one", up)
-        scaled = self.pointwise("scale", gate)
-        open_ = self.fresh(scaled)
-        tape.apply("sigmoid", [(scaled, NEW)], open_, [open_])
-        return self.multiply(more, self.multiply(gate, open_))
+        with tape.holding(gate, up):
+            gate, up = self.pointwise("clamp", gate, (gate,)), self.pointwise("clamp", up, (up,))
+            with tape.holding(gate, up):
+                more = self.pointwise("add one", up, packs=False)
+                with tape.holding(more):
+                    scaled = self.pointwise("scale", gate)
+                    open_ = self.fresh(scaled)
+                    tape.apply("sigmoid", [(scaled, NEW)], open_, [open_])
+                    return self.multiply(more, self.multiply(gate, open_))

@@ -22,17 +22,23 @@ class Builder(LatentOperations, MixtureOperations):
 
         if layer.placement == "parallel":
             first = normed(x, 0)
-            second = normed(x, 1) if len(norms) > 1 else first
-            attended = self.add(x, self.dropped(self.attention_part(first, layer)))
-            return self.add(attended, self.dropped(self.feed_forward(second, layer)))
+            with self.tape.holding(first):
+                second = normed(x, 1) if len(norms) > 1 else first
+                with self.tape.holding(second):
+                    attended = self.add(x, self.dropped(self.attention_part(first, layer)))
+                    with self.tape.holding(attended):
+                        return self.add(attended, self.dropped(self.feed_forward(second, layer)))
         if layer.placement == "post":
             x = self.add(x, self.dropped(normed(self.attention_part(x, layer), 0)))
-            return self.add(x, self.dropped(normed(self.feed_forward(x, layer), 1)))
+            with self.tape.holding(x):
+                return self.add(x, self.dropped(normed(self.feed_forward(x, layer), 1)))
         if layer.placement == "sandwich":
             x = self.add(x, self.dropped(normed(self.attention_part(normed(x, 0), layer), 1)))
-            return self.add(x, self.dropped(normed(self.feed_forward(normed(x, 2), layer), 3)))
+            with self.tape.holding(x):
+                return self.add(x, self.dropped(normed(self.feed_forward(normed(x, 2), layer), 3)))
         x = self.add(x, self.dropped(self.attention_part(normed(x, 0), layer)))
-        return self.add(x, self.dropped(self.feed_forward(normed(x, 1), layer)))
+        with self.tape.holding(x):
+            return self.add(x, self.dropped(self.feed_forward(normed(x, 1), layer)))
 
     def attention_part(self, x: Value, layer: Layer) -> Value:
         """Return a layer's attention."""
