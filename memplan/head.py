@@ -64,6 +64,9 @@ class Sections:
             update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
             rows=entry.tensor.shape[0],
             columns=entry.tensor.shape[-1],
+            foreign=entry.element_bytes == 2 == self.setup.compute_bytes
+            and not entry.quantized
+            and entry.format_name != self.setup.config.compute_dtype,
             decoding_bytes=decoding_bytes(entry, self.setup.compute_bytes),
         )
 
@@ -131,7 +134,6 @@ class HeadSections(Sections):
         """
         tape = builder.tape
         logits = self._logits(builder, x)
-        tape.instant = "loss backward"
         logits = builder.cast(logits, 4) if wide else logits
         with tape.holding(logits):
             logs = builder.fresh(logits)
@@ -157,11 +159,23 @@ class HeadSections(Sections):
             scratch = [(ONE, builder.cast_bias(b, spec.vocab_size)) for b in bias]
             packs = not weight.coded or weight.trainable
             tape.apply(
-                "head", [(x, NEW)], logits, saves, [weight, *bias], scratch=scratch, custom=weight.coded, packs=packs
+                "head",
+                [(x, NEW)],
+                logits,
+                saves,
+                [weight, *bias],
+                scratch=scratch,
+                custom=weight.coded,
+                packs=packs,
+                reduces=builder.summed(x, bias[0] if bias else None),
             )
             if weight.coded and biases:
-                logits = tape.apply("add bias", [(logits, SAME)], builder.fresh(logits), weights=biases, packs=False)
+                ways = [(logits, SAME)]
+                total = builder.fresh(logits)
+                reduces = builder.summed(x, biases[0])
+                logits = tape.apply("add bias", ways, total, weights=biases, packs=False, reduces=reduces)
             tape.touch(*([copy] if copy is not None else []))
+        tape.instant = "loss backward"
         return self._capped(builder, logits) if spec.final_logit_softcap else logits
 
     def _capped(self, builder: Builder, logits: Value) -> Value:
@@ -250,7 +264,7 @@ class HeadSections(Sections):
     def _head_forward(self, played: Played, around: Form) -> Iterator[Instant]:
         """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
         for moment in played.forward:
-            yield Instant("forward", moment.operation, add_forms(around, moment.form))
+            yield moment.around(around, "forward")
         if self.setup.profile.loss != "chunked":
             return
         chunk = self._chunk()
@@ -264,7 +278,7 @@ class HeadSections(Sections):
         losses = self._constant(Part.LOGITS, 4 * (self.setup.profile.loss_chunks - 1))
         around = add_forms(around, played.kept, played.carried, *rows, losses)
         for moment in play(chunk.tape, chunk.output, "first", chunk.entry, "full").forward:
-            yield Instant("forward", f"{moment.operation} of a chunk", add_forms(around, moment.form))
+            yield moment.around(around, "forward", f"{moment.operation} of a chunk")
 
     def _head_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the moments of backward from the loss to the last layer's result."""
@@ -272,7 +286,7 @@ class HeadSections(Sections):
             yield from self._chunked_instants(played, around, mode)
             return
         for instant in played.backward:
-            yield Instant(instant.name or "loss backward", instant.operation, add_forms(around, instant.form))
+            yield instant.around(around, instant.name or "loss backward")
 
     def _chunked_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of a loss over chunks, each of which runs again in backward."""
@@ -291,8 +305,8 @@ class HeadSections(Sections):
         # sum of losses, one fp32 number.
         others = add_forms(summed if several else ZERO, parts, scale_form(rows_of_chunk, -1))
         for instant in play(chunk.tape, chunk.output, "again", chunk.entry, "full").backward:
-            form = add_forms(around, norm, rows, others, instant.form)
-            yield Instant(instant.name or "loss backward", f"{instant.operation} of a chunk", form)
+            form = add_forms(around, norm, rows, others)
+            yield instant.around(form, instant.name or "loss backward", f"{instant.operation} of a chunk")
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
         if several and plain:  # those of codes are part of the chunk's own instants
             sums = self._constant(Part.GRADIENTS, 2 * plain)
@@ -304,4 +318,4 @@ class HeadSections(Sections):
             yield Instant("head backward", "gradient of the head", form)
         kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))
         for instant in played.backward:
-            yield Instant("head backward", instant.operation, add_forms(around, kept, parts, instant.form))
+            yield instant.around(add_forms(around, kept, parts), "head backward")

@@ -202,7 +202,7 @@ class StepCompiler(HeadSections):
         if config.gradient_accumulation_steps > 1:
             again = self._constant(Part.GRADIENTS, self.kept_all)
             for instant in self._pass(again, "again"):
-                yield Instant("second backward", f"{instant.operation} ({instant.name})", instant.form)
+                yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
         yield from self._after_backward()
 
     def _pass(self, base: Form, mode: Mode) -> Iterator[Instant]:
@@ -230,23 +230,23 @@ class StepCompiler(HeadSections):
         for place in _ends(places):
             name = f"layer {place.layer} backward"
             for moment in layers[place.kind[0]].backward:
-                yield Instant(name, moment.operation, add_forms(place.around, moment.form))
+                yield moment.around(place.around, name)
         around = add_forms(base, self._constant(Part.GRADIENTS, formed))
         yield from self._tied_sum(around, mode)
         for moment in embedding.backward:
-            yield Instant("end of backward", moment.operation, add_forms(around, moment.form))
+            yield moment.around(around, "end of backward")
 
     def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
         """Yield the moments of forward: of the embedding, the first and last layer of each run, and the head."""
         for moment in embedding.forward:
-            yield Instant("forward", moment.operation, add_forms(around, moment.form))
+            yield moment.around(around, "forward")
         around = add_forms(around, embedding.kept, embedding.carried)
         for run, part in zip(self.layer_runs, played, strict=True):
             left = add_forms(part.kept, part.carried)
             for position in dict.fromkeys((0, run.count - 1)):
                 below = add_forms(around, scale_form(left, position))
                 for moment in part.forward:
-                    yield Instant("forward", moment.operation, add_forms(below, moment.form))
+                    yield moment.around(below, "forward")
             around = add_forms(around, scale_form(left, run.count))
         yield from self._head_forward(head, around)
 
@@ -276,7 +276,7 @@ class StepCompiler(HeadSections):
             for position in dict.fromkeys((0, count - 1)):
                 below = add_forms(around, scale_form(part.carried, position))
                 for moment in part.forward:
-                    yield Instant("evaluation", moment.operation, add_forms(below, moment.form))
+                    yield moment.around(below, "evaluation")
             around = add_forms(around, scale_form(part.carried, count))
         builder = self._builder("")
         entry = self._stream(builder.tape)
@@ -284,7 +284,7 @@ class StepCompiler(HeadSections):
         with builder.tape.holding(x):
             self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
         for moment in play_forward(builder.tape).forward:
-            yield Instant("evaluation", moment.operation, add_forms(around, moment.form))
+            yield moment.around(around, "evaluation")
 
 
 @dataclass(frozen=True, slots=True)

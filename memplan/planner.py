@@ -212,7 +212,7 @@ class Compiled:
 
     forms: StepForms
     candidates: tuple[Instant, ...]
-    totals: tuple[Form, ...]
+    totals: tuple[tuple[Form, Instant], ...]
 
 
 class CompiledPlan:
@@ -249,8 +249,8 @@ class CompiledPlan:
         regime = regime_of(self.model, self.setup, batch, length)
         if regime not in self._by_regime:
             forms = _compiled(self.model, self.setup, self.states, regime)
-            candidates = _candidates(forms.candidates)
-            totals = tuple(with_totals(candidate.form) for candidate in candidates)
+            candidates = tuple(dominant(forms.candidates))
+            totals = tuple((with_totals(candidate.form), candidate) for candidate in candidates)
             self._by_regime[regime] = Compiled(forms, candidates, totals)
         return self._by_regime[regime]
 
@@ -297,7 +297,7 @@ class CompiledPlan:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
         values = self.values(batch, length)
         compiled = self.compiled(batch, length)
-        peak: int = max(sum(map(mul, totals, values)) for totals in compiled.totals)
+        peak: int = max(sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals)
         return self.constant_bytes + total_bytes(compiled.forms.buffers, values) + peak
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
@@ -314,7 +314,7 @@ class CompiledPlan:
         compiled = self.compiled(batch, length)
         buffers = total_bytes(compiled.forms.buffers, values)
         always = self.constant_bytes + buffers
-        sizes = [always + total_bytes(candidate.form, values) for candidate in compiled.candidates]
+        sizes = [always + total_bytes(c.form, values) + c.partial_bytes(values) for c in compiled.candidates]
         requested = max(sizes)
         peak = compiled.candidates[sizes.index(requested)]
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
@@ -324,7 +324,7 @@ class CompiledPlan:
         upper = allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
         usable = device.usable_bytes(self.setup.reserve_bytes)
         parts = list(part_bytes(peak.form, values))
-        parts[Part.TEMPORARIES] -= peak.communication
+        parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
         return MemoryPlan(
             model=self.model,
             setup=self.setup,
@@ -360,14 +360,6 @@ def _compiled(model: Model, setup: TrainingSetup, states: ModelStates, regime: R
     from memplan.sharded import compile_sharded_step
 
     return compile_sharded_step(model, setup, states, regime)
-
-
-def _candidates(instants: Sequence[Instant]) -> tuple[Instant, ...]:
-    """Return, for each name, the instants that can be its fullest."""
-    by_name: dict[str, list[Instant]] = {}
-    for instant in instants:
-        by_name.setdefault(instant.name, []).append(instant)
-    return tuple(kept for group in by_name.values() for kept in dominant(group))
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:

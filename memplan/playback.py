@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from operator import ge
 from typing import Literal
 
-from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, with_totals
-from memplan.tape import FOREVER, SAME, VIEW, Mode, Node, Operation, Tape, Value, Weight
+from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, with_totals
+from memplan.reductions import column_sum_bytes
+from memplan.tape import FOREVER, SAME, VIEW, Mode, Node, Operation, Reduction, Tape, Value, Weight
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -23,12 +24,30 @@ class Instant:
     Attributes:
         communication: How many of the form's constant temporaries are gathered weights and reduced
             gradients of several GPUs.
+        reduces: A sum over rows that runs there, whose partial sums are no linear form.
     """
 
     name: str
     operation: str
     form: Form
     communication: int = 0
+    reduces: Reduction | None = None
+
+    def around(self, form: Form, name: str = "", operation: str = "") -> Instant:
+        """Return the point with ``form`` alive besides, under another name where one is given."""
+        return Instant(
+            name or self.name,
+            operation or self.operation,
+            add_forms(form, self.form),
+            self.communication,
+            self.reduces,
+        )
+
+    def partial_bytes(self, values: Sequence[int]) -> int:
+        """Return the partial sums that are there, given the values of the quantities."""
+        if self.reduces is None:
+            return 0
+        return column_sum_bytes(self.reduces.times * values[self.reduces.quantity], self.reduces.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +226,8 @@ class _Player:
     def add(self, part: Part, quantity: Quantity, coefficient: int) -> None:
         self.live[part * WIDTH + quantity] += coefficient
 
-    def note(self, name: str, operation: str) -> None:
-        self.instants.append(Instant(name, operation, tuple(self.live)))
+    def note(self, name: str, operation: str, reduces: Reduction | None = None) -> None:
+        self.instants.append(Instant(name, operation, tuple(self.live), reduces=reduces))
 
     def run(self, node: Node) -> None:
         """Run the backward of one operation; the first that needs what was not kept has it computed again."""
@@ -253,23 +272,33 @@ class _Player:
             self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
         for weight in trained:
             self.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
-        self.with_scratch(node.instant, node.name, scratch)
+        again = self.checkpointing != "none"
+        self.with_scratch(node.instant, node.name, scratch, None if again else node.reduces)
         for weight in trained:
             if weight.coded:
                 self.store(node, weight)
-        for storage in (*node.saved, *arrived):
-            self.drop(storage)
+        self._drop_all(node.saved)
+        if again and node.reduces is not None:
+            # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
+            self.with_scratch(node.instant, node.name, scratch, node.reduces)
+        self._drop_all(arrived)
         for weight in trained:
             if not weight.coded:
                 self.store(node, weight)
         for value, gradient in formed:
             self.accumulate(node, value, gradient)
 
-    def with_scratch(self, instant: str, operation: str, scratch: list[tuple[Part, Quantity, int]]) -> None:
+    def with_scratch(
+        self,
+        instant: str,
+        operation: str,
+        scratch: list[tuple[Part, Quantity, int]],
+        reduces: Reduction | None = None,
+    ) -> None:
         """Note the moment at which an operation's scratch memory is there."""
         for item in scratch:
             self.add(*item)
-        self.note(instant, operation)
+        self.note(instant, operation, reduces)
         for part, quantity, coefficient in scratch:
             self.add(part, quantity, -coefficient)
 
@@ -298,10 +327,24 @@ class _Player:
 
 
 def dominant(instants: Sequence[Instant]) -> list[Instant]:
-    """Return the instants that can be the fullest: none of them is below another in every quantity."""
+    """Return, for each name, the instants that can be the fullest: none of them is below another in every quantity.
+
+    One with partial sums is below another only where that has the same.
+    """
+    groups: dict[str, list[Instant]] = {}
+    for instant in instants:
+        groups.setdefault(instant.name, []).append(instant)
+    return [instant for group in groups.values() for instant in _highest(group)]
+
+
+def _highest(instants: Sequence[Instant]) -> list[Instant]:
+    """Return the instants of one name that none of the others covers."""
     totals = sorted(((with_totals(instant.form), index) for index, instant in enumerate(instants)), reverse=True)
-    kept: list[tuple[Form, int]] = []
+    chosen: list[tuple[Form, Reduction | None]] = []
+    indices: list[int] = []
     for total, index in totals:
-        if not any(all(map(ge, other, total)) for other, _ in kept):
-            kept.append((total, index))
-    return [instants[index] for _, index in kept]
+        own = instants[index].reduces
+        if not any((own is None or own == other) and all(map(ge, form, total)) for form, other in chosen):
+            chosen.append((total, own))
+            indices.append(index)
+    return [instants[index] for index in indices]

@@ -240,6 +240,7 @@ def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStat
     optimizer = setup.optimizers[role]
     device, host = _placed_bytes(setup, optimizer, tensor.shape, width)
     size = tensor.elements * width
+    cast = setup.autocast and adapter.dtype != setup.config.compute_dtype
     return TensorStates(
         tensor,
         adapter.dtype,
@@ -251,7 +252,7 @@ def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStat
         device,
         host,
         width,
-        0,
+        tensor.elements * setup.compute_bytes if cast else 0,
         setup.optimizer_names[role],
         optimizer,
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity
 
@@ -53,6 +53,7 @@ class Weight:
         update_bytes: Temporaries of updating this tensor alone, for updates inside backward.
         rows: Its first dimension.
         columns: Its last dimension.
+        foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Weight:
     update_bytes: int = 0
     rows: int = 0
     columns: int = 0
+    foreign: bool = False
     decoding_bytes: int = 0
 
     def storing_bytes(self, mode: Mode) -> int:
@@ -93,13 +95,18 @@ class Weight:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor of a tape; views share a storage."""
+    """A tensor of a tape; views share a storage.
+
+    Attributes:
+        foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
+    """
 
     storage: int
     quantity: Quantity
     coefficient: int
     element_bytes: int
     needs_gradient: bool = True
+    foreign: bool = False
 
     @property
     def width(self) -> int:
@@ -118,6 +125,20 @@ class Pass(IntEnum):
 NEW, SAME, VIEW = Pass.NEW, Pass.SAME, Pass.VIEW
 
 
+class Reduction(NamedTuple):
+    """A sum over the rows of a matrix, for which CUDA's blocks keep partial sums (memplan.reductions).
+
+    Attributes:
+        quantity: What rows are proportional to.
+        times: Rows for each unit of it.
+        columns: Length of the result.
+    """
+
+    quantity: Quantity
+    times: int
+    columns: int
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """The backward of one operation.
@@ -125,6 +146,7 @@ class Node:
     Attributes:
         packs: Whether it keeps any tensor, weights and tables included: under checkpointing, the first such node that
             backward reaches has the part computed again.
+        reduces: The sum over rows that forms a weight's gradient, or None.
     """
 
     name: str
@@ -135,6 +157,7 @@ class Node:
     workspace: tuple[tuple[Quantity, int], ...]
     instant: str
     packs: bool
+    reduces: Reduction | None
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +243,7 @@ class Tape:
         packs: bool | None = None,
         custom: bool = False,
         product: bool = False,
+        reduces: Reduction | None = None,
     ) -> Value:
         """Record an operation and return its (first) output.
 
@@ -235,6 +259,7 @@ class Tape:
                 parameters that are no codes.
             custom: Whether it is a function written in Python, which keeps its tensors when it is done.
             product: Whether selective checkpointing keeps its results.
+            reduces: The sum over rows that forms a weight's gradient.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
         needs = any(value.needs_gradient for value, _ in inputs) or any(w.trainable for w in weights)
@@ -246,7 +271,7 @@ class Tape:
             used = tuple((value, how) for value, how in inputs if value.needs_gradient)
             storages = tuple(dict.fromkeys(value.storage for value in saves))
             packed = bool(storages) or any(not w.coded for w in weights) if packs is None else packs
-            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed)
+            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed, reduces)
             self.nodes.append(node)
         last = custom or any(value.storage in new for value in saves)
         self.operations.append(Operation(name, new, tuple(scratch), tuple(weights), node, product, last))
@@ -286,7 +311,7 @@ class Tape:
     def view(self, base: Value, width: int | None = None) -> Value:
         """Return another look at ``base``'s storage, ``width`` elements of it per unit."""
         coefficient = base.coefficient if width is None else width * base.element_bytes
-        return Value(base.storage, base.quantity, coefficient, base.element_bytes, base.needs_gradient)
+        return Value(base.storage, base.quantity, coefficient, base.element_bytes, base.needs_gradient, base.foreign)
 
     def saved_form(self) -> Form:
         """Return what all operations together keep for backward, each storage once."""

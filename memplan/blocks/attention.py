@@ -41,12 +41,12 @@ class AttentionOperations(Operations):
     def _rotated(self, x: Value) -> Value:
         """Return ``x * cos + cat(-second half, first half) * sin``."""
         tape, half = self.tape, x.width // 2
-        negative = self.pointwise("neg", self._sliced(x, half), packs=False)
+        negative = self.pointwise("neg", self._sliced(x, half))
         first = self._sliced(x, half)
         turned = tape.apply("cat", [(negative, SAME), (first, SAME)], self.fresh(x), packs=False)
         with tape.holding(x, turned):
-            by_cos = self.pointwise("mul cos", x)
-            by_sin = self.pointwise("mul sin", turned)
+            by_cos = self.pointwise("mul cos", x, packs=True)
+            by_sin = self.pointwise("mul sin", turned, packs=True)
             return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], self.fresh(x), packs=False)
 
     # -------------------------------------------------------------- kernels
@@ -120,7 +120,7 @@ class AttentionOperations(Operations):
                 bounded = self.fresh(scores := self.pointwise("scale", scores))
                 tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
                 scores = self.pointwise("scale", bounded)
-            scores = self.pointwise("mask", scores)
+            scores = self.pointwise("mask", scores, packs=True)
             with tape.holding(scores):
                 if part.sinks:
                     weights = self._with_sinks(scores, heads)

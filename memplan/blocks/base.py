@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memplan.forms import Part, Quantity
 from memplan.model.spec import ModelSpec, Norm
 from memplan.setup import TrainingSetup
-from memplan.tape import NEW, SAME, VIEW, Tape, Value, Weight
+from memplan.tape import NEW, SAME, VIEW, Reduction, Tape, Value, Weight
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
 
@@ -26,6 +26,13 @@ class Regime:
     one_sequence: bool = False
     one_token: bool = False
     one_chunk: bool = False
+
+
+def promoted(x: Value, y: Value) -> int:
+    """Return the bytes of an element of what comes of two tensors: bf16 and fp16 make fp32 (torch.promote_types)."""
+    if x.element_bytes == y.element_bytes == 2 and x.foreign != y.foreign:
+        return 4
+    return max(x.element_bytes, y.element_bytes)
 
 
 class Operations:
@@ -65,12 +72,14 @@ class Operations:
 
     def fresh(self, like: Value, width: int | None = None, element_bytes: int | None = None) -> Value:
         """Return a new tensor over the same quantity as ``like``."""
-        return self.tape.value(
+        found = self.tape.value(
             like.quantity,
             like.width if width is None else width,
             like.element_bytes if element_bytes is None else element_bytes,
             part=self.part(like),
         )
+        found.foreign = like.foreign and found.element_bytes == 2
+        return found
 
     def part(self, like: Value) -> Part:
         """Return what the storage of ``like`` counts as."""
@@ -86,17 +95,19 @@ class Operations:
         x: Value,
         saves: tuple[Value, ...] = (),
         element_bytes: int | None = None,
-        packs: bool | None = True,
+        packs: bool | None = None,
     ) -> Value:
-        """Record an operation that forms one tensor of the size of ``x``; most keep a number or a table besides."""
+        """Record an operation that forms one tensor of the size of ``x``; numbers that it keeps are no tensors."""
         out = self.fresh(x, element_bytes=element_bytes)
         return self.tape.apply(name, [(x, NEW)], out, saves, packs=packs)
 
-    def cast(self, x: Value, element_bytes: int) -> Value:
-        """Return ``x`` with elements of another size; nothing happens where they have it."""
-        if x.element_bytes == element_bytes:
+    def cast(self, x: Value, element_bytes: int, *, foreign: bool = False) -> Value:
+        """Return ``x`` in another dtype; nothing happens where it has that."""
+        if (x.element_bytes, x.foreign) == (element_bytes, foreign):
             return x
-        return self.pointwise("cast", x, element_bytes=element_bytes, packs=False)
+        out = self.pointwise("cast", x, element_bytes=element_bytes)
+        out.foreign = foreign
+        return out
 
     def lowered(self, x: Value) -> Value:
         """Return ``x`` in the dtype of matrix products, as autocast casts it."""
@@ -104,8 +115,7 @@ class Operations:
 
     def add(self, x: Value, y: Value) -> Value:
         """Return ``x + y``, in the wider dtype; the gradient goes to both as it is, or cast."""
-        wider = x if x.element_bytes >= y.element_bytes else y
-        out = self.fresh(wider)
+        out = self.fresh(x, element_bytes=promoted(x, y))
         ways = [(v, SAME if v.element_bytes == out.element_bytes else NEW) for v in (x, y)]
         return self.tape.apply("add", ways, out, packs=False)
 
@@ -136,12 +146,12 @@ class Operations:
 
     def _adapted(self, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
         """Return a projection with what its adapter adds."""
-        own = self.cast(x, down.element_bytes)
+        own = self.cast(x, down.element_bytes, foreign=down.foreign)
         with self.tape.holding(own, out):
             if f"{name}.lora_magnitude_vector.weight" in self.weights:
                 return self._with_magnitude(own, out, name, rows, down)
             low = self._low_rank(own, name, rows, down)
-            return self.add(out, self.cast(self.pointwise("scale", low), out.element_bytes))
+            return self.add(out, self.cast(self.pointwise("scale", low), out.element_bytes, foreign=out.foreign))
 
     def _low_rank(self, x: Value, name: str, rows: int, down: Weight) -> Value:
         return self.plain_linear(self.plain_linear(x, f"{name}.lora_A", down.rows), f"{name}.lora_B", rows)
@@ -152,50 +162,58 @@ class Operations:
         magnitude = self.weights[f"{name}.lora_magnitude_vector.weight"]
         norm = self._magnitude_norm(name, rows, down)
         scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
+        scale.foreign = norm.foreign
         tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
-        less = self.pointwise("scale - 1", scale, packs=False)
+        less = self.pointwise("scale - 1", scale)
         first = self._scaled_rows(less, out)
         with tape.holding(scale, first):
             second = self._scaled_rows(scale, self._low_rank(own, name, rows, down))
             whole = self.add(first, self.pointwise("scale", second))
-        return self.add(out, self.cast(whole, out.element_bytes))
+        return self.add(out, self.cast(whole, out.element_bytes, foreign=out.foreign))
 
     def _scaled_rows(self, scale: Value, x: Value) -> Value:
         """Return ``scale * x``, a number for each feature, in the wider dtype."""
-        wide = max(scale.element_bytes, x.element_bytes)
+        wide = promoted(scale, x)
         saves = [x, *([scale] if x.needs_gradient else [])]
         full = x.quantity, x.width * wide
         workspace = [full] if wide == x.element_bytes else [full, full]
         out = self.fresh(x, element_bytes=wide)
-        return self.tape.apply("mul", [(scale, NEW), (x, NEW)], out, saves, workspace=workspace)
+        out.foreign = x.foreign and wide == 2
+        ways = [(scale, NEW), (x, NEW)]
+        reduces = Reduction(x.quantity, 1, x.width)
+        return self.tape.apply("mul", ways, out, saves, workspace=workspace, reduces=reduces)
 
     def _magnitude_norm(self, name: str, rows: int, down: Weight) -> Value:
         """Return the norm of each row of the adapted weight, which is formed whole for it (PEFT, ``DoraLinearLayer``)."""
         tape, columns, own = self.tape, down.columns, down.element_bytes
         width = self.compute if self.setup.autocast else own
         eye = tape.make("eye", self.constant(columns * columns, own))
-        read = eye if width == own else tape.make("cast", self.constant(columns * columns, width), eye)
+        same = width == own and not (self.setup.autocast and down.foreign)
+        read = eye if same else tape.make("cast", self.constant(columns * columns, width), eye)
         for part in ("lora_A", "lora_B"):
             self.cast_weight(self.weight(f"{name}.{part}.weight"))
         low = tape.make("linear", self.constant(columns * down.rows, width), read, product=True)
         product = tape.make("linear", self.constant(columns * rows, width), low, product=True)
-        norm = self._norm_of_sum(product, self.weight(f"{name}.weight"), rows * columns, rows, own)
+        product.foreign = down.foreign and not self.setup.autocast
+        norm = self._norm_of_sum(product, self.weight(f"{name}.weight"), rows * columns, rows, down)
         tape.touch(eye, product)
         return norm
 
-    def _norm_of_sum(self, product: Value, base: Weight, size: int, rows: int, own: int) -> Value:
+    def _norm_of_sum(self, product: Value, base: Weight, size: int, rows: int, down: Weight) -> Value:
         """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each."""
-        tape = self.tape
-        read: list[Value] = []
+        tape, own = self.tape, down.element_bytes
+        frozen: list[Value] = []
         if base.coded:
             scratch = [(ONE, base.decoding_bytes)]
-            read = [tape.make("decode", self.constant(size, self.compute), scratch=scratch)]
-        frozen = list(read)
-        if (self.compute if base.coded else base.element_bytes) != own:
-            read = [tape.make("cast", self.constant(size, own), *read)]
+            frozen = [tape.make("decode", self.constant(size, self.compute), scratch=scratch)]
+        read = list(frozen)
+        if base.element_bytes != own or base.foreign != down.foreign:
+            read = [tape.make("cast", self.constant(size, own), *frozen)]
         scaled = tape.make("scale", self.constant(size, product.element_bytes), product)
-        whole = tape.make("add", self.constant(size, max(own, product.element_bytes)), scaled, *read)
-        norm = tape.make("norm", self.constant(rows, whole.element_bytes), whole)
+        term = Value(-1, ONE, 0, own, foreign=down.foreign)
+        whole = tape.make("add", self.constant(size, promoted(term, product)), scaled, *read)
+        whole.foreign = product.foreign and down.foreign
+        norm = tape.make("norm", self.fresh(whole, rows), whole)
         tape.touch(*frozen, whole)
         return norm
 
@@ -218,6 +236,7 @@ class Operations:
             saves.append(copy)
         width = weight.element_bytes if not self.setup.autocast else self.compute
         out = self.tape.value(x.quantity, rows, width)
+        out.foreign = weight.foreign and not self.setup.autocast
         used = [weight, *([bias] if bias is not None else [])]
         reads = [(x, VIEW)]
         self.tape.apply(
@@ -229,6 +248,7 @@ class Operations:
             scratch=[(ONE, scratch)] if scratch else [],
             packs=x.needs_gradient or weight.trainable,
             product=True,
+            reduces=self.summed(x, bias),
         )
         self.tape.touch(*([copy] if copy is not None else []))
         return out
@@ -242,8 +262,18 @@ class Operations:
             return out
         scratch = [] if bias.element_bytes == self.compute else [(ONE, rows * self.compute)]
         return self.tape.apply(
-            "add bias", [(out, SAME)], self.fresh(out), weights=[bias], scratch=scratch, packs=False
+            "add bias",
+            [(out, SAME)],
+            self.fresh(out),
+            weights=[bias],
+            scratch=scratch,
+            packs=False,
+            reduces=self.summed(x, bias),
         )
+
+    def summed(self, x: Value, bias: Weight | None) -> Reduction | None:
+        """Return the sum over rows that forms a bias's gradient."""
+        return Reduction(x.quantity, 1, bias.rows) if bias is not None and bias.trainable else None
 
     def cast_weight(self, weight: Weight) -> Value | None:
         """Return the copy that autocast makes of a float weight, kept until its region ends where it is trained in fp32."""
@@ -271,7 +301,7 @@ class Operations:
             casts = [
                 tape.make("cast weight", self.constant(size, x.element_bytes))
                 for weight in used
-                if weight.element_bytes != x.element_bytes
+                if weight.element_bytes != x.element_bytes or weight.foreign
             ]
             if norm.unit_offset and self.profile.norm == "fused":
                 casts = [tape.make("1 + weight", self.constant(size, x.element_bytes), *casts)]
@@ -318,6 +348,10 @@ class Operations:
         trained = used[0].trainable
         scratch = [(x.quantity, x.coefficient)] if trained else []
         saves = [*(shifted if x.needs_gradient else ()), *([x] if trained else [])]
-        return self.tape.apply(
-            "mul weight", [(x, NEW)], self.fresh(x), saves, used, workspace=scratch, packs=True
+        columns = used[0].rows
+        reduces = Reduction(x.quantity, x.width // columns, columns)
+        self.tape.apply(
+            "mul weight", [(x, NEW)], out := self.fresh(x), saves, used, workspace=scratch, packs=True, reduces=reduces
         )
+        self.tape.touch(*shifted)
+        return out

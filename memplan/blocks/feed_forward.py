@@ -178,7 +178,7 @@ class MixtureOperations(DenseOperations):
         with tape.holding(gate, up):
             gate, up = self.pointwise("clamp", gate, (gate,)), self.pointwise("clamp", up, (up,))
             with tape.holding(gate, up):
-                more = self.pointwise("add one", up, packs=False)
+                more = self.pointwise("add one", up)
                 with tape.holding(more):
                     scaled = self.pointwise("scale", gate)
                     open_ = self.fresh(scaled)

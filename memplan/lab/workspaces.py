@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memplan.reductions import column_sum_bytes
 from memplan.units import MIB, ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -114,54 +115,21 @@ def softmax_backward_bytes(args: tuple[Any, ...]) -> list[int]:
     return [gradient.numel() * max(gradient.element_size(), result.element_size())]
 
 
-REDUCTION_THREADS = 512
-MULTIPROCESSORS = 132
-"""Of an H100 and an H200; cards with fewer split a sum less."""
-
-THREADS_OF_A_MULTIPROCESSOR = 2048
-LEAST_VALUES, MOST_VALUES = 16, 256
-
-
-def column_sum_bytes(args: tuple[Any, ...]) -> list[int]:
-    """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step.
-
-    From 1021 rows on blocks share the rows of a column, and each keeps fp32 partial sums of a whole tile.
-
-    Formula:
-        ``4 * columns * parts * width * vector``, which is ``8 * rows * columns`` where columns are few;
-        at most about 138 MB while ``rows`` are less than 270,000.
-
-    Source:
-        aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``. Equal to the
-        memory history of an H200 (torch 2.11) for 768 to 8192 columns and 1024 to 8192 rows.
-    """
+def column_sum_blocks(args: tuple[Any, ...]) -> list[int]:
+    """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step."""
     tensor: Tensor = args[0]
     reduced = {dim % tensor.dim() for dim in args[1] or ()}
     if not tensor.is_contiguous() or reduced != set(range(tensor.dim() - 1)):
         return []
-    columns = tensor.shape[-1]
-    rows = tensor.numel() // max(columns, 1)
-    vector = next(size for size in (4, 2, 1) if columns % size == 0)
-    most = REDUCTION_THREADS // vector
-    lanes, depth = (min(most, 2 ** (max(size, 1).bit_length() - 1)) for size in (columns // vector, rows))
-    height = min(depth, most // min(lanes, 32))
-    width = min(lanes, most // height)
-    if rows < min(height * LEAST_VALUES, MOST_VALUES):
-        return []
-    values = ceil_div(rows, height)
-    blocks = ceil_div(columns // vector, width)
-    room = MULTIPROCESSORS * (THREADS_OF_A_MULTIPROCESSOR // (width * height))
-    if values < MOST_VALUES or blocks > room:
-        return []
-    parts = max(min(ceil_div(room, blocks), ceil_div(values, LEAST_VALUES)), ceil_div(values, MOST_VALUES))
-    return [4 * columns * parts * width * vector] if parts > 1 else []
+    size = column_sum_bytes(tensor.numel() // max(tensor.shape[-1], 1), tensor.shape[-1])
+    return [size] if size else []
 
 
 _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward.default": flash_backward_bytes,
     "embedding_dense_backward.default": embedding_backward_bytes,
     "_foreach_norm.Scalar": foreach_norm_bytes,
-    "sum.dim_IntList": column_sum_bytes,
+    "sum.dim_IntList": column_sum_blocks,
     "_softmax_backward_data.default": softmax_backward_bytes,
 }
 
