@@ -21,7 +21,7 @@ CODING: dict[str, tuple[int, int, int]] = {
     "iq2-xs": (256, 136_964, 256),
     "iq2-s": (256, 268_036, 128),
 }
-"""Weight format -> (elements of a block, bytes per block while codes are sought, blocks at a time).
+"""Codec -> (elements of a block, bytes per block while codes are sought, blocks at a time).
 
 With stochastic rounding, without which coded weights do not train. Source: memplan/muon/weight_formats.py, measured.
 """
@@ -34,7 +34,7 @@ DECODING: dict[str, tuple[int, int, int]] = {
     "iq2-xs": (256, 2432, 32),
     "iq2-s": (256, 2432, 32),
 }
-"""Weight format -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
+"""Codec -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
 
 GRID_TABLE_BYTES: dict[str, int] = {
     "iq3-xxs": 256 * (4 + 1 + 256) * 4,
@@ -42,7 +42,7 @@ GRID_TABLE_BYTES: dict[str, int] = {
     "iq2-xs": 512 * (8 + 1 + 512) * 4,
     "iq2-s": 1024 * (8 + 1 + 1024) * 4,
 }
-"""Weight format -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
+"""Codec -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
 (memplan/muon/grid_formats.py)."""
 
 
@@ -74,7 +74,7 @@ def staged_bytes(entry: TensorStates, k: int) -> int:
 
 def weight_chunk_bytes(entry: TensorStates) -> int:
     """Return what updating a weight takes for one chunk: fp32 numbers, and codes being formed."""
-    coding = CODING.get(entry.format_name)
+    coding = CODING.get(entry.codec or "")
     if coding is None:
         k = chunk_elements(entry.tensor.elements, 1)
         return 4 * k + (0 if FLOAT_BYTES.get(entry.format_name) == 4 else 4 * k)
@@ -89,9 +89,9 @@ def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
     Source:
         ``dequantise_bytes`` in memplan/muon/quantised.py, measured.
     """
-    if entry.format_name not in DECODING:
+    if entry.codec is None:
         return 0
-    block, per_block, once = DECODING[entry.format_name]
+    block, per_block, once = DECODING[entry.codec]
     columns = entry.tensor.shape[-1]
     rows = min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
     exact = 0 if compute_bytes == 4 else 4 * rows * columns
