@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memplan.setup import FLOAT_BYTES
 from memplan.states import TensorStates, slot_bytes
 from memplan.units import round_up
 
@@ -72,15 +71,23 @@ def staged_bytes(entry: TensorStates, k: int) -> int:
     return sum(slot_bytes(slot, held, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
 
 
+def weight_block(entry: TensorStates) -> int:
+    """Return the elements of a block of a weight, where chunks of it begin and end."""
+    return 1 if entry.codec is None else CODING[entry.codec][0]
+
+
+def weight_scratch_bytes(entry: TensorStates, k: int) -> int:
+    """Return what writing k updated elements of a weight takes: an fp32 copy of all but fp32, and codes being formed."""
+    if entry.codec is not None:
+        block, per_block, at_once = CODING[entry.codec]
+        return 4 * k + per_block * min(min(k, entry.tensor.elements) // block, at_once)
+    return 0 if entry.format_name == "fp32" else 4 * k
+
+
 def weight_chunk_bytes(entry: TensorStates) -> int:
-    """Return what updating a weight takes for one chunk: fp32 numbers, and codes being formed."""
-    coding = CODING.get(entry.codec or "")
-    if coding is None:
-        k = chunk_elements(entry.tensor.elements, 1)
-        return 4 * k + (0 if FLOAT_BYTES.get(entry.format_name) == 4 else 4 * k)
-    block, per_block, at_once = coding
-    k = chunk_elements(entry.tensor.elements, block)
-    return 8 * k + per_block * min(k // block, at_once)
+    """Return what updating a weight takes for one chunk: an update in fp32, and what writing it takes."""
+    k = chunk_elements(entry.tensor.elements, weight_block(entry))
+    return 4 * k + weight_scratch_bytes(entry, k)
 
 
 def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:

@@ -11,7 +11,9 @@ from memplan.chunks import (
     chunk_elements,
     moment_chunk_bytes,
     staged_bytes,
+    weight_block,
     weight_chunk_bytes,
+    weight_scratch_bytes,
 )
 from memplan.setup import FLOAT_BYTES, TrainingSetup
 from memplan.states import TensorStates, is_exempt
@@ -66,22 +68,24 @@ def _steps_by_tensor(setup: TrainingSetup, group: list[TensorStates]) -> bool:
 
 
 def _stored(setup: TrainingSetup, group: list[TensorStates]) -> list[int]:
-    """Return the bytes of each gradient that stands in a store of the bundled optimizer, 0 for others."""
+    """Return the bytes of each gradient that stands in a store of the bundled optimizer, 0 for others.
+
+    Coded weights have stores, in bf16 unless told otherwise; then, or where a gradient is converted, all have.
+    """
     if not _steps_by_tensor(setup, group):
         return [0] * len(group)
-    converted = any(_converted(setup, entry) for entry in group)
-    return [entry.gradient_bytes if converted or entry.codec else 0 for entry in group]
+    every = any(_converted(entry) or (entry.codec is not None and entry.gradient_name != "bf16") for entry in group)
+    return [entry.gradient_bytes if every or entry.codec else 0 for entry in group]
 
 
 def handed_over(setup: TrainingSetup, entry: TensorStates) -> bool:
     """Whether the bundled optimizer moves a parameter's gradient into a store, and lets go of the one formed."""
-    return entry.trainable and _converted(setup, entry) and _stored(setup, [entry])[0] > 0
+    return entry.trainable and _converted(entry) and _stored(setup, [entry])[0] > 0
 
 
-def _converted(setup: TrainingSetup, entry: TensorStates) -> bool:
-    """Whether a gradient is kept in another dtype than the weight's own, and than backward forms it in."""
-    own = entry.tensor.elements * FLOAT_BYTES.get(entry.format_name, 0)
-    return setup.gradient is not None and entry.gradient_bytes not in (entry.formed_bytes, own)
+def _converted(entry: TensorStates) -> bool:
+    """Whether a parameter's gradient is kept in another dtype than its own."""
+    return not entry.quantized and entry.gradient_name != entry.format_name
 
 
 def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
@@ -107,7 +111,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     Source:
         ``add_workspace_bytes`` in memplan/muon/gradients.py, measured.
     """
-    if not entry.trainable or not (entry.codec or _converted(setup, entry)):
+    if not entry.trainable or not (entry.codec or _converted(entry)):
         return 0
     if entry.stepper != BUNDLED and entry.gradient_bytes >= 2 * entry.tensor.elements:
         return 0  # a tensor of its own, which further gradients are added to in place
@@ -168,7 +172,7 @@ def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
 
     Formula:
         Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
-        where the gradient is bf16 and serves as workspace, else 2 m n. Newton-Schulz takes
+        where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
         ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
         chunk includes two stretches of a momentum in host memory.
 
@@ -179,8 +183,8 @@ def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     m, n = min(rows, columns), max(rows, columns)
     c = min(COLUMN_CHUNK, n)
     kind = setup.profile.newton_schulz
-    own = 0 if entry.gradient_name == "bf16" else 2 * m * n
-    extra = " + 2 m n" if own else ""
+    own = 0 if entry.gradient_name == "bf16" else 2 * entry.tensor.elements
+    extra = f" + {own:,} for the update" if own else ""
     squares, chunks = (2, 1) if kind == "fast" else (1, 2)
     newton_schulz = 2 * squares * m * m + 2 * chunks * m * c
     k = chunk_elements(entry.tensor.elements, entry.optimizer.slots[0].block_elements)
@@ -196,8 +200,9 @@ def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     """Return the scratch memory of the bundled AdamW, which goes through a tensor in chunks of k elements.
 
     Formula:
-        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights
-        that are not fp32. Moments in host memory: two stretches of k elements of each besides.
+        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights that are
+        not fp32; k is a number of whole blocks of both. Moments in host memory: two stretches of k elements of each
+        besides.
 
     Source:
         memplan/muon/byte_model.py, measured.
@@ -206,14 +211,12 @@ def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     exempt = is_exempt(entry.optimizer, entry.tensor.shape)
     block = 1 if exempt else max(slot.block_elements for slot in slots)
     width = 4 if exempt else slots[0].block_bytes
-    k = chunk_elements(entry.tensor.elements, block)
+    k = chunk_elements(entry.tensor.elements, max(block, weight_block(entry)))
     moments = 4 * k if width == 4 and block == 1 else 12 * k + (k // 32 if block > 1 else 0)
-    weight = weight_chunk_bytes(entry) - 4 * chunk_elements(entry.tensor.elements, 1)
+    weight = weight_scratch_bytes(entry, k)
     staged = staged_bytes(entry, k) if setup.offloads_states else 0
     text = f"the largest tensor in chunks of {k:,} elements"
-    return Temporaries(
-        moments + max(0, weight) + staged, f"{text}, and two stretches of its states" if staged else text
-    )
+    return Temporaries(moments + weight + staged, f"{text}, and two stretches of its states" if staged else text)
 
 
 FOREACH_CHUNK_ELEMENTS = 2**16
