@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memplan.setup import FLOAT_BYTES
 from memplan.states import TensorStates, slot_bytes
 from memplan.units import round_up
 
@@ -21,7 +20,7 @@ CODING: dict[str, tuple[int, int, int]] = {
     "iq2-xs": (256, 136_964, 256),
     "iq2-s": (256, 268_036, 128),
 }
-"""Weight format -> (elements of a block, bytes per block while codes are sought, blocks at a time).
+"""Codec -> (elements of a block, bytes per block while codes are sought, blocks at a time).
 
 With stochastic rounding, without which coded weights do not train. Source: memplan/muon/weight_formats.py, measured.
 """
@@ -34,7 +33,7 @@ DECODING: dict[str, tuple[int, int, int]] = {
     "iq2-xs": (256, 2432, 32),
     "iq2-s": (256, 2432, 32),
 }
-"""Weight format -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
+"""Codec -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
 
 GRID_TABLE_BYTES: dict[str, int] = {
     "iq3-xxs": 256 * (4 + 1 + 256) * 4,
@@ -42,7 +41,7 @@ GRID_TABLE_BYTES: dict[str, int] = {
     "iq2-xs": 512 * (8 + 1 + 512) * 4,
     "iq2-s": 1024 * (8 + 1 + 1024) * 4,
 }
-"""Weight format -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
+"""Codec -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
 (memplan/muon/grid_formats.py)."""
 
 
@@ -72,15 +71,23 @@ def staged_bytes(entry: TensorStates, k: int) -> int:
     return sum(slot_bytes(slot, held, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
 
 
+def weight_block(entry: TensorStates) -> int:
+    """Return the elements of a block of a weight, where chunks of it begin and end."""
+    return 1 if entry.codec is None else CODING[entry.codec][0]
+
+
+def weight_scratch_bytes(entry: TensorStates, k: int) -> int:
+    """Return what writing k updated elements of a weight takes: an fp32 copy of all but fp32, and codes being formed."""
+    if entry.codec is not None:
+        block, per_block, at_once = CODING[entry.codec]
+        return 4 * k + per_block * min(min(k, entry.tensor.elements) // block, at_once)
+    return 0 if entry.format_name == "fp32" else 4 * k
+
+
 def weight_chunk_bytes(entry: TensorStates) -> int:
-    """Return what updating a weight takes for one chunk: fp32 numbers, and codes being formed."""
-    coding = CODING.get(entry.format_name)
-    if coding is None:
-        k = chunk_elements(entry.tensor.elements, 1)
-        return 4 * k + (0 if FLOAT_BYTES.get(entry.format_name) == 4 else 4 * k)
-    block, per_block, at_once = coding
-    k = chunk_elements(entry.tensor.elements, block)
-    return 8 * k + per_block * min(k // block, at_once)
+    """Return what updating a weight takes for one chunk: an update in fp32, and what writing it takes."""
+    k = chunk_elements(entry.tensor.elements, weight_block(entry))
+    return 4 * k + weight_scratch_bytes(entry, k)
 
 
 def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
@@ -89,9 +96,9 @@ def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
     Source:
         ``dequantise_bytes`` in memplan/muon/quantised.py, measured.
     """
-    if entry.format_name not in DECODING:
+    if entry.codec is None:
         return 0
-    block, per_block, once = DECODING[entry.format_name]
+    block, per_block, once = DECODING[entry.codec]
     columns = entry.tensor.shape[-1]
     rows = min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
     exact = 0 if compute_bytes == 4 else 4 * rows * columns

@@ -172,7 +172,7 @@ class StepCompiler(HeadSections):
 
     def _table_bytes(self) -> int:
         """Return the tables that grid formats are decoded with, once for each format."""
-        return sum(GRID_TABLE_BYTES.get(name, 0) for name in {entry.format_name for entry in self.states.tensors})
+        return sum(GRID_TABLE_BYTES.get(codec or "", 0) for codec in {entry.codec for entry in self.states.tensors})
 
     def _expert_offset_bytes(self) -> int:
         """Return the offsets that steer the choice of experts, one fp32 number each, which are no parameters."""

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 
 from memplan.chunks import (
     CHUNK_ELEMENTS,
-    CODING,
     COLUMN_CHUNK,
     chunk_elements,
     moment_chunk_bytes,
     staged_bytes,
+    weight_block,
     weight_chunk_bytes,
+    weight_scratch_bytes,
 )
 from memplan.setup import FLOAT_BYTES, TrainingSetup
-from memplan.states import TensorStates
+from memplan.states import TensorStates, is_exempt
+from memplan.steppers import BUNDLED
 from memplan.units import ceil_div
+from memplan.update_rules import RULES, run_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     optimizer keeps gradients in stores, it gives each back once it is used up; what is free by then
     is taken off.
     """
+    if setup.config.gradients.lifetime == "layer":
+        return max((tensor_temporaries(setup, entry) for entry in tensors if entry.trainable), key=_size)
     groups: dict[str, list[TensorStates]] = {}
     for entry in tensors:
         if entry.trainable:
@@ -45,9 +50,8 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     for group in sorted(groups.values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
-            step = _muon if group[0].optimizer.algorithm == "muon" else _chunked
             for entry, before in zip(group, _stored_before(group, stored), strict=True):
-                found = max(found, _less(step(setup, entry), free + before), key=_size)
+                found = max(found, _less(_bundled(setup, entry), free + before), key=_size)
         else:
             found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
@@ -59,32 +63,29 @@ def _less(item: Temporaries, free: int) -> Temporaries:
 
 
 def _steps_by_tensor(setup: TrainingSetup, group: list[TensorStates]) -> bool:
-    """Whether the bundled optimizer steps a group: one tensor after the other."""
-    optimizer = group[0].optimizer
-    if optimizer.step == "in-place" or setup.config.master_weights != "none":
-        return False
-    if optimizer.algorithm == "muon":
-        return setup.profile.newton_schulz != "torch"
-    return optimizer.algorithm == "adamw" and (optimizer.step == "tensor" or any(_mixed(setup, e) for e in group))
+    """Whether the bundled optimizer steps the weights of a group: one tensor after the other."""
+    return group[0].stepper == BUNDLED and setup.config.master_weights == "none"
 
 
 def _stored(setup: TrainingSetup, group: list[TensorStates]) -> list[int]:
-    """Return the bytes of each gradient that stands in a store of the bundled optimizer, 0 for others."""
+    """Return the bytes of each gradient that stands in a store of the bundled optimizer, 0 for others.
+
+    Coded weights have stores, in bf16 unless told otherwise; then, or where a gradient is converted, all have.
+    """
     if not _steps_by_tensor(setup, group):
         return [0] * len(group)
-    converted = any(_converted(setup, entry) for entry in group)
-    return [entry.gradient_bytes if converted or entry.format_name in CODING else 0 for entry in group]
+    every = any(_converted(entry) or (entry.codec is not None and entry.gradient_name != "bf16") for entry in group)
+    return [entry.gradient_bytes if every or entry.codec else 0 for entry in group]
 
 
 def handed_over(setup: TrainingSetup, entry: TensorStates) -> bool:
     """Whether the bundled optimizer moves a parameter's gradient into a store, and lets go of the one formed."""
-    return entry.trainable and _converted(setup, entry) and _stored(setup, [entry])[0] > 0
+    return entry.trainable and _converted(entry) and _stored(setup, [entry])[0] > 0
 
 
-def _converted(setup: TrainingSetup, entry: TensorStates) -> bool:
-    """Whether a gradient is kept in another dtype than the weight's own, and than backward forms it in."""
-    own = entry.tensor.elements * FLOAT_BYTES.get(entry.format_name, 0)
-    return setup.gradient is not None and entry.gradient_bytes not in (entry.formed_bytes, own)
+def _converted(entry: TensorStates) -> bool:
+    """Whether a parameter's gradient is kept in another dtype than its own."""
+    return not entry.quantized and entry.gradient_name != entry.format_name
 
 
 def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
@@ -92,7 +93,7 @@ def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
     found: list[int] = []
     before_run = in_run = done = 0
     for index, (entry, size) in enumerate(zip(group, stored, strict=True)):
-        if index and _run(group[index - 1]) != _run(entry):
+        if index and run_of(group[index - 1]) != run_of(entry):
             before_run += in_run
             in_run, done = 0, before_run
         found.append(done)
@@ -110,9 +111,10 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     Source:
         ``add_workspace_bytes`` in memplan/muon/gradients.py, measured.
     """
-    coded = entry.format_name in CODING
-    if not entry.trainable or entry.optimizer.step == "in-place" or not (coded or _converted(setup, entry)):
+    if not entry.trainable or not (entry.codec or _converted(entry)):
         return 0
+    if entry.stepper != BUNDLED and entry.gradient_bytes >= 2 * entry.tensor.elements:
+        return 0  # a tensor of its own, which further gradients are added to in place
     scale = 8 if setup.gradient is not None and setup.gradient.tensor_bytes else 0
     return 8 * min(CHUNK_ELEMENTS, entry.tensor.elements) + scale
 
@@ -123,100 +125,46 @@ def _size(item: Temporaries) -> int:
 
 def tensor_temporaries(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     """Return the scratch memory of updating one tensor alone."""
-    return _group_temporaries(setup, [entry], alone=True)
+    return _group_temporaries(setup, [replace(entry, tensor=replace(entry.tensor, count=1))])
 
 
-def _group_temporaries(setup: TrainingSetup, group: list[TensorStates], alone: bool = False) -> Temporaries:
-    return (_with_masters if setup.config.master_weights != "none" else _update)(setup, group, alone)
+def _group_temporaries(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
+    return (_with_masters if setup.config.master_weights != "none" else _update)(setup, group)
 
 
-def _update(setup: TrainingSetup, group: list[TensorStates], alone: bool) -> Temporaries:
+def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of the weights themselves."""
-    optimizer = group[0].optimizer
-    if optimizer.step == "in-place":
-        return NOTHING
-    if optimizer.algorithm == "muon":
-        return max((_muon(setup, entry) for entry in group), key=_size)
-    if optimizer.step == "tensor" or any(_mixed(setup, entry) for entry in group):
-        return max((_chunked(setup, entry) for entry in group), key=_size)
-    if optimizer.algorithm == "adamw":
-        return _adamw(setup, group, alone)
-    if optimizer.algorithm == "adafactor":
-        largest = max(group, key=lambda entry: entry.formed_bytes)
-        return Temporaries(2 * largest.formed_bytes, "2 x largest tensor (variance estimate and update)")
-    return NOTHING
+    kind = group[0].stepper
+    if kind == BUNDLED:
+        return max((_bundled(setup, entry) for entry in group), key=_size)
+    assert kind is not None
+    return Temporaries(*RULES[kind](group, setup.profile.optimizer))
 
 
-def _with_masters(setup: TrainingSetup, group: list[TensorStates], alone: bool) -> Temporaries:
+def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
+    return (_muon if entry.optimizer.algorithm == "muon" else _chunked)(setup, entry)
+
+
+def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of master weights: all gradients are cast to their dtype first."""
     name = setup.config.master_weights
-    sizes = [entry.tensor.elements * FLOAT_BYTES[name] for entry in group]
-    masters = [
-        replace(entry, format_name=name, formed_bytes=size, gradient_bytes=size)
-        for entry, size in zip(group, sizes, strict=True)
-    ]
+    masters = [_master(entry, name) for entry in group]
     casts = sum(
-        size * (1 if alone else entry.tensor.count)
-        for entry, size in zip(group, sizes, strict=True)
-        if entry.gradient_bytes != size
+        master.gradient_bytes * entry.tensor.count
+        for entry, master in zip(group, masters, strict=True)
+        if entry.gradient_name != name
     )
-    update = _update(setup, masters, alone)
+    update = _update(setup, masters)
     return Temporaries(casts + update.bytes, f"gradients cast to {name}, and {update.formula}")
 
 
-def _mixed(setup: TrainingSetup, entry: TensorStates) -> bool:
-    """Whether torch's own AdamW cannot run: states, weight or kept gradient differ in dtype, or states are offloaded.
-
-    The bundled optimizer runs then, tensor by tensor.
-    """
-    if setup.offloads_states:
-        return True
-    own = FLOAT_BYTES.get(entry.format_name)
-    slots = (s for s in entry.optimizer.slots if s.layout == "elementwise" and not s.as_parameter)
-    widths = {slot.block_bytes for slot in slots}
-    return own is None or (bool(widths) and widths != {own}) or _converted(setup, entry)
-
-
-def _adamw(setup: TrainingSetup, group: list[TensorStates], alone: bool) -> Temporaries:
-    """Return torch.optim.AdamW's scratch memory.
-
-    Source:
-        torch/optim/adam.py (v2.13.0): ``_multi_tensor_adam`` holds the square roots of all second
-        moments at once, ``_single_tensor_adam`` one square root and one quotient at a time, while
-        the quotient of the tensor before is still there.
-    """
-    kind = setup.profile.optimizer
-    sizes = [entry.tensor.elements * FLOAT_BYTES[entry.format_name] for entry in group]
-    if kind == "fused":
-        return NOTHING
-    if kind == "foreach" and not alone:
-        by_dtype: dict[str, int] = {}
-        for size, entry in zip(sizes, group, strict=True):
-            by_dtype[entry.format_name] = by_dtype.get(entry.format_name, 0) + size * entry.tensor.count
-        return Temporaries(max(by_dtype.values()), "one square root of every second moment (foreach)")
-    if kind == "foreach":
-        return Temporaries(max(sizes), "one square root of the largest tensor")
-    before = _sizes_before(group)
-    largest = max(2 * size + previous for size, previous in zip(sizes, before, strict=True))
-    return Temporaries(largest, "square root and quotient of a tensor, and the quotient of the one before")
-
-
-def _sizes_before(group: list[TensorStates]) -> list[int]:
-    """Return, for each tensor, the most bytes that the tensor updated just before it can have."""
-    found: list[int] = []
-    size = 0
-    for index, entry in enumerate(group):
-        previous = size
-        if entry.tensor.count > 1 and (index == 0 or _run(group[index - 1]) != _run(entry)):
-            last = next(other for other in reversed(group) if _run(other) == _run(entry))
-            previous = max(previous, last.tensor.elements * FLOAT_BYTES[last.format_name])
-        found.append(previous)
-        size = entry.tensor.elements * FLOAT_BYTES[entry.format_name]
-    return found
-
-
-def _run(entry: TensorStates) -> tuple[int, int]:
-    return (entry.tensor.first, entry.tensor.count)
+def _master(entry: TensorStates, name: str) -> TensorStates:
+    """Return the master weight of a tensor, and its gradient, in place of the weight."""
+    width = FLOAT_BYTES[name]
+    size = entry.tensor.elements * width
+    return replace(
+        entry, format_name=name, element_bytes=width, formed_bytes=size, gradient_bytes=size, gradient_name=name
+    )
 
 
 def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
@@ -224,23 +172,19 @@ def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
 
     Formula:
         Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
-        where the gradient is bf16 and serves as workspace, else 2 m n. Newton-Schulz takes
-        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. ``torch``:
-        6 m n + 4 m^2 for bf16 gradients, 8 m n + 4 m^2 for fp32 ones, and nothing else. The momentum's
+        where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
+        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
         chunk includes two stretches of a momentum in host memory.
 
     Source:
-        memplan/muon/byte_model.py, measured; torch.optim.Muon 2.13, measured.
+        memplan/muon/byte_model.py, measured.
     """
     rows, columns = entry.tensor.shape[-2:]
     m, n = min(rows, columns), max(rows, columns)
     c = min(COLUMN_CHUNK, n)
     kind = setup.profile.newton_schulz
-    if kind == "torch":
-        width = 8 if FLOAT_BYTES.get(entry.format_name, 2) == 4 else 6
-        return Temporaries(width * m * n + 4 * m * m, f"{width} m n + 4 m^2, m = {m}, n = {n}")
-    own = 0 if entry.gradient_bytes == 2 * entry.tensor.elements else 2 * m * n
-    extra = " + 2 m n" if own else ""
+    own = 0 if entry.gradient_name == "bf16" else 2 * entry.tensor.elements
+    extra = f" + {own:,} for the update" if own else ""
     squares, chunks = (2, 1) if kind == "fast" else (1, 2)
     newton_schulz = 2 * squares * m * m + 2 * chunks * m * c
     k = chunk_elements(entry.tensor.elements, entry.optimizer.slots[0].block_elements)
@@ -256,24 +200,23 @@ def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     """Return the scratch memory of the bundled AdamW, which goes through a tensor in chunks of k elements.
 
     Formula:
-        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights
-        that are not fp32. Moments in host memory: two stretches of k elements of each besides.
+        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights that are
+        not fp32; k is a number of whole blocks of both. Moments in host memory: two stretches of k elements of each
+        besides.
 
     Source:
         memplan/muon/byte_model.py, measured.
     """
     slots = [s for s in entry.optimizer.slots if s.layout == "elementwise"]
-    exempt = entry.tensor.elements < entry.optimizer.exempt_below
-    block = 1 if exempt or not slots else max(slot.block_elements for slot in slots)
-    width = 4 if exempt or not slots else slots[0].block_bytes
-    k = chunk_elements(entry.tensor.elements, block)
+    exempt = is_exempt(entry.optimizer, entry.tensor.shape)
+    block = 1 if exempt else max(slot.block_elements for slot in slots)
+    width = 4 if exempt else slots[0].block_bytes
+    k = chunk_elements(entry.tensor.elements, max(block, weight_block(entry)))
     moments = 4 * k if width == 4 and block == 1 else 12 * k + (k // 32 if block > 1 else 0)
-    weight = weight_chunk_bytes(entry) - 4 * chunk_elements(entry.tensor.elements, 1)
+    weight = weight_scratch_bytes(entry, k)
     staged = staged_bytes(entry, k) if setup.offloads_states else 0
     text = f"the largest tensor in chunks of {k:,} elements"
-    return Temporaries(
-        moments + max(0, weight) + staged, f"{text}, and two stretches of its states" if staged else text
-    )
+    return Temporaries(moments + weight + staged, f"{text}, and two stretches of its states" if staged else text)
 
 
 FOREACH_CHUNK_ELEMENTS = 2**16

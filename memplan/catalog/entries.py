@@ -12,6 +12,21 @@ from memplan.units import ceil_div
 
 Kind = Literal["exact", "derived", "stated", "measured"]
 
+Implementation = Literal[
+    "adam_mini.Adam_mini",
+    "bitsandbytes.optim.AdamW8bit",
+    "lion_pytorch.Lion",
+    "memplan.muon.Muon",
+    "torch.optim.Adafactor",
+    "torch.optim.AdamW",
+    "torch.optim.SGD",
+    "untraced",
+]
+"""Classes whose updates are modelled; ``untraced``: no update is, and answers say so."""
+
+Codec = Literal["iq2-s", "iq2-xs", "iq2-xxs", "iq3-xxs", "q4-0", "q8-0"]
+"""What codes weights again after an update (memplan/muon/weight_codecs.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -74,6 +89,7 @@ class StorageFormat:
         tensor_bytes: Bytes once per tensor, such as a scale.
         ggml_type: Id of the type in GGUF files.
         storable: False for formats that exist only during computation.
+        codec: What codes weights again after an update; block formats without one can only be frozen.
     """
 
     title: str
@@ -86,6 +102,7 @@ class StorageFormat:
     tensor_bytes: int = 0
     ggml_type: int | None = None
     storable: bool = True
+    codec: Codec | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -153,6 +170,7 @@ class Optimizer:
         exempt_unless_multiple: Tensors whose size is no multiple keep ``exempt_slots`` instead.
         exempt_slots: State tensors of exempt tensors.
         shared_bytes: Bytes once per optimizer, such as lookup tables.
+        implementation: The class whose update is planned and traced; without one a setup is refused.
         step: How an update runs: ``torch`` follows the kernel profile, ``tensor`` goes tensor
             by tensor in bounded chunks, ``in-place`` needs no temporaries.
         status: How it fares in training.
@@ -164,6 +182,7 @@ class Optimizer:
     description: str
     slots: tuple[StateSlot, ...]
     sources: tuple[Source, ...]
+    implementation: Implementation | None = None
     step: Literal["torch", "tensor", "in-place"] = "torch"
     takes: Literal["all", "matrices"] = "all"
     rest: str | None = None

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.entries import Optimizer as OptimizerEntry
+from memplan.errors import CannotAnswerError
 from memplan.lab.gradients import Trained
 from memplan.muon import Muon, gradients, newton_schulz, quantised, steps, weight_formats
-from memplan.muon.formats import ADAMW_FORMATS
+from memplan.muon.formats import (
+    ADAMW_EXEMPT_BELOW,
+    ADAMW_FORMATS,
+    DEFAULT_BLOCK,
+    MOMENTUM_FORMATS,
+    adamw_codecs,
+    momentum_codec,
+)
 from memplan.muon.gradients import GRADIENT_FORMATS
 from memplan.muon.handles import Handle
 from memplan.training.kernels import KernelProfile
@@ -91,9 +99,8 @@ class BundledUpdate:
     def __init__(
         self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
     ) -> None:
-        stored = {weight.keeps for weight in weights if weight.keeps != _own_dtype(weight)}
         formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
-        keeps = next((formats[dtype] for dtype in stored if dtype is not None), None)
+        keeps = next((formats[_kept(weight)] for weight in weights if _kept(weight) != _own_dtype(weight)), None)
         options = _options(name, entry, profile)
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **options}
         self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
@@ -111,22 +118,9 @@ class BundledUpdate:
             yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
-def is_bundled(name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile) -> bool:
-    """Tell whether the bundled optimizer keeps the states of ``name`` for ``weights``."""
-    kept = {weight.keeps for weight in weights if weight.keeps != weight.tensor.dtype} - {None}
-    if not all(map(_handled, weights)) or not kept <= set(GRADIENT_FORMATS.values()):
-        return False
-    if entry.algorithm == "muon":
-        return profile.newton_schulz != "torch" and _format(name) in MOMENTUM_NAMES
-    return entry.algorithm == "adamw" and name == f"adamw-{_format(name)}" and _format(name) in ADAMW_FORMATS
-
-
-def _handled(weight: Trained) -> bool:
-    """Tell whether the library can decode and code a weight, and keep its gradient."""
-    if weight.weight is None:
-        return True
-    keeps = weight.keeps or weight.weight.run.options.compute_dtype
-    return weight.weight.matrix is not None and keeps in GRADIENT_FORMATS.values()
+def _kept(weight: Trained) -> torch.dtype:
+    """Return the dtype in which a gradient is kept: unless told otherwise that in which it is formed."""
+    return weight.keeps or (weight.tensor.dtype if weight.weight is None else weight.weight.run.options.compute_dtype)
 
 
 def _own_dtype(weight: Trained) -> torch.dtype:
@@ -139,16 +133,27 @@ def _entry(weight: Trained) -> Any:
     return weight.tensor if weight.weight is None else weight.weight.matrix
 
 
-MOMENTUM_NAMES = frozenset({"fp32", "bf16", "int8", "int4", "int2", "gauss4", "gauss3", "gauss2"})
-
-
-def _format(name: str) -> str:
-    return name.partition("-")[2]
-
-
 def _options(name: str, entry: OptimizerEntry, profile: KernelProfile) -> dict[str, Any]:
-    if entry.algorithm == "adamw":
-        return {"algorithm": "adamw", "adamw_format": _format(name)}
-    blocks = max(slot.block_elements for slot in entry.slots)
-    options = {"algorithm": "muon", "momentum_format": _format(name), "ns_workspace": profile.newton_schulz}
-    return options | ({"block_elements": blocks} if blocks > 1 else {})
+    """Return the options of a group whose states have the layout of an entry's slots.
+
+    Raises:
+        CannotAnswerError: The library has no states of that layout.
+    """
+    slot = next(slot for slot in entry.slots if slot.layout == "elementwise")
+    blocks = slot.block_elements if slot.block_elements > 1 else DEFAULT_BLOCK
+    adamw = entry.algorithm == "adamw"
+    for chosen in ADAMW_FORMATS if adamw else MOMENTUM_FORMATS:
+        codec = adamw_codecs(chosen, ADAMW_EXEMPT_BELOW)[0] if adamw else momentum_codec(chosen, blocks)
+        if (codec.block_elements, codec.block_bytes) != (slot.block_elements, slot.block_bytes):
+            continue
+        if adamw:
+            return {"algorithm": "adamw", "adamw_format": chosen}
+        return {
+            "algorithm": "muon",
+            "momentum_format": chosen,
+            "ns_workspace": profile.newton_schulz,
+            "block_elements": blocks,
+        }
+    raise CannotAnswerError(
+        f"{name}: the bundled optimizer has no states of {slot.block_bytes} bytes for {slot.block_elements} elements"
+    )

@@ -11,24 +11,27 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.entries import StorageFormat
+from memplan.errors import CannotAnswerError
 from memplan.muon.gradients import GradientStore
 from memplan.muon.grid_formats import GridFormat, grid_of
 from memplan.muon.quantised import QuantisedHandle, QuantisedWeight
 from memplan.muon.weight_codecs import WEIGHT_FORMATS
-
-GGML_NAMES = {2: "q4-0", 8: "q8-0", 16: "iq2-xxs", 17: "iq2-xs", 18: "iq3-xxs", 22: "iq2-s"}
-"""Type in a GGUF file -> name of the format in ``memplan.muon`` (ggml/include/ggml.h, ``ggml_type``)."""
 
 PATTERN_ROWS = 16
 """Rows that are coded from random numbers; all other rows of a fresh weight repeat them."""
 
 
 def library_format(layout: StorageFormat) -> str | None:
-    """Return the library's name of a format, or None where it has no such format or lacks its grid."""
-    name = None if layout.ggml_type is None else GGML_NAMES.get(layout.ggml_type)
-    if name is None or (isinstance(WEIGHT_FORMATS[name], GridFormat) and find_spec("gguf") is None):
-        return None
-    return name
+    """Return the library's name of a format, or None where it has no such format.
+
+    Raises:
+        CannotAnswerError: The format's grid is in a package that is not installed.
+    """
+    if layout.codec is not None and isinstance(WEIGHT_FORMATS[layout.codec], GridFormat) and find_spec("gguf") is None:
+        raise CannotAnswerError(
+            f"weights in {layout.codec} are traced with the grid of the gguf package: pip install gguf"
+        )
+    return layout.codec
 
 
 class CodedMatrix(QuantisedWeight):

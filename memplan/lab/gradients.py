@@ -12,10 +12,7 @@ from torch import Tensor
 from memplan.lab.storage import Weight
 from memplan.lab.trace import Component
 from memplan.model.inventory import Role
-from memplan.muon.gradients import GradientStore
-
-ADDED_AT_ONCE = 2**20
-"""Elements that an 8-bit gradient is decoded, added to and coded again at a time (memplan.muon.gradients)."""
+from memplan.muon.gradients import GRADIENT_FORMATS, GradientStore
 
 
 class Marks(Protocol):
@@ -36,9 +33,9 @@ class Trained:
         tensor: The parameter, or the codes of a coded weight.
         weight: The coded weight, or None for a parameter.
         keeps: Dtype of kept gradients, or None to keep what autograd forms.
-        gradient: What is kept of the gradient, for coded weights and where ``keeps`` is given.
-        scale: Its scale, for 8-bit gradients.
-        store: Where the bundled optimizer keeps the gradient instead, or None.
+        gradient: What is kept of the gradient where ``keeps`` is given.
+        store: Where the bundled library keeps the gradient instead, or None.
+        fills_store: Whether no optimizer does that, as beside master weights.
     """
 
     name: str
@@ -48,8 +45,14 @@ class Trained:
     weight: Weight | None
     keeps: torch.dtype | None
     gradient: Tensor | None = None
-    scale: Tensor | None = None
     store: GradientStore | None = None
+    fills_store: bool = False
+
+    def keep_narrow_gradients(self) -> None:
+        """Keep 8-bit gradients in a store of the bundled library; torch adds to none."""
+        if self.keeps is not None and self.keeps.itemsize == 1:
+            name = next(name for name, dtype in GRADIENT_FORMATS.items() if dtype == self.keeps)
+            self.store, self.fills_store = GradientStore(name, torch.Size(self.shape)), True
 
     def watch(self, marks: Marks, finished: Callable[[Trained], None] | None) -> None:
         """Keep each gradient as it is formed, then call ``finished``, which updates at once.
@@ -68,6 +71,10 @@ class Trained:
             gradient = parameter.grad
             if gradient is None:
                 self._mark_store(marks, finished)
+                return
+            if self.fills_store:
+                parameter.grad = None
+                taken(gradient)
                 return
             if self.store is not None or self.keeps in (None, gradient.dtype):
                 marks.mark(gradient, "gradients", self.name)
@@ -102,13 +109,8 @@ class Trained:
         wanted = self.keeps or gradient.dtype
         if self.gradient is None:
             self.gradient = gradient if wanted == gradient.dtype else gradient.to(wanted)
-        elif wanted.itemsize > 1:
-            self.gradient.add_(gradient)
         else:
-            _add_in_chunks(self.gradient, gradient)
-        if wanted.itemsize == 1 and self.scale is None:
-            self.scale = torch.empty((), dtype=torch.float32, device=gradient.device)
-            marks.mark(self.scale, "gradients", self.name)
+            self.gradient.add_(gradient)
         marks.mark(self.gradient, "gradients", self.name)
 
     def kept(self) -> Tensor | None:
@@ -124,19 +126,6 @@ class Trained:
                 if gradient is not None:
                     gradient.zero_()
             return
-        self.tensor.grad = self.gradient = self.scale = None
+        self.tensor.grad = self.gradient = None
         if self.store is not None:
             self.store.clear()
-
-
-def _add_in_chunks(stored: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to an 8-bit one, with two chunks in fp32 as scratch memory.
-
-    Only the first chunk is computed: the others do the same in the same memory.
-    """
-    count = min(ADDED_AT_ONCE, stored.numel())
-    chunk, total = stored.view(-1)[:count], torch.empty(count, device=stored.device)
-    total.copy_(chunk)
-    part = torch.empty_like(total)
-    part.copy_(gradient.reshape(-1)[:count])
-    chunk.copy_(total.add_(part))

@@ -106,7 +106,7 @@ class Job:
             items, name = [self.trained[index] for index in members], key.split()[0]
             entry = self.setup.optimizers[items[0].role]
             masters = [self.masters[index] for index in members] if self.masters else []
-            found.append((items, update_of(name, entry, items, self.setup.profile, masters, self.staged)))
+            found.append((items, update_of(name, entry, items, self.setup, masters, self.staged)))
         return found
 
     def _follows_muon(self, group: tuple[str, list[int]]) -> bool:

@@ -9,19 +9,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, Adafactor, AdamW, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.catalog.entries import Optimizer as OptimizerEntry
-from memplan.catalog.entries import StateSlot
-from memplan.lab.bundled import BundledUpdate, is_bundled
+from memplan.lab.bundled import BundledUpdate
 from memplan.lab.gradients import Trained
-from memplan.training.kernels import KernelProfile
-from memplan.units import ceil_div
+from memplan.lab.options import TORCH_DTYPES
+from memplan.lab.reference_optimizers import AdamMini, BlockwiseAdamw, Lion
+from memplan.setup import TrainingSetup
+from memplan.states import is_exempt, slot_bytes
+from memplan.steppers import BUNDLED, Updated, stepper
+from memplan.training.kernels import OptimizerKernel
 
 LEARNING_RATE = 1e-3
 
 _MODULES_THAT_ASK = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
-_FLOAT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Update(Protocol):
@@ -76,17 +80,35 @@ class TorchUpdate:
             yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
-class StatesOnly:
-    """States of a catalog entry, byte for byte, whose update allocates nothing here."""
+class AdafactorUpdate(TorchUpdate):
+    """torch.optim.Adafactor, which reads norms of the weights on the host."""
 
-    def __init__(
-        self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], *, fused: bool, on_host: bool = False
-    ) -> None:
-        self.on_host = on_host
-        self.note = "" if entry.step == "in-place" else f"temporaries of the {name} update are not traced"
-        self._states = [item for weight in weights for item in _state_tensors(entry, weight, fused)]
-        if entry.shared_bytes:
-            shared = torch.empty(entry.shared_bytes, dtype=torch.uint8, device=weights[0].tensor.device)
+    def step(self) -> None:
+        """Update the parameters; tensors without memory have a norm of one."""
+        with _AnyNumber():
+            self.optimizer.step()
+
+
+class _AnyNumber(TorchDispatchMode):
+    """Lets ``item()`` of a tensor without memory return one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class StatesOnly:
+    """States of a catalog entry, byte for byte, whose update is not traced."""
+
+    on_host = False
+
+    def __init__(self, name: str, entry: OptimizerEntry, tensors: Sequence[Tensor]) -> None:
+        self.note = f"temporaries of the {name} update are not traced"
+        self._states = [item for tensor in tensors for item in _state_tensors(entry, tensor)]
+        if entry.shared_bytes and not all(is_exempt(entry, tuple(tensor.shape)) for tensor in tensors):
+            shared = torch.empty(entry.shared_bytes, dtype=torch.uint8, device=tensors[0].device)
             self._states.append((shared, "shared"))
 
     def step(self) -> None:
@@ -97,35 +119,21 @@ class StatesOnly:
         yield from self._states
 
 
-def _state_tensors(entry: OptimizerEntry, weight: Trained, fused: bool) -> Iterator[tuple[Tensor, str]]:
-    elements = torch.Size(weight.shape).numel()
-    exempt = elements < entry.exempt_below or elements % entry.exempt_unless_multiple
-    for slot in entry.exempt_slots if exempt else entry.slots:
-        if slot.dimensions == ("more" if len(weight.shape) < 2 else "one"):
+def _state_tensors(entry: OptimizerEntry, tensor: Tensor) -> Iterator[tuple[Tensor, str]]:
+    shape = tuple(tensor.shape)
+    for slot in entry.exempt_slots if is_exempt(entry, shape) else entry.slots:
+        if slot.dimensions == ("more" if len(shape) < 2 else "one"):
             continue
-        aside = slot.device == "host" or (slot.device == "device-if-fused" and not fused)
-        device = torch.device("cpu") if aside else weight.tensor.device
-        yield torch.empty(_slot_bytes(slot, weight), dtype=torch.uint8, device=device), slot.name
-
-
-def _slot_bytes(slot: StateSlot, weight: Trained) -> int:
-    elements = torch.Size(weight.shape).numel()
-    if slot.layout == "rows":
-        elements //= weight.shape[-1]
-    elif slot.layout == "columns":
-        elements //= weight.shape[-2] if len(weight.shape) > 1 else 1
-    elif slot.layout == "scalar":
-        elements = 1
-    if slot.as_parameter:
-        return elements * weight.tensor.element_size()
-    return ceil_div(elements, slot.block_elements) * slot.block_bytes + slot.tensor_bytes
+        device = torch.device("cpu") if slot.device != "device" else tensor.device
+        size = slot_bytes(slot, shape, tensor.element_size())
+        yield torch.empty(size, dtype=torch.uint8, device=device), slot.name
 
 
 def update_of(
     name: str,
     entry: OptimizerEntry,
     weights: Sequence[Trained],
-    profile: KernelProfile,
+    setup: TrainingSetup,
     masters: Sequence[Tensor],
     staged: int = 0,
 ) -> Update:
@@ -135,36 +143,57 @@ def update_of(
         name: Catalog name.
         entry: Catalog entry.
         weights: The weights that it takes.
-        profile: Says which of torch's implementations runs.
+        setup: Says which of torch's implementations runs.
         masters: Master weights, which are updated in the weights' place; empty for none.
         staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they lie on the device.
+
+    Raises:
+        CannotAnswerError: Nothing updates them so.
     """
-    tensors = list(masters) or [weight.tensor for weight in weights]
-    ways: dict[str, Any] = {"foreach": profile.optimizer == "foreach", "fused": profile.optimizer == "fused"}
-    if (
-        not staged
-        and all(tensor.dtype in _FLOAT_BYTES for tensor in tensors)
-        and (masters or all(map(_plain, weights)))
-    ):
-        same_width = _state_width(entry) == {tensor.element_size() for tensor in tensors}
-        if entry.algorithm == "adamw" and entry.step == "torch" and same_width:
-            return TorchUpdate(AdamW(tensors, lr=LEARNING_RATE, **ways))
-        if entry.algorithm == "sgd":
-            momentum = 0.9 if entry.slots else 0.0
-            # The fused kernel has no meta form; like foreach it updates in place.
-            foreach = profile.optimizer != "for-loop"
-            return TorchUpdate(SGD(tensors, lr=LEARNING_RATE, momentum=momentum, foreach=foreach))
-        if entry.algorithm == "muon" and profile.newton_schulz == "torch" and all(t.ndim == 2 for t in tensors):
-            return TorchUpdate(Muon(tensors, lr=LEARNING_RATE))
-    if not masters and is_bundled(name, entry, weights, profile):
-        return BundledUpdate(name, entry, weights, profile, staged)
-    return StatesOnly(name, entry, weights, fused=profile.optimizer == "fused", on_host=staged > 0)
+    kind = stepper(setup, name, entry, {_updated(weight, setup) for weight in weights})
+    if masters:
+        for weight in weights:
+            weight.keep_narrow_gradients()
+        weights = [
+            Trained(weight.name, weight.role, weight.shape, master, None, None)
+            for weight, master in zip(weights, masters, strict=True)
+        ]
+    if kind == BUNDLED:
+        return BundledUpdate(name, entry, weights, setup.profile, staged)
+    tensors = [weight.tensor for weight in weights]
+    if kind == "untraced":
+        return StatesOnly(name, entry, tensors)
+    if kind == "torch.optim.Adafactor":
+        return AdafactorUpdate(Adafactor(tensors, lr=LEARNING_RATE))
+    return TorchUpdate(_optimizer(kind, entry, tensors, setup.profile.optimizer))
 
 
-def _plain(weight: Trained) -> bool:
-    """Tell whether torch's optimizers can take a weight: a parameter with a gradient of its own dtype."""
-    return weight.weight is None and weight.keeps in (None, weight.tensor.dtype)
+def _optimizer(
+    kind: str, entry: OptimizerEntry, tensors: list[Tensor], kernel: OptimizerKernel
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the class called ``kind``."""
+    if kind == "torch.optim.AdamW":
+        return AdamW(tensors, lr=LEARNING_RATE, foreach=kernel == "foreach", fused=kernel == "fused")
+    if kind == "torch.optim.SGD":
+        # The fused kernel has no meta form; like foreach it updates in place.
+        momentum = 0.9 if entry.slots else 0.0
+        return SGD(tensors, lr=LEARNING_RATE, momentum=momentum, foreach=kernel != "for-loop")
+    return _OTHERS[kind](tensors, lr=LEARNING_RATE)
 
 
-def _state_width(entry: OptimizerEntry) -> set[int]:
-    return {slot.block_bytes for slot in entry.slots if slot.layout == "elementwise" and slot.block_elements == 1}
+_OTHERS: dict[str, Any] = {
+    "adam_mini.Adam_mini": AdamMini,
+    "bitsandbytes.optim.AdamW8bit": BlockwiseAdamw,
+    "lion_pytorch.Lion": Lion,
+    "torch.optim.Muon": Muon,
+}
+
+
+def _updated(weight: Trained, setup: TrainingSetup) -> Updated:
+    """Return what an update is given of a weight, as the formula says it (:func:`memplan.states.updated`)."""
+    coded = weight.weight is not None
+    own = setup.config.compute_dtype if coded else _DTYPE_NAMES[weight.tensor.dtype]
+    gradient = own if weight.keeps is None else _DTYPE_NAMES[weight.keeps]
+    stored = setup.format_names[weight.role] if coded else own
+    codec = setup.formats[weight.role].codec if coded else None
+    return Updated(stored, gradient, len(weight.shape), coded, codec)

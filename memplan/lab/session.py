@@ -103,4 +103,5 @@ def _trained(model: ReferenceModel, gradient: str | None) -> Iterator[Trained]:
         weight = model.run.coded.get(id(tensor))
         if weight.trained if weight is not None else tensor.requires_grad:
             shape = tuple(tensor.shape) if weight is None else weight.shape
-            yield Trained(name, roles.get(name, "hidden_matrix"), shape, tensor, weight, keeps)
+            role = roles.get(name, "hidden_matrix" if len(shape) > 1 else "norm")
+            yield Trained(name, role, shape, tensor, weight, keeps)

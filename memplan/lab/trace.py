@@ -131,11 +131,13 @@ class Trace:
 
     @cached_property
     def persistent_bytes(self) -> int:
-        """Weights, master weights, gradients kept until the step, and optimizer states."""
-        if "optimizer step" in self.instants:
+        """Weights, master weights, gradients kept until the step, and optimizer states, before an update uses any up."""
+        steps = (i for i in range(self.steady_from, len(self.events)) if self.events[i].instant == "optimizer step")
+        first = next(steps, len(self.events))
+        if first == len(self.events) and "optimizer step" in self.instants:
             components = self.instants["optimizer step"].components
             return sum(components.get(name, 0) for name in PERSISTENT)
-        alive = self.alive_after(len(self.events) - 1)
+        alive = self.alive_after(first - 1)
         return sum(s.bytes for s in map(self.storages.__getitem__, alive) if s.component in PERSISTENT)
 
     def alive_after(self, event: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""Gradients between backward and step: what the optimizer reads, and stores of bf16 or scaled FP8."""
+"""Gradients between backward and step: what the optimizer reads, and stores of fp32, bf16 or scaled FP8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from torch import Tensor
 
 from memplan.muon.errors import OptimizerError, unknown_choice
 
-GRADIENT_FORMATS = {"bf16": torch.bfloat16, "fp8-e4m3": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
+GRADIENT_FORMATS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8-e4m3": torch.float8_e4m3fn,
+    "fp8-e5m2": torch.float8_e5m2,
+}
 DEFAULT_CHUNK_ELEMENTS = 1 << 20
 _SMALLEST_SCALE = 1e-30
 
@@ -53,7 +58,7 @@ class TensorGradient:
 
 
 class GradientStore:
-    """A gradient kept in bf16, or in FP8 with one fp32 scale, to which further gradients are added.
+    """A gradient kept in fp32 or bf16, or in FP8 with one fp32 scale, to which further gradients are added.
 
     Memory is taken with the first gradient and given back by ``clear``. A plain cast to FP8 loses
     small gradients, and torch cannot add to FP8 tensors; here the sum is formed in fp32, a chunk
@@ -86,7 +91,7 @@ class GradientStore:
 
     @staticmethod
     def predicted_bytes(format: str, elements: int) -> int:
-        """Return the bytes of a stored gradient: 2 for each element, or 1 and 4 for the scale."""
+        """Return the bytes of a stored gradient: those of its dtype for each element, and 4 for the scale of FP8."""
         dtype = GRADIENT_FORMATS[format]
         return elements * dtype.itemsize + (4 if dtype.itemsize == 1 else 0)
 

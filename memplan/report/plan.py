@@ -331,6 +331,8 @@ def not_modelled(plan: MemoryPlan) -> list[str]:
         found.append(
             "partial sums of the gradients of biases, and of norms run step by step: up to 138 MB in a layer's backward"
         )
+    untraced = {entry.optimizer_name for entry in plan.states.tensors if entry.stepper == "untraced"}
+    found.extend(f"temporaries of the {name} update, which is untraced" for name in sorted(untraced))
     found.extend(parallel_not_modelled(plan))
     preset, family = plan.setup.config.kernels.preset, plan.model.spec.architecture
     if preset == "hf-transformers" and family in LOOSE_UNDER_TRANSFORMERS:

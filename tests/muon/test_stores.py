@@ -7,9 +7,9 @@ from torch import nn
 
 from memplan.chunks import CHUNK_ELEMENTS, CODING, DECODING, GRID_TABLE_BYTES
 from memplan.errors import UnknownNameError
-from memplan.lab.gradients import ADDED_AT_ONCE
 from memplan.muon import Muon, OptimizerError, split_parameters
 from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
+from memplan.muon.gradients import DEFAULT_CHUNK_ELEMENTS
 from memplan.muon.grid_formats import GridFormat, grid_of
 from memplan.muon.handles import join_, split_
 from memplan.muon.options import DEFAULTS
@@ -384,5 +384,5 @@ def test_the_planner_knows_what_coding_and_decoding_take(name):
     chosen, table = weight_format(name), TEMPORARIES[name]
     assert CODING[name] == (chosen.block_elements, table.stochastic, chosen.encoded_blocks)
     assert DECODING[name] == (chosen.block_elements, table.decode, table.decode_once)
-    assert CHUNK_ELEMENTS == DECODED_AT_ONCE == DECODE_CHUNK == DEFAULTS["chunk_elements"] == ADDED_AT_ONCE
+    assert CHUNK_ELEMENTS == DECODED_AT_ONCE == DECODE_CHUNK == DEFAULTS["chunk_elements"] == DEFAULT_CHUNK_ELEMENTS
     assert GRID_TABLE_BYTES.get(name, 0) == sum(table.nbytes for table in tables(chosen))

@@ -85,7 +85,7 @@ def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:
         "bytes_per_parameter": bytes_per_parameter(kept, size),
     }
     options = TrainingOptions(steps=size.steps, device=device)
-    casts = stored is None and kept.dtype in GRADIENT_FORMATS
+    casts = stored is None and kept.dtype != "fp32"
     return Variant(keys, setup, options, casting(GRADIENT_FORMATS[kept.dtype]) if casts else None)
 
 

@@ -99,7 +99,7 @@ def with_momentum(
     if setup.optimizers["hidden_matrix"].algorithm != "muon":
         raise InvalidFileError([f"--momentum-format {momentum_format}: {setup.name} does not train matrices by Muon"])
     slots = (
-        StateSlot("momentum", codec.block_elements, codec.block_bytes),
+        StateSlot("momentum_buffer", codec.block_elements, codec.block_bytes),
         StateSlot("step", layout="scalar", device="host"),
     )
     entries: dict[Any, Optimizer] = {

@@ -44,7 +44,7 @@ def _gradients(session: Session) -> Iterator[Tensor]:
         kept = item.kept()
         if kept is not None:
             yield kept
-        scale = item.scale if item.store is None else item.store.scale
+        scale = None if item.store is None else item.store.scale
         if scale is not None:
             yield scale
 
