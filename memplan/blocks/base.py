@@ -102,13 +102,13 @@ class Operations:
         scale = tape.value(ONE, rows, down.element_bytes)
         norm = tape.value(ONE, rows, down.element_bytes, needs_gradient=False)
         tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
-        less = self.pointwise("scale - 1", scale)
+        less, base = self.pointwise("scale - 1", scale), self._without_bias(out, name)
         first = tape.apply(
             "mul",
-            [(less, NEW), (out, NEW)],
-            self.fresh(out),
-            [out, *([less] if out.needs_gradient else [])],
-            workspace=[(out.quantity, out.coefficient)],
+            [(less, NEW), (base, NEW)],
+            self.fresh(base),
+            [base, *([less] if base.needs_gradient else [])],
+            workspace=[(base.quantity, base.coefficient)],
         )
         low = self.plain_linear(self.plain_linear(own, f"{name}.lora_A", down.rows), f"{name}.lora_B", rows)
         second = tape.apply(
@@ -120,6 +120,15 @@ class Operations:
         )
         whole = self.add(first, self.pointwise("scale", second))
         return self.add(out, self.cast(whole, out.element_bytes))
+
+    def _without_bias(self, out: Value, name: str) -> Value:
+        """Return a projection less its bias, which DoRA does not scale; autocast leaves the bias in its own dtype."""
+        bias = self.weights.get(f"{name}.bias")
+        if bias is None:
+            return out
+        wide = max(out.element_bytes, bias.element_bytes)
+        way = SAME if wide == out.element_bytes else NEW
+        return self.tape.apply("less bias", [(out, way)], self.fresh(out, element_bytes=wide))
 
     def plain_linear(self, x: Value, name: str, rows: int) -> Value:
         """Return a projection without adapters: keeps its input where its weight is trained."""
