@@ -164,12 +164,14 @@ class Operations:
         scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
         scale.foreign = norm.foreign
         tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
-        less = self.pointwise("scale - 1", scale)
-        first = self._scaled_rows(less, out)
-        with tape.holding(scale, first):
+        with tape.holding(scale):
+            base = self._without_bias(out, name)
+            first = self._scaled_rows(self.pointwise("scale - 1", scale), base)
+        with tape.holding(scale, first, base):
             second = self._scaled_rows(scale, self._low_rank(own, name, rows, down))
             whole = self.add(first, self.pointwise("scale", second))
-        return self.add(out, self.cast(whole, out.element_bytes, foreign=out.foreign))
+        with tape.holding(base):
+            return self.add(out, self.cast(whole, out.element_bytes, foreign=out.foreign))
 
     def _scaled_rows(self, scale: Value, x: Value) -> Value:
         """Return ``scale * x``, a number for each feature, in the wider dtype."""
@@ -216,6 +218,16 @@ class Operations:
         norm = tape.make("norm", self.fresh(whole, rows), whole)
         tape.touch(*frozen, whole)
         return norm
+
+    def _without_bias(self, out: Value, name: str) -> Value:
+        """Return a projection less its bias, which DoRA does not scale; autocast leaves the bias in its own dtype."""
+        bias = self.weights.get(f"{name}.bias")
+        if bias is None:
+            return out
+        term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
+        found = self.fresh(out, element_bytes=promoted(out, term))
+        way = SAME if found.element_bytes == out.element_bytes else NEW
+        return self.tape.apply("less bias", [(out, way)], found, packs=False)
 
     def plain_linear(self, x: Value, name: str, rows: int) -> Value:
         """Return a projection without adapters: keeps its input where its weight is trained."""

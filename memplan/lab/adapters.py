@@ -37,20 +37,33 @@ class AdapterPart:
                 holder.register_parameter("weight", tensor)
                 module.add_module(name, holder)
 
-    def __call__(self, x: Tensor, result: Tensor, weight: Weight) -> Tensor:
-        """Return ``result``, the frozen projection of ``x``, with the adapter's part added."""
+    def __call__(
+        self, x: Tensor, result: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """Return ``result``, the frozen projection of ``x``, with the adapter's part added.
+
+        DoRA's magnitude scales what the weight contributes, not the bias, which is taken away first.
+
+        Args:
+            x: Input of the projection.
+            result: Its output, bias included.
+            weight: The frozen weight.
+            bias: The bias, if there is one.
+            transposed: The weight is stored (in, out), as Conv1D stores it; PEFT's ``fan_in_fan_out``.
+        """
         own = x.to(self.down.dtype)
         if self.magnitude is None:
             return result + (self._low_rank(own) * SCALING).to(result.dtype)
-        scale = (self.magnitude / self._norm(own, weight)).view(1, -1)
-        return result + ((scale - 1) * result + scale * self._low_rank(own) * SCALING).to(result.dtype)
+        scale = (self.magnitude / self._norm(own, weight, transposed)).view(1, -1)
+        base = result if bias is None else result - bias
+        return result + ((scale - 1) * base + scale * self._low_rank(own) * SCALING).to(result.dtype)
 
-    def _norm(self, x: Tensor, weight: Weight) -> Tensor:
-        """Return the norm of each row of the adapted weight, which DoRA treats as a constant."""
+    def _norm(self, x: Tensor, weight: Weight, transposed: bool) -> Tensor:
+        """Return the norm of each output of the adapted weight, which DoRA treats as a constant."""
         eye = torch.eye(self.down.shape[1], dtype=x.dtype, device=x.device)
         product = self._low_rank(eye).T.detach()
         frozen = weight.decoded() if weight.quantized else weight.tensor
-        whole = frozen.to(x.dtype) + SCALING * (product if frozen.shape == product.shape else product.T)
+        whole = (frozen.T if transposed else frozen).to(x.dtype) + SCALING * product
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
         return norm.detach()
 

@@ -16,32 +16,40 @@ from torch import Tensor
 
 from memplan.lab.operations import aten, attention, repeated, rms_norm
 from memplan.training.kernels import KernelProfile
+from memplan.units import round_up
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
 def _overridden(overrides: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
-    """Run operators on ``meta`` tensors by other functions."""
+    """Run operators on ``meta`` tensors by other functions, and grouped products in every dtype.
+
+    Grouped products are replaced below autograd, which keeps their own derivatives.
+    """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
+        library.impl("_grouped_mm", _grouped_mm, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def cuda_dropout() -> Iterator[None]:
-    """Run dropout on ``meta`` tensors in CUDA's kernel, also inside composite operators: its mask is one byte."""
+def cuda_operators() -> Iterator[None]:
+    """Run dropout and grouped products on ``meta`` tensors as CUDA does, also inside composite operators.
+
+    CUDA's mask of dropout is one byte, and its grouped products take fp16 and fp32 besides bf16.
+    """
     with _overridden({"dropout": _dropout}):
         yield
 
 
 @contextmanager
 def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Run attention, norms and dropout on ``meta`` tensors as CUDA would under ``profile``.
+    """Run attention, norms, dropout and grouped products on ``meta`` tensors as CUDA would under ``profile``.
 
     Args:
         profile: Says which attention kernel runs.
@@ -112,6 +120,34 @@ def _rms_norm(autocast: torch.dtype | None) -> Callable[..., Tensor]:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
+
+
+def _grouped_mm(
+    first: Tensor,
+    second: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the result of a grouped product, which is all that CUDA allocates in fp16 and fp32.
+
+    Only bf16 has a kernel of its own; other floats are multiplied group by group, each straight into
+    its part of the result. torch's own ``meta`` form knows bf16 alone. Rows of the result begin at
+    multiples of 16 bytes.
+
+    Source:
+        aten/src/ATen/native/GroupedMMUtils.h, ``create_grouped_gemm_output_tensor`` and
+        ``_grouped_mm_fallback`` (v2.13.0); https://github.com/pytorch/pytorch/pull/162059.
+    """
+    assert bias is None, "grouped products with a bias do not exist yet"
+    groups: tuple[int, ...] = ()
+    if first.dim() == second.dim():
+        groups = (len(offs),) if offs is not None else (first.shape[0],)
+    rows, columns = first.shape[-2], second.shape[-1]
+    dtype = out_dtype or first.dtype
+    padded = round_up(columns, 16 // dtype.itemsize)
+    strides = (rows * padded, padded, 1)[-2 - len(groups) :]
+    return first.new_empty_strided((*groups, rows, columns), strides, dtype=dtype)
 
 
 def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:

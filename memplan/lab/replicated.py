@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memplan.lab import optimizers
 from memplan.lab.assembly import assembled
 from memplan.lab.bundled import short_loops
+from memplan.lab.cuda_kernels import cuda_operators
 from memplan.lab.recorder import Recorder
 from memplan.lab.session import Session, skipped_files
 from memplan.lab.trace import Trace
@@ -123,7 +124,7 @@ def trace_replicated(
     )
     with process_group(setup.config.parallel.data):
         session = ReplicatedSession(model.spec, setup, recorder)
-        with optimizers.cuda_optimizer_paths(), short_loops(), recorder:
+        with optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:
             for _ in range(STEPS):
                 recorder.next_step()
                 session.step(recorder)

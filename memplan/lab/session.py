@@ -15,7 +15,7 @@ from memplan.lab.reference import ReferenceModel
 from memplan.lab.trace import Component
 from memplan.model.inventory import ROLES, expanded, inventory_of
 from memplan.model.spec import ModelSpec
-from memplan.setup import TrainingSetup
+from memplan.setup import FLOAT_BYTES, TrainingSetup
 
 
 def skipped_files() -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def reference_options(setup: TrainingSetup, spec: ModelSpec, target: Target = "c
         dropout=spec.dropout if config.dropout is None else config.dropout,
         target=target,
         dtypes=floats,
-        coded={role: setup.formats[role] for role in ROLES if role not in floats},
+        coded={role: setup.formats[role] for role in ROLES if setup.format_names[role] not in FLOAT_BYTES},
         adapter=config.adapter,
     )
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memplan.lab import fully_shard, optimizers
 from memplan.lab.assembly import assembled
+from memplan.lab.cuda_kernels import cuda_operators
 from memplan.lab.fully_shard import Allocates, ShardedRecorder
 from memplan.lab.job import Watcher
 from memplan.lab.options import ReferenceOptions
@@ -112,7 +113,7 @@ def trace_sharded(
         recorder = ShardedRecorder("meta", files, cublas_bytes=cublas, workspaces=workspaces)
         session.collective.recorder = recorder
         session.watch(recorder)
-        with optimizers.cuda_optimizer_paths(), recorder.following(), recorder:
+        with optimizers.cuda_optimizer_paths(), cuda_operators(), recorder.following(), recorder:
             for number in range(steps):
                 if number == 1:
                     session.watch_whole_gradients(recorder)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from memplan.adapters import adapter_tensors
 from memplan.lab import optimizers
 from memplan.lab.assembly import assembled
 from memplan.lab.bundled import short_loops
-from memplan.lab.cuda_kernels import cuda_dropout
+from memplan.lab.cuda_kernels import cuda_operators
 from memplan.lab.options import Target
 from memplan.lab.recorder import Recorder
 from memplan.lab.session import Session, skipped_files
@@ -39,7 +40,9 @@ def trace_training(
 
     Raises:
         CannotAnswerError: The config asks for something that cannot be traced.
+        InvalidFileError: A target of the adapters is no projection of the model.
     """
+    adapter_tensors(model, setup)  # refuses what the formula refuses, in its words
     if setup.config.parallel.data > 1:
         return _one_rank(model, setup, compute_capability, workspaces)
     session = Session(model.spec, setup, target=target)
@@ -47,8 +50,8 @@ def trace_training(
     inside = workspaces and target == "cuda"
     recorder = Recorder("meta", (__file__, *skipped_files()), cublas_bytes=cublas, workspaces=inside)
     session.watch(recorder)
-    dropout = cuda_dropout() if target == "cuda" else nullcontext()
-    with optimizers.cuda_optimizer_paths(), short_loops(), dropout, recorder:
+    operators = cuda_operators() if target == "cuda" else nullcontext()
+    with optimizers.cuda_optimizer_paths(), short_loops(), operators, recorder:
         for _ in range(steps):
             recorder.next_step()
             session.step(recorder)
