@@ -37,6 +37,7 @@ class Sections:
         weights: Every parameter tensor as tapes see it, by name.
         dropout: Probability that applies.
         regime: What batch and length decide.
+        emptied: Names of the weights whose gradients a step takes away in any case.
     """
 
     spec: ModelSpec
@@ -45,6 +46,7 @@ class Sections:
     weights: dict[str, Weight]
     dropout: float
     regime: Regime
+    emptied: frozenset[str]
 
     def _weight(self, entry: TensorStates) -> Weight:
         layer = self.setup.config.gradients.lifetime == "layer"
@@ -60,6 +62,7 @@ class Sections:
             coded=entry.quantized,
             add_bytes=store_bytes(self.setup, entry),
             converted=entry.trainable and entry.gradient_bytes != entry.formed_bytes,
+            emptied=entry.tensor.name in self.emptied,
             handed_over=not entry.quantized and handed_over(self.setup, entry),
             update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
             rows=entry.tensor.shape[0],
@@ -89,6 +92,11 @@ class Sections:
 
     def _gradients(self, tape: Tape) -> int:
         return sum(w.gradient_bytes for node in tape.nodes for w in node.weights if w.trainable)
+
+    def _left(self, tape: Tape, mode: Mode) -> int:
+        """Return the gradients of a tape's weights that backward adds to those that are there."""
+        weights = (w for node in tape.nodes for w in node.weights if w.trainable)
+        return sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
 
     def _constant(self, part: Part, size: int) -> Form:
         return single_form(part, ONE, size)
@@ -242,10 +250,10 @@ class HeadSections(Sections):
             form = add_forms(around, self._constant(Part.GRADIENTS, extra + others))
             yield Instant("end of backward", f"{weight.name} gradient", form)
 
-    def _chunked_gradients(self) -> int:
-        if self.setup.profile.loss != "chunked":
-            return 0
-        return self._gradients(self._chunk().tape)
+    def _head_left(self, mode: Mode) -> int:
+        """Return the gradients that head and final norm leave."""
+        chunk = self._left(self._chunk().tape, mode) if self.setup.profile.loss == "chunked" else 0
+        return self._left(self.head.tape, mode) + chunk
 
     def _chunk(self) -> Section:
         """Return head and loss of one chunk of tokens."""
@@ -296,7 +304,7 @@ class HeadSections(Sections):
         trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
         plain = sum(w.formed_bytes for w in trained if not w.coded)
         # Gradients of codes are added in their store, which a second micro-step finds filled.
-        stored_sum = 0 if mode == "again" else sum(w.formed_bytes for w in trained if w.coded)
+        stored_sum = sum(w.formed_bytes for w in trained if w.coded and w.own_mode(mode) != "again")
         summed = self._constant(Part.GRADIENTS, plain + stored_sum)
         parts = single_form(Part.TEMPORARIES, self.head.output.quantity, self.head.output.coefficient)
         rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
@@ -316,6 +324,6 @@ class HeadSections(Sections):
         if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
             form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
             yield Instant("head backward", "gradient of the head", form)
-        kept = self._constant(Part.GRADIENTS, self._stays(self._gradients(chunk.tape), mode))
+        kept = self._constant(Part.GRADIENTS, self._left(chunk.tape, mode))
         for instant in played.backward:
             yield instant.around(add_forms(around, kept, parts), "head backward")

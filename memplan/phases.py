@@ -22,7 +22,7 @@ from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
 from memplan.tape import NEW, SAME, Mode, Value
 from memplan.units import ceil_div
-from memplan.updates import clipping_bytes, step_temporaries
+from memplan.updates import clipping_bytes, step_temporaries, stored_names
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
 LOSS_SCALE_BYTES = 8
@@ -83,6 +83,7 @@ class StepCompiler(HeadSections):
         self.model, self.setup, self.states, self.regime = model, setup, states, regime
         self.spec = model.spec
         self.kept_all = states.gradient_bytes
+        self.emptied = stored_names(setup, states.tensors)
         self.checkpointing = setup.config.activation_checkpointing
         dropout = setup.config.dropout
         self.dropout = self.spec.dropout if dropout is None else dropout
@@ -196,14 +197,19 @@ class StepCompiler(HeadSections):
         """Yield the candidates for the peak."""
         config = self.setup.config
         present = config.zero_gradients == "fill"
-        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "again" if present else "first"
-        base = self._constant(Part.GRADIENTS, self.kept_all if present else 0)
+        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if present else "first"
+        base = self._constant(Part.GRADIENTS, self._filled_bytes() if present else 0)
         yield from self._pass(base, mode)
         if config.gradient_accumulation_steps > 1:
             again = self._constant(Part.GRADIENTS, self.kept_all)
             for instant in self._pass(again, "again"):
                 yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
         yield from self._after_backward()
+
+    def _filled_bytes(self) -> int:
+        """Return the gradients that a step leaves, filled with zeros."""
+        stored = (e.gradient_bytes * e.tensor.count for e in self.states.tensors if e.tensor.name in self.emptied)
+        return self.kept_all - sum(stored)
 
     def _pass(self, base: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of one forward and backward; ``base`` is there throughout."""
@@ -216,17 +222,17 @@ class StepCompiler(HeadSections):
         saved = add_forms(embedding.kept, *(scale_form(p.kept, n) for p, n in zip(played, counts, strict=True)))
         base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
         yield from self._head_instants(head, add_forms(base, saved), mode)
-        formed = self._stays(self.head.gradients + self._chunked_gradients(), mode) or self._delayed_bytes()
+        formed = self._head_left(mode) or self._delayed_bytes()
         places: list[_Place] = []
         for index in reversed(range(len(self.runs))):
             section, run, kept = self.runs[index], self.layer_runs[index], played[index].kept
             saved = add_forms(saved, scale_form(kept, -run.count))
             for position in dict.fromkeys((run.count, 1)):
                 left = add_forms(base, saved, scale_form(kept, position - 1))
-                above = formed + self._stays(section.gradients, mode) * (run.count - position)
+                above = formed + self._left(section.tape, mode) * (run.count - position)
                 around = add_forms(left, self._constant(Part.GRADIENTS, above))
                 places.append(_Place((id(section), run.count, position), run.first + position, around))
-            formed += self._stays(section.gradients, mode) * run.count
+            formed += self._left(section.tape, mode) * run.count
         for place in _ends(places):
             name = f"layer {place.layer} backward"
             for moment in layers[place.kind[0]].backward:
@@ -260,7 +266,7 @@ class StepCompiler(HeadSections):
         if config.clip_gradients:
             scratch = self._constant(Part.TEMPORARIES, clipping_bytes(self.states.tensors))
             yield Instant("gradient clipping", "norms", add_forms(gradients, scratch))
-        kept = gradients if config.zero_gradients == "fill" else ZERO
+        kept = self._constant(Part.GRADIENTS, self._filled_bytes()) if config.zero_gradients == "fill" else ZERO
         if config.evaluation:
             yield from self._evaluation(kept)
         if config.save_checkpoint:

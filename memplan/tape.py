@@ -23,8 +23,9 @@ from memplan.forms import WIDTH, ZERO, Form, Part, Quantity
 FOREVER = 2**62
 """Index of an operation that never comes."""
 
-Mode = Literal["first", "again", "layer"]
-"""How weight gradients fare: kept from now on, added to ones already there, or used at once."""
+Mode = Literal["first", "again", "filled", "layer"]
+"""How weight gradients fare: kept from now on, added to ones already there, added to zeros where the last step left some,
+or used at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Weight:
         rows: Its first dimension.
         columns: Its last dimension.
         foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
+        emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
     """
 
     name: str
@@ -74,7 +76,14 @@ class Weight:
     rows: int = 0
     columns: int = 0
     foreign: bool = False
+    emptied: bool = False
     decoding_bytes: int = 0
+
+    def own_mode(self, mode: Mode) -> Mode:
+        """Return how this weight's gradient fares where gradients in general fare so."""
+        if mode != "filled":
+            return mode
+        return "first" if self.emptied else "again"
 
     def storing_bytes(self, mode: Mode) -> int:
         """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
@@ -82,6 +91,7 @@ class Weight:
         Autocast's copy has a gradient of its own, which is cast to the weight's dtype and let go
         before anything else happens.
         """
+        mode = self.own_mode(mode)
         cast = self.copy_kept and self.copy_bytes == self.formed_bytes < self.own_bytes
         converted = self.gradient_bytes != self.own_bytes if cast else self.converted
         kept = self.gradient_bytes if converted and mode != "again" else 0

@@ -42,12 +42,8 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     """
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in tensors if entry.trainable), key=_size)
-    groups: dict[str, list[TensorStates]] = {}
-    for entry in tensors:
-        if entry.trainable:
-            groups.setdefault(entry.optimizer_name, []).append(entry)
     found, free = NOTHING, 0
-    for group in sorted(groups.values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
+    for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
             for entry, before in zip(group, _stored_before(group, stored), strict=True):
@@ -56,6 +52,23 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
             found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
     return found
+
+
+def _groups(tensors: Iterable[TensorStates]) -> dict[str, list[TensorStates]]:
+    """Return the trained tensors by optimizer."""
+    groups: dict[str, list[TensorStates]] = {}
+    for entry in tensors:
+        if entry.trainable:
+            groups.setdefault(entry.optimizer_name, []).append(entry)
+    return groups
+
+
+def stored_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> frozenset[str]:
+    """Return the tensors whose gradients stand in a store of the bundled optimizer, which the step empties."""
+    groups = ((group, _stored(setup, group)) for group in _groups(tensors).values())
+    return frozenset(
+        entry.tensor.name for group, sizes in groups for entry, size in zip(group, sizes, strict=True) if size
+    )
 
 
 def _less(item: Temporaries, free: int) -> Temporaries:

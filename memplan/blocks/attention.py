@@ -77,6 +77,9 @@ class AttentionOperations(Operations):
         random = tape.value(ONE, RANDOM_STATE_BYTES[self.profile.attention], 1)
         ways = [(query, NEW), (key, NEW), (value, NEW)]
         saves = [query, key, value, out, statistics, random]
+        # The kernel of backward forms all three gradients, whichever of them are needed.
+        unused = tuple((v.quantity, v.coefficient) for v, _ in ways if not v.needs_gradient)
+        scratch = (*scratch, *unused)
         with tape.holding(query, key, value):
             return tape.apply("attention", ways, (out, statistics, random), saves, workspace=scratch, product=True)
 
@@ -121,11 +124,12 @@ class AttentionOperations(Operations):
                 tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
                 scores = self.pointwise("scale", bounded)
             scores = self.pointwise("mask", scores, packs=True)
-            with tape.holding(scores):
-                if part.sinks:
-                    weights = self._with_sinks(scores, heads)
-                else:
+            if part.sinks:
+                scores, weights = self._with_sinks(scores, heads)
+            else:
+                with tape.holding(scores):
                     weights = self._softmax(scores)
+            with tape.holding(scores):
                 with tape.holding(weights):
                     weights = self.dropped(weights)
                 return self._weighted_sum(weights, value, query.width, heads, rearranged=not grouped)
@@ -133,11 +137,12 @@ class AttentionOperations(Operations):
     def _scores(self, query: Value, key: Value, heads: int, width: int, *, rearranged: bool) -> Value:
         """Return query times key; heads of several sequences that lie apart are copied together first."""
         tape = self.tape
-        query = self.copied(query, moves=self._lies_apart(heads))
-        key = self.copied(key, moves=rearranged and self._lies_apart(heads))
-        scores = tape.value(Quantity.SCORES, heads, width)
         with tape.holding(query, key):
-            return tape.apply("scores", [(query, NEW), (key, NEW)], scores, [query, key], product=True)
+            query = self.copied(query, moves=self._lies_apart(heads))
+            key = self.copied(key, moves=rearranged and self._lies_apart(heads))
+            scores = tape.value(Quantity.SCORES, heads, width)
+            with tape.holding(query, key):
+                return tape.apply("scores", [(query, NEW), (key, NEW)], scores, [query, key], product=True)
 
     def _weighted_sum(self, weights: Value, value: Value, width: int, heads: int, *, rearranged: bool) -> Value:
         """Return probabilities times value."""
@@ -162,13 +167,13 @@ class AttentionOperations(Operations):
         full = [(scores.quantity, scores.coefficient)]
         return self.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], workspace=full)
 
-    def _with_sinks(self, scores: Value, heads: int) -> Value:
-        """Return probabilities of scores and one learned sink per head, less the sink's (gpt-oss)."""
+    def _with_sinks(self, scores: Value, heads: int) -> tuple[Value, Value]:
+        """Return scores less the highest, and probabilities over them and one learned sink per head, without it (gpt-oss)."""
         tape = self.tape
         sinks = self.weights[f"{self.spec.names.attention}.{self.spec.names.sinks}"]
         joined = tape.value(Quantity.SCORES_AND_SINK, heads, scores.element_bytes)
         tape.apply("cat sinks", [(scores, SAME)], joined, weights=[sinks], packs=False)
-        with tape.holding(scores, joined):
+        with tape.holding(joined):
             top, places = tape.value(TOKENS, heads, scores.element_bytes), tape.value(TOKENS, heads, 8)
             tape.apply("max", [(joined, NEW)], top, [places])
             full = [(joined.quantity, joined.coefficient)]
@@ -177,7 +182,7 @@ class AttentionOperations(Operations):
         with tape.holding(shifted):
             softmax = self._probabilities(shifted)
         cut = Value(softmax.storage, scores.quantity, scores.coefficient, scores.element_bytes)
-        return tape.apply("slice", [(softmax, NEW)], cut, packs=False)
+        return shifted, tape.apply("slice", [(softmax, NEW)], cut, packs=False)
 
     def _repeated(self, x: Value, times: int) -> Value:
         """Return every head of ``x`` repeated."""
@@ -202,12 +207,13 @@ class AttentionOperations(Operations):
             probabilities = self._probabilities(masked)
             with tape.holding(probabilities):
                 probabilities = self.dropped(probabilities)
-            width = heads * (value.width // heads)
-            out = self._weighted_sum(probabilities, value, width, heads, rearranged=groups == heads)
-            out = self.cast(out, out_bytes)
+            results = [probabilities]
             if out_bytes != 4:
-                tape.make("cast", tape.value(Quantity.SCORES, heads, out_bytes), probabilities)
-            return out
+                results.append(tape.make("cast", tape.value(Quantity.SCORES, heads, out_bytes), probabilities))
+            with tape.holding(*results):
+                width = heads * (value.width // heads)
+                out = self._weighted_sum(probabilities, value, width, heads, rearranged=groups == heads)
+                return self.cast(out, out_bytes)
 
     # -------------------------------------------------------------- the whole part
     def attention(self, x: Value, part: Attention, prefix: str) -> Value:

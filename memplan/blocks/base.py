@@ -177,8 +177,9 @@ class Operations:
         """Return ``scale * x``, a number for each feature, in the wider dtype."""
         wide = promoted(scale, x)
         saves = [x, *([scale] if x.needs_gradient else [])]
-        full = x.quantity, x.width * wide
-        workspace = [full] if wide == x.element_bytes else [full, full]
+        # Both products of backward are wide; that of ``x`` is cast when the other has been summed.
+        cast = wide != x.element_bytes
+        workspace = [(x.quantity, 2 * x.width * wide - x.coefficient if cast else x.coefficient)]
         out = self.fresh(x, element_bytes=wide)
         out.foreign = x.foreign and wide == 2
         ways = [(scale, NEW), (x, NEW)]
