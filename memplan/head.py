@@ -252,8 +252,11 @@ class HeadSections(Sections):
 
     def _head_left(self, mode: Mode) -> int:
         """Return the gradients that head and final norm leave."""
-        chunk = self._left(self._chunk().tape, mode) if self.setup.profile.loss == "chunked" else 0
-        return self._left(self.head.tape, mode) + chunk
+        left = self._left(self.head.tape, mode)
+        if self.setup.profile.loss == "chunked":
+            weights = (w for w in self._head_weights() if w.trainable)
+            left += sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
+        return left
 
     def _chunk(self) -> Section:
         """Return head and loss of one chunk of tokens."""
@@ -265,7 +268,8 @@ class HeadSections(Sections):
         for node in builder.tape.nodes:
             # Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end.
             node.weights = tuple(
-                replace(weight, own_bytes=0, converted=False, delayed=False) for weight in node.weights
+                w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True)
+                for w in node.weights
             )
         return Section(builder.tape, x, loss, 0)
 
@@ -304,26 +308,36 @@ class HeadSections(Sections):
         trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
         plain = sum(w.formed_bytes for w in trained if not w.coded)
         # Gradients of codes are added in their store, which a second micro-step finds filled.
-        stored_sum = sum(w.formed_bytes for w in trained if w.coded and w.own_mode(mode) != "again")
-        summed = self._constant(Part.GRADIENTS, plain + stored_sum)
+        stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
+        summed = self._constant(Part.GRADIENTS, plain + stored)
         parts = single_form(Part.TEMPORARIES, self.head.output.quantity, self.head.output.coefficient)
         rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
         several = not self.regime.one_chunk
         # The gradient of the last chunk's rows is formed in its own backward, which has used up the gradient of the
         # sum of losses, one fp32 number.
         others = add_forms(summed if several else ZERO, parts, scale_form(rows_of_chunk, -1))
-        for instant in play(chunk.tape, chunk.output, "again", chunk.entry, "full").backward:
-            form = add_forms(around, norm, rows, others)
-            yield instant.around(form, instant.name or "loss backward", f"{instant.operation} of a chunk")
+        inside: Mode = "again" if several and mode != "layer" else mode
+        head = self._head_weights()[0]
+        for instant in play(chunk.tape, chunk.output, inside, chunk.entry, "full").backward:
+            name, operation = instant.name or "loss backward", f"{instant.operation} of a chunk"
+            if head.coded and not head.trainable and name == "head backward":
+                # Its product keeps nothing, so that the last chunk has let the rows go before.
+                yield instant.around(add_forms(around, norm, others), name, operation)
+                others_but_one = add_forms(others, scale_form(rows_of_chunk, -1)) if several else others
+                yield instant.around(add_forms(around, norm, rows, others_but_one), name, operation)
+            else:
+                yield instant.around(add_forms(around, norm, rows, others), name, operation)
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
         if several and plain:  # those of codes are part of the chunk's own instants
             sums = self._constant(Part.GRADIENTS, 2 * plain)
             form = add_forms(around, norm, rows, summed, sums, scale_form(rows_of_chunk, 2))
             yield Instant("head backward", "sum of two chunks' head gradients", form)
-        heads = [weight for weight in self._head_weights() if weight.trainable]
-        if stored := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
-            form = add_forms(around, norm, rows, parts, summed, self._constant(Part.GRADIENTS, stored))
+        heads = [weight for weight in self._head_weights() if weight.trainable and not weight.coded]
+        if size := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
+            form = add_forms(around, norm, parts, summed, self._constant(Part.GRADIENTS, size))
             yield Instant("head backward", "gradient of the head", form)
-        kept = self._constant(Part.GRADIENTS, self._left(chunk.tape, mode))
+        kept = self._constant(Part.GRADIENTS, self._head_left(mode) - self._left(self.head.tape, mode))
         for instant in played.backward:
-            yield instant.around(add_forms(around, kept, parts), "head backward")
+            # The gradients of the chunks' rows are joined into one, and let go.
+            joined = parts if instant.operation == "start" else ZERO
+            yield instant.around(add_forms(around, kept, joined), "head backward")

@@ -237,13 +237,16 @@ class _Player:
             self.to_recompute = False
         if arrived:
             self.form(node, arrived)
-        elif not self.to_recompute:
-            self._drop_all(node.saved)
-        if node is self.first_packing and not self.to_recompute:
-            self.release()
+        else:
+            self.release(node)
 
-    def release(self) -> None:
-        """Let go of what checkpointing holds once every node that kept something is done."""
+    def release(self, node: Node) -> None:
+        """Let go of what a node has kept, and after the last that kept something of what checkpointing holds."""
+        if self.to_recompute:
+            return
+        self._drop_all(node.saved)
+        if node is not self.first_packing:
+            return
         self._drop_all(self.cache)
         self.cache = set()
         if self.entry is not None:
@@ -259,7 +262,8 @@ class _Player:
                 self.hold(arrived[0])
                 formed.append((value, arrived[0]))
             else:
-                formed.append((value, self.new(value.quantity, value.coefficient, self.gradient_part(value))))
+                size = value.gradient_coefficient or value.coefficient
+                formed.append((value, self.new(value.quantity, size, self.gradient_part(value))))
                 if how is VIEW:
                     self.views.add(formed[-1][1])
         self.finish(node, arrived, formed)
@@ -277,7 +281,7 @@ class _Player:
         for weight in trained:
             if weight.coded:
                 self.store(node, weight)
-        self._drop_all(node.saved)
+        self.release(node)
         if again and node.reduces is not None:
             # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
             self.with_scratch(node.instant, node.name, scratch, node.reduces)

@@ -56,6 +56,7 @@ class Weight:
         columns: Its last dimension.
         foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
         emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
+        summed: Whether autograd adds up several gradients of it before it is stored.
     """
 
     name: str
@@ -77,10 +78,13 @@ class Weight:
     columns: int = 0
     foreign: bool = False
     emptied: bool = False
+    summed: bool = False
     decoding_bytes: int = 0
 
     def own_mode(self, mode: Mode) -> Mode:
         """Return how this weight's gradient fares where gradients in general fare so."""
+        if self.summed:
+            return "again"
         if mode != "filled":
             return mode
         return "first" if self.emptied else "again"
@@ -109,6 +113,7 @@ class Value:
 
     Attributes:
         foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
+        gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
     """
 
     storage: int
@@ -117,6 +122,7 @@ class Value:
     element_bytes: int
     needs_gradient: bool = True
     foreign: bool = False
+    gradient_coefficient: int = 0
 
     @property
     def width(self) -> int:

@@ -142,7 +142,8 @@ class AttentionOperations(Operations):
             key = self.copied(key, moves=rearranged and self._lies_apart(heads))
             scores = tape.value(Quantity.SCORES, heads, width)
             with tape.holding(query, key):
-                return tape.apply("scores", [(query, NEW), (key, NEW)], scores, [query, key], product=True)
+                saves = self.factors(query, key)
+                return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, product=True)
 
     def _weighted_sum(self, weights: Value, value: Value, width: int, heads: int, *, rearranged: bool) -> Value:
         """Return probabilities times value."""
@@ -151,7 +152,7 @@ class AttentionOperations(Operations):
         out = tape.value(TOKENS, width, value.element_bytes)
         with tape.holding(weights, value):
             ways = [(weights, NEW), (value, NEW)]
-            return tape.apply("weighted sum", ways, out, [weights, value], product=True)
+            return tape.apply("weighted sum", ways, out, self.factors(weights, value), product=True)
 
     def _lies_apart(self, heads: int) -> bool:
         """Whether a product of matrices copies heads that lie between tokens: not of one sequence, token or head."""

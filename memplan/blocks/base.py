@@ -122,8 +122,12 @@ class Operations:
     def multiply(self, x: Value, y: Value) -> Value:
         """Return ``x * y``; each is kept for the other's gradient."""
         out = self.fresh(x)
-        saves = [v for v, other in ((y, x), (x, y)) if other.needs_gradient]
+        saves = self.factors(x, y)
         return self.tape.apply("mul", [(x, NEW), (y, NEW)], out, saves)
+
+    def factors(self, first: Value, second: Value) -> list[Value]:
+        """Return what a product keeps: each factor where the other needs a gradient."""
+        return [v for v, other in ((first, second), (second, first)) if other.needs_gradient]
 
     def dropped(self, x: Value) -> Value:
         """Return ``x`` after dropout, which keeps a mask of one byte per element."""
@@ -320,7 +324,7 @@ class Operations:
                 casts = [tape.make("1 + weight", self.constant(size, x.element_bytes), *casts)]
             with tape.holding(x, *casts):
                 if norm.kind == "rms" and self.profile.norm == "composite":
-                    return self._composite_norm(x, norm, used, x.width // size)
+                    return self._composite_norm(x, norm, used, casts, x.width // size)
                 return self._fused_norm(x, norm, name, used, casts, x.width // size)
 
     def _fused_norm(
@@ -332,7 +336,7 @@ class Operations:
         saves = [x, statistics, *casts]
         return self.tape.apply(f"norm {name}", [(x, NEW)], self.fresh(x), saves, used, packs=True, custom=rms)
 
-    def _composite_norm(self, x: Value, norm: Norm, used: list[Weight], rows: int) -> Value:
+    def _composite_norm(self, x: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int) -> Value:
         """Return the norm as Python code writes it: squares in fp32, then the weight."""
         tape = self.tape
         wide = self.cast(x, 4)
@@ -354,7 +358,7 @@ class Operations:
             with tape.holding(normal):
                 return self.cast(self._scaled(normal, used, (shift,)), x.element_bytes)
         with tape.holding(normal):
-            return self._scaled(self.cast(normal, x.element_bytes), used)
+            return self._scaled(self.cast(normal, x.element_bytes), used, tuple(casts))
 
     def _scaled(self, x: Value, used: list[Weight], shifted: tuple[Value, ...] = ()) -> Value:
         """Return ``weight * x``, whose weight gradient is summed from a full product."""

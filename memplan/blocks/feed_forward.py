@@ -6,6 +6,11 @@ from memplan.blocks.base import ONE, TOKENS, Operations
 from memplan.forms import Part
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.tape import NEW, SAME, Value
+from memplan.units import round_up
+
+
+GROUPED_ROW_BYTES = 16
+"""Rows of a grouped product's result begin at multiples of this."""
 
 
 class DenseOperations(Operations):
@@ -158,7 +163,9 @@ class MixtureOperations(DenseOperations):
             saves.append(copy)
         if weight.coded and not weight.trainable:
             saves = []
-        out = tape.value(TOKENS, width, self.compute)
+        used = experts.width
+        out = self._aligned(tape.value(TOKENS, width, self.compute), used)
+        rows.gradient_coefficient = used * self._row_bytes(rows, used)
         tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], custom=weight.coded, product=True)
         tape.touch(*([copy] if copy is not None else []))
         bias = self.weights.get(f"{name}_bias")
@@ -171,6 +178,19 @@ class MixtureOperations(DenseOperations):
             biased = tape.view(out) if in_place else self.fresh(out)
             gathered = [(out.quantity, out.coefficient)]
             return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], scratch=gathered)
+
+    def _aligned(self, rows: Value, used: int) -> Value:
+        """Return the result of a grouped product, whose rows begin at multiples of 16 bytes.
+
+        Source:
+            ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h (v2.13.0).
+        """
+        part, quantity, _ = self.tape.storages[rows.storage]
+        self.tape.storages[rows.storage] = (part, quantity, used * self._row_bytes(rows, used))
+        return rows
+
+    def _row_bytes(self, rows: Value, used: int) -> int:
+        return round_up(rows.coefficient // used, GROUPED_ROW_BYTES)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
         """Return gpt-oss's clamped SwiGLU: ``(up + 1) * (gate * sigmoid(gate * alpha))``, both clamped."""
