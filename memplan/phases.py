@@ -215,11 +215,9 @@ class StepCompiler(HeadSections):
         """Yield the instants of one forward and backward; ``base`` is there throughout."""
         layers = {id(section): self._play(section, mode) for section in self.layer_sections.values()}
         played = [layers[id(section)] for section in self.runs]
-        embedding = play(self.embedding.tape, self.embedding.output, mode)
-        head = play(self.head.tape, self.head.output, mode)
+        embedding, head = self._play_ends(mode)
         yield from self._forward(base, embedding, played, head)
-        counts = [run.count for run in self.layer_runs]
-        saved = add_forms(embedding.kept, *(scale_form(p.kept, n) for p, n in zip(played, counts, strict=True)))
+        saved = self._saved(embedding, played)
         base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
         yield from self._head_instants(head, add_forms(base, saved), mode)
         formed = self._head_left(mode) or self._delayed_bytes()
@@ -241,6 +239,17 @@ class StepCompiler(HeadSections):
         yield from self._tied_sum(around, mode)
         for moment in embedding.backward:
             yield moment.around(around, "end of backward")
+
+    def _play_ends(self, mode: Mode) -> tuple[Played, Played]:
+        """Return embedding and head, played."""
+        parts = (self.embedding, self.head)
+        embedding, head = (play(part.tape, part.output, mode) for part in parts)
+        return embedding, head
+
+    def _saved(self, embedding: Played, played: Sequence[Played]) -> Form:
+        """Return what embedding and layers leave for backward."""
+        layers = zip(played, self.layer_runs, strict=True)
+        return add_forms(embedding.kept, *(scale_form(part.kept, run.count) for part, run in layers))
 
     def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
         """Yield the moments of forward: of the embedding, the first and last layer of each run, and the head."""

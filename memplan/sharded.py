@@ -15,13 +15,15 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from memplan.blocks.base import Regime
 from memplan.forms import Form, Part, add_forms, scale_form, single_form
 from memplan.head import TOKENS
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
 from memplan.phases import StepCompiler, StepForms
-from memplan.playback import Instant, dominant, play_backward
+from memplan.playback import Instant, Played
 from memplan.setup import TrainingSetup
 from memplan.sharding import Unit, gathered_setup, unit
 from memplan.states import ModelStates, model_states
@@ -29,15 +31,16 @@ from memplan.tape import Mode
 from memplan.updates import step_temporaries
 
 
-def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates) -> StepForms:
+def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
     """Return the closed forms of one rank's training step.
 
     Args:
         model: The model.
         setup: The training setup, with ``zero_stage: 3``.
         states: What the rank holds.
+        regime: Which operations run.
     """
-    compiler = _ShardedCompiler(model, setup, states)
+    compiler = _ShardedCompiler(model, setup, states, regime)
     candidates = tuple(compiler.instants())
     return StepForms(
         candidates,
@@ -52,9 +55,9 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
 class _ShardedCompiler(StepCompiler):
     """Plays the tapes of gathered weights, with shards, gathered weights and reduced gradients around them."""
 
-    def __init__(self, model: Model, setup: TrainingSetup, states: ModelStates) -> None:
+    def __init__(self, model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> None:
         whole = gathered_setup(setup)
-        super().__init__(model, whole, model_states(whole, model.inventory, ()))
+        super().__init__(model, whole, model_states(whole, model.inventory, ()), regime)
         self.kept_all = states.gradient_bytes
         self.optimizer = step_temporaries(setup, states.tensors)
         self.root = unit([tensor for tensor in model.inventory if "{}" not in tensor.name], setup)
@@ -83,20 +86,22 @@ class _ShardedCompiler(StepCompiler):
 
     def _pass(self, base: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of one forward and backward; whole gradients are always new ones."""
-        below = [self._kept(section) for section in self.runs]
-        saved = add_forms(
-            self.embedding.tape.saved_form(), *map(scale_form, below, (run.count for run in self.layer_runs))
-        )
-        yield from self._forward_instants(base, saved)
+        layers = {id(section): self._play(section, "first") for section in self.layer_sections.values()}
+        played = [layers[id(section)] for section in self.runs]
+        embedding, head = self._play_ends("first")
+        saved = self._saved(embedding, played)
+        yield from self._forward_instants(base, saved, embedding, played)
         base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
-        yield from self._head_unit(add_forms(base, saved))
+        yield from self._head_unit(head, add_forms(base, saved))
         whole = self.head.gradients or self._delayed_bytes()
-        yield from self._layer_units(base, saved, below, whole, mode)
+        yield from self._layer_units(base, saved, played, whole, mode)
         kept = self._stays(sum(u.kept_bytes * r.count for u, r in zip(self.units, self.layer_runs, strict=True)), mode)
-        yield from self._root_unit(add_forms(base, self._constant(Part.GRADIENTS, kept)), whole)
+        yield from self._root_unit(embedding, add_forms(base, self._constant(Part.GRADIENTS, kept)), whole)
 
-    def _forward_instants(self, base: Form, saved: Form) -> Iterator[Instant]:
-        """Yield the copies of the first and of the last layer out of their buffers, the head's product, and the end.
+    def _forward_instants(
+        self, base: Form, saved: Form, embedding: Played, played: list[Played]
+    ) -> Iterator[Instant]:
+        """Yield the layers' forward, the copies of the first and of the last layer out of their buffers, and the loss.
 
         A unit's buffer lives until the next unit has been copied out of its own; the last one until
         forward ends. The model's own logits stay until the loss is known.
@@ -105,17 +110,34 @@ class _ShardedCompiler(StepCompiler):
         x = single_form(Part.ACTIVATIONS, TOKENS, entry.coefficient)
         first = 2 * root + 2 * self.units[0].gathered_bytes
         yield self._instant("forward", "copy of the first layer", add_forms(base, x), first)
+        yield from self._layers_forward(add_forms(base, embedding.kept), played)
         under = self._neighbour(len(self.units) - 1, self.layer_runs[-1].count, -1)
         if under:
-            form = add_forms(base, saved, scale_form(self._kept(self.runs[-1]), -1), x)
+            form = add_forms(base, saved, scale_form(played[-1].kept, -1), x)
             held = root + 2 * self.last.gathered_bytes + under.gathered_bytes
             yield self._instant("forward", "copy of the last layer", form, held)
-        around = add_forms(base, saved)
+        yield from self._loss_forward(add_forms(base, saved))
+
+    def _layers_forward(self, around: Form, played: list[Played]) -> Iterator[Instant]:
+        """Yield the forward of the first and of the last layer of each run, whose buffer is still there."""
+        for run, part, own in zip(self.layer_runs, played, self.units, strict=True):
+            for position in dict.fromkeys((0, run.count - 1)):
+                below = add_forms(around, scale_form(part.kept, position))
+                held = self.root.gathered_bytes + 2 * own.gathered_bytes
+                for moment in part.forward:
+                    yield self._instant("forward", moment.operation, add_forms(below, moment.form), held)
+            around = add_forms(around, scale_form(part.kept, run.count))
+
+    def _loss_forward(self, around: Form) -> Iterator[Instant]:
+        """Yield the head's product, which is the model's last, and the loss outside it."""
+        root = self.root.gathered_bytes
         inputs = next(n.inputs[0][0] for n in self.head.tape.nodes if n.name == "log_softmax")
         logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * self.setup.compute_bytes)
-        end = self._forward(around, inside=False)
-        form = end.form if self.setup.profile.loss == "bf16" else add_forms(end.form, logits)
-        yield self._instant(end.name, end.operation, form, root)
+        read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
+        loss = self._constant(Part.LOGITS, self._loss_bytes())
+        form = add_forms(around, self.head.tape.saved_form(), read, loss)
+        form = form if self.setup.profile.loss == "bf16" else add_forms(form, logits)
+        yield self._instant("forward", "log_softmax", form, root)
         product = add_forms(
             around,
             logits,
@@ -123,24 +145,30 @@ class _ShardedCompiler(StepCompiler):
         )
         yield self._instant("forward", "head", product, root + self.last.gathered_bytes)
 
-    def _head_unit(self, around: Form) -> Iterator[Instant]:
+    def _head_unit(self, head: Played, around: Form) -> Iterator[Instant]:
         """Yield the backward of loss and head, from whose start on the last layer is gathered."""
-        for instant in self._head_instants(around, "first"):
+        for instant in self._head_instants(head, around, "first"):
             ahead = 0 if instant.name == "loss backward" else self.last.gathered_bytes
-            yield self._instant(instant.name, instant.operation, instant.form, self.root.gathered_bytes + ahead)
+            yield self._with(instant, self.root.gathered_bytes + ahead)
 
-    def _layer_units(self, base: Form, saved: Form, below: list[Form], whole: int, mode: Mode) -> Iterator[Instant]:
+    def _with(self, instant: Instant, communication: int) -> Instant:
+        """Return an instant with gathered weights and reduced gradients around it."""
+        around = instant.around(self._constant(Part.TEMPORARIES, communication))
+        return replace(around, communication=communication)
+
+    def _layer_units(
+        self, base: Form, saved: Form, played: list[Played], whole: int, mode: Mode
+    ) -> Iterator[Instant]:
         """Yield the backward of the layers: the last and the first of each run, and their neighbours."""
-        played = {id(section): self._play(section, "first") for section in self.layer_sections.values()}
         kept = 0
         for index in reversed(range(len(self.runs))):
-            section, run, own = self.runs[index], self.layer_runs[index], self.units[index]
-            rest = add_forms(saved, scale_form(below[index], -run.count))
+            part, run, own = played[index], self.layer_runs[index], self.units[index]
+            rest = add_forms(saved, scale_form(part.kept, -run.count))
             for position in self._positions(run):
                 above = whole + kept + self._stays(own.kept_bytes, mode) * (run.count - position)
-                left = add_forms(base, rest, scale_form(below[index], position - 1))
+                left = add_forms(base, rest, scale_form(part.kept, position - 1))
                 around = add_forms(left, self._constant(Part.GRADIENTS, above))
-                yield from self._layer_unit(index, position, around, below[index], played[id(section)])
+                yield from self._layer_unit(index, position, around, part)
             kept += self._stays(own.kept_bytes, mode) * run.count
             saved = rest
 
@@ -148,9 +176,7 @@ class _ShardedCompiler(StepCompiler):
         """Return the layers of a run that are looked at: between them, everything is linear."""
         return tuple(dict.fromkeys((run.count, max(1, run.count - 1), min(2, run.count), 1)))
 
-    def _layer_unit(
-        self, index: int, position: int, around: Form, saved: Form, played: list[Instant]
-    ) -> Iterator[Instant]:
+    def _layer_unit(self, index: int, position: int, around: Form, played: Played) -> Iterator[Instant]:
         """Yield the backward of one layer: gathered, run, its gradients reduced."""
         own, run = self.units[index], self.layer_runs[index]
         over = self._neighbour(index, position, 1)
@@ -161,16 +187,12 @@ class _ShardedCompiler(StepCompiler):
         root, waiting = self.root.gathered_bytes, over.reduced_bytes if over else 0
         ahead = under.gathered_bytes + under.cast_bytes if under else 0
         arrived = single_form(Part.TEMPORARIES, TOKENS, self.head.entry.coefficient)
-        form = add_forms(around, saved, arrived)
+        form = add_forms(around, played.kept, arrived)
         gathered = root + waiting + own.gathered_bytes + max(own.gathered_bytes, ahead)
         yield self._instant(before, "copy out of the gathered buffer", form, gathered)
-        for instant in played:
-            yield self._instant(
-                name,
-                instant.operation,
-                add_forms(around, instant.form),
-                root + waiting + own.gathered_bytes + (under.gathered_bytes if under else 0),
-            )
+        for instant in played.backward:
+            held = root + waiting + own.gathered_bytes + (under.gathered_bytes if under else 0)
+            yield self._with(instant.around(around, name), held)
         section = self.runs[index]
         form = add_forms(around, arrived, self._constant(Part.GRADIENTS, section.gradients))
         communication = root + own.reduced_bytes + (under.gathered_bytes if under else 0)
@@ -185,15 +207,15 @@ class _ShardedCompiler(StepCompiler):
         other = index + step
         return self.units[other] if 0 <= other < len(self.units) else None
 
-    def _root_unit(self, around: Form, whole: int) -> Iterator[Instant]:
+    def _root_unit(self, embedding: Played, around: Form, whole: int) -> Iterator[Instant]:
         """Yield the embedding's backward, and the reduction of the root's gradients at the very end."""
         first = self.units[0]
         communication = self.root.gathered_bytes + first.reduced_bytes
         formed = add_forms(around, self._constant(Part.GRADIENTS, whole))
         for instant in self._tied_sum(formed, "first"):
             yield self._instant(instant.name, instant.operation, instant.form, communication)
-        for instant in dominant(play_backward(self.embedding.tape, self.embedding.output, "first")):
-            yield self._instant("end of backward", instant.operation, add_forms(formed, instant.form), communication)
+        for instant in embedding.backward:
+            yield self._with(instant.around(formed, "end of backward"), communication)
         for size in (self._root_gradients(), self.root.kept_bytes + self.root.last_bytes):
             form = add_forms(around, self._constant(Part.GRADIENTS, size))
             yield self._instant("end of backward", "reduction of the root", form, self.root.reduced_bytes)
