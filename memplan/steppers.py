@@ -70,6 +70,8 @@ def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection
     Raises:
         CannotAnswerError: No implementation takes them, or none is known.
     """
+    if entry.implementation == "none":
+        return "none"
     _refuse_what_is_not_modelled(setup, name, entry)
     _refuse_formats(setup, group)
     if setup.config.master_weights != "none":

@@ -147,6 +147,7 @@ RULES: Mapping[Stepper, Rule] = {
     "adam_mini.Adam_mini": adam_mini,
     "bitsandbytes.optim.AdamW8bit": in_place,
     "lion_pytorch.Lion": lion,
+    "none": in_place,
     "torch.optim.Adafactor": adafactor,
     "torch.optim.AdamW": adamw,
     "torch.optim.Muon": torch_muon,

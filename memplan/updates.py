@@ -126,7 +126,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     """
     if not entry.trainable or not (entry.codec or _converted(entry)):
         return 0
-    if entry.stepper != BUNDLED and entry.gradient_bytes >= 2 * entry.tensor.elements:
+    if not _steps_by_tensor(setup, [entry]) and entry.gradient_bytes >= 2 * entry.tensor.elements:
         return 0  # a tensor of its own, which further gradients are added to in place
     scale = 8 if setup.gradient is not None and setup.gradient.tensor_bytes else 0
     return 8 * min(CHUNK_ELEMENTS, entry.tensor.elements) + scale

@@ -17,12 +17,13 @@ Implementation = Literal[
     "bitsandbytes.optim.AdamW8bit",
     "lion_pytorch.Lion",
     "memplan.muon.Muon",
+    "none",
     "torch.optim.Adafactor",
     "torch.optim.AdamW",
     "torch.optim.SGD",
     "untraced",
 ]
-"""Classes whose updates are modelled; ``untraced``: no update is, and answers say so."""
+"""Classes whose updates are modelled; ``untraced``: no update is, and answers say so; ``none``: there is none."""
 
 Codec = Literal["iq2-s", "iq2-xs", "iq2-xxs", "iq3-xxs", "q4-0", "q8-0"]
 """What codes weights again after an update (memplan/muon/weight_codecs.py)."""

@@ -85,11 +85,11 @@ class AdafactorUpdate(TorchUpdate):
 
     def step(self) -> None:
         """Update the parameters; tensors without memory have a norm of one."""
-        with _AnyNumber():
+        with _AnyNumber():  # type: ignore[no-untyped-call]
             self.optimizer.step()
 
 
-class _AnyNumber(TorchDispatchMode):
+class _AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets ``item()`` of a tensor without memory return one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,8 @@ def _optimizer(
         # The fused kernel has no meta form; like foreach it updates in place.
         momentum = 0.9 if entry.slots else 0.0
         return SGD(tensors, lr=LEARNING_RATE, momentum=momentum, foreach=kernel != "for-loop")
-    return _OTHERS[kind](tensors, lr=LEARNING_RATE)
+    chosen: type[torch.optim.Optimizer] = _OTHERS[kind]
+    return chosen(tensors, lr=LEARNING_RATE)  # type: ignore[call-arg]
 
 
 _OTHERS: dict[str, Any] = {

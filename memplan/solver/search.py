@@ -124,15 +124,13 @@ class Search:
             names = optimizer_names(state.optimizer, self.catalog)
             standing = evidence.standing(weights.dtype, formed, state.gradient or formed, state.master, names)
             known = STATUSES.index(standing.status) <= self.most_status
-            if known and self._within_host(state) and self._shared_out(state):
+            if known and self._is_updated(state) and self._within_host(state):
                 yield state, standing
 
-    def _shared_out(self, state: StateChoice) -> bool:
-        """Tell whether several GPUs can share a combination."""
-        if self.space.base.parallel.data == 1:
-            return True
+    def _is_updated(self, state: StateChoice) -> bool:
+        """Tell whether something updates a combination, and several GPUs can share it."""
         try:
-            self.sizes.setup(state)
+            self.sizes.states(self.sizes.setup(state))
         except CannotAnswerError:
             return False
         return True

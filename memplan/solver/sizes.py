@@ -9,14 +9,15 @@ hundreds of thousands of combinations; each is a lower bound until it has been p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memplan.adapters import adapter_tensors
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Optimizer
 from memplan.model.model import Model
 from memplan.planner import CompiledPlan
 from memplan.setup import TrainingSetup, resolve
-from memplan.sharding import bucket_bytes, is_sharded
+from memplan.sharding import bucket_bytes
 from memplan.solver.space import PassChoice, Space, StateChoice, WeightChoice
 from memplan.solver.timing import (
     Rates,
@@ -29,11 +30,8 @@ from memplan.solver.timing import (
 )
 from memplan.states import ModelStates, model_states
 
-NO_SCRATCH = "adamw-8bit-bnb"
-"""An optimizer whose update takes no memory: with it, a pass is a lower bound for any other."""
-
-NO_SCRATCH_ON_SHARDS = "sgd"
-"""The same for sharded weights."""
+NO_UPDATE = Optimizer("No update", "sgd", "Lower bound of a pass under any optimizer.", (), (), implementation="none")
+"""An optimizer that keeps nothing, takes nothing and has any weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class Sizes:
         """Return what weights and gradients hold, whatever the optimizer."""
         key = (weights.name, gradient)
         if key not in self._held:
-            setup = self.setup(self._plain(weights, gradient))
+            setup = self._plain(weights, gradient)
             states = self.states(setup)
             look = tuple(
                 (e.element_bytes, e.copy_bytes, e.quantized, e.formed_bytes, e.gradient_bytes) for e in states.tensors
@@ -108,10 +106,13 @@ class Sizes:
             self._held[key] = Held(states, kind, trained, (look, own), work)
         return self._held[key]
 
-    def _plain(self, weights: WeightChoice, gradient: str | None) -> StateChoice:
-        first = self.space
-        name = NO_SCRATCH_ON_SHARDS if is_sharded(first.base.parallel) else NO_SCRATCH
-        return StateChoice(weights, "none", gradient, {"default": name}, "fused", first.newton_schulz[0])
+    def _plain(
+        self, weights: WeightChoice, gradient: str | None, way: PassChoice | None = None, batch: int | None = None
+    ) -> TrainingSetup:
+        """Return a pass without an update."""
+        state = StateChoice(weights, "none", gradient, {"default": "sgd"}, "fused", self.space.newton_schulz[0])
+        setup = self.setup(state, way, batch)
+        return replace(setup, optimizers=dict.fromkeys(setup.optimizers, NO_UPDATE))
 
     def always_bytes(self, state: StateChoice) -> int:
         """Return the bytes that a combination holds at every instant, gradients left out."""
@@ -153,7 +154,7 @@ class Sizes:
         again = self.space.steps(batch) > 1
         key = (self.held(weights, gradient).look, way.lifetime, way.checkpointing, way.loss, again)
         if key not in self._passing:
-            self._passing[key] = (self._compile(self.setup(self._plain(weights, gradient), way, batch)), {})
+            self._passing[key] = (self._compile(self._plain(weights, gradient, way, batch)), {})
         plan, peaks = self._passing[key]
         if batch not in peaks:
             peaks[batch] = plan.requested_bytes(batch, self.length) - plan.constant_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,15 +13,19 @@ torch = pytest.importorskip("torch")
 
 from memplan.architectures import model_spec  # noqa: E402
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.catalog.entries import StateSlot  # noqa: E402
+from memplan.catalog.entries import Codec, Implementation, StateSlot  # noqa: E402
+from memplan.chunks import CODING, DECODING  # noqa: E402
 from memplan.errors import CannotAnswerError, MemplanError  # noqa: E402
 from memplan.lab.tracer import trace_training  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
+from memplan.muon.weight_codecs import WEIGHT_FORMATS  # noqa: E402
 from memplan.planner import CompiledPlan, Device  # noqa: E402
 from memplan.report.plan import not_modelled  # noqa: E402
 from memplan.setup import resolve  # noqa: E402
+from memplan.steppers import BUNDLED, KEPT  # noqa: E402
 from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
 from memplan.training.kernels import Kernels  # noqa: E402
+from memplan.update_rules import RULES  # noqa: E402
 
 OPTIMIZERS = tuple(Catalog(data_directory()).optimizers.entries)
 DRAWN_FOR_EACH = 3
@@ -152,6 +157,13 @@ def test_formula_and_trace_refuse_what_nothing_updates_in_the_same_words(words, 
     with pytest.raises(CannotAnswerError) as traced:
         trace_training(model, setup)
     assert str(planned.value) == str(traced.value)
+
+
+def test_every_class_has_a_rule_and_every_codec_its_tables():
+    modelled = set(get_args(Implementation)) | {"torch.optim.Muon"}
+    assert modelled == set(RULES) | {BUNDLED}
+    assert modelled == set(KEPT) | {"none", "untraced"}
+    assert set(get_args(Codec)) == set(CODING) == set(DECODING) == set(WEIGHT_FORMATS)
 
 
 @pytest.mark.parametrize("format_name", ["iq1-s", "nf4", "q4-k"])
