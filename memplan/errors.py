@@ -72,6 +72,17 @@ def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> 
     return UnknownNameError(f"{text} (see: {hint})" if hint else text)
 
 
+def printable(text: str, longest: int = 80) -> str:
+    r"""Return outside text fit for one line of a message: cut where it is long, control characters escaped.
+
+    Example:
+        >>> print(printable("a\x1b[31m\n"), printable("x" * 100, 10))
+        a\x1b[31m\n xxxxxxx...
+    """
+    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
+
+
 def normalised_name(name: str) -> str:
     """Return ``name`` without case and separators: ``Llama-3.1-8B`` is ``llama318b``."""
     return name.lower().translate(_SEPARATORS)

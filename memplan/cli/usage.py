@@ -38,7 +38,7 @@ def _hint(text: str, commands: Iterable[str]) -> str:
     if found := _COMMAND.search(text):
         return f"{match_hint(found[1], commands)} (see: memplan --help)"
     if found := _EXTRA.search(text):
-        return _extra_hint(found[1].split()[0])
+        return _extra_hint(next(iter(found[1].split()), ""))
     return "" if "(see:" in text else " (see: --help)"
 
 

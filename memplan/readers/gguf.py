@@ -11,6 +11,7 @@ from typing import Any
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of, parameter_count
 from memplan.model.model import Model, Storage
+from memplan.opening import is_file
 from memplan.readers.gguf_config import TIED_ALWAYS, config_of
 from memplan.readers.gguf_types import Header, TensorInfo, read_header
 from memplan.readers.gguf_values import GgufValues, text
@@ -98,7 +99,7 @@ def _parts(path: Path) -> tuple[Header, ...]:
             [f"{path}: one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on"]
         )
     paths = [path.with_name(f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
-    missing = [part.name for part in paths if not part.is_file()]
+    missing = [part.name for part in paths if not is_file(part)]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InvalidFileError([f"{path}: parts of the model are missing: {', '.join(missing[:3])}{more}"])

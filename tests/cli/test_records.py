@@ -45,7 +45,7 @@ def test_a_picture_needs_one_record(refused):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "cannot be read as JSON"), ("[]", "not a record"), ('{"schema": "memplan/plan/1"}', "not a record")],
+    [("{", "not valid JSON"), ("[]", "not a record"), ('{"schema": "memplan/plan/1"}', "not a record")],
 )
 def test_a_file_that_is_no_record_is_refused(refused, write, content, why):
     assert why in refused("lab", "show", write("record.json", content))
