@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
 from memplan.opening import mapped, shown_path
 from memplan.units import round_up
 
@@ -26,6 +26,7 @@ DEFAULT_ALIGNMENT = 32
 MAXIMUM_KEYS = 2**16
 MAXIMUM_TENSORS = 2**18
 MAXIMUM_NAME_BYTES = 1024
+LONGEST_PROBLEM = 400
 MAXIMUM_DIMENSIONS = 4
 MAXIMUM_NESTING = 8
 MAXIMUM_ITEMS = 2**23
@@ -243,4 +244,4 @@ class _HeaderReader:
         return self.error(f"cut off or damaged inside the header: {detail}, but the file has {self.size:,} bytes")
 
     def error(self, text: str) -> InvalidFileError:
-        return InvalidFileError([f"{shown_path(self.path)}: {text}"])
+        return InvalidFileError([f"{shown_path(self.path)}: {printable(text, LONGEST_PROBLEM)}"])
