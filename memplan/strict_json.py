@@ -111,6 +111,7 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > MAXIMUM_DIGITS:
-        raise ValueError(f"a number of {len(text):,} digits")
+    digits = len(text.lstrip("-"))
+    if digits > MAXIMUM_DIGITS:
+        raise ValueError(f"a number of {digits:,} digits")
     return int(text)

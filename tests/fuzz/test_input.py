@@ -22,7 +22,7 @@ from .hostile import damaged, damages, edited, edits, serialised
 from .running import called, check, outcome, peak_bytes
 from .seeds import safetensors, seeds
 
-DEFAULT_CASES = 400
+FILE_CASES, LINE_CASES = 300, 100
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
 COMMAND_EVERY = 8
 """Damaged files that a reader takes directly, which is a hundred times faster, to one that a command is run on."""
@@ -86,12 +86,12 @@ def test_every_seed_is_read_as_it_is(workplace):
 
 
 def test_damaged_files_are_answered_or_refused(workplace):
-    damaged_files(workplace, DEFAULT_CASES)
+    damaged_files(workplace, FILE_CASES)
 
 
 def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    random_command_lines(DEFAULT_CASES)
+    random_command_lines(LINE_CASES)
 
 
 @pytest.mark.slow
