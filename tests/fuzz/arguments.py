@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from random import Random
 
 import typer
-from hypothesis import strategies as st
 
 from memplan.cli.main import make_app
 from memplan.training.config import TrainingConfig
+
+from .hostile import some_text
 
 MODELS = (
     "gpt2",
@@ -50,60 +52,62 @@ SET_VALUES = (
 
 
 SECTIONS = ("gpus", "models", "formats", "gradients", "optimizers", "configs")
-HOSTILE_WORD = st.sampled_from(HOSTILE) | st.text(max_size=8)
-
-
-def _words(*known: str) -> st.SearchStrategy[str]:
-    """Words of a kind, most of them good ones, so that one bad word is met where all others are taken."""
-    good = st.sampled_from(known)
-    return st.integers(0, 7).flatmap(lambda draw: good if draw else HOSTILE_WORD)
-
-
-MODEL, GPU, CONFIG, NUMBER, SIZE = (_words(*known) for known in (MODELS, GPUS, CONFIGS, NUMBERS, SIZES))
-SET = st.tuples(_words(*SETTINGS), _words(*SET_VALUES)).map("=".join)
-
-OPTIONS: Mapping[str, st.SearchStrategy[str] | None] = {
-    "--gpu": GPU, "--gpu-memory": SIZE, "--gpus": NUMBER, "--config": CONFIG, "--micro-batch-size": NUMBER,
-    "--sequence-length": NUMBER, "--set": SET, "--checkpointing": _words("none", "selective", "full", "Full"),
-    "--layers": NUMBER, "--hidden": NUMBER, "--heads": NUMBER, "--kv-heads": NUMBER, "--head-dim": NUMBER,
-    "--vocab": NUMBER, "--intermediate": NUMBER, "--catalog": _words("x.yaml", ".", "/"), "--most": NUMBER,
-    "--format": _words("table", "plain", "json", "csv", "md", "xml"), "--units": _words("GiB", "GB", "gib"),
-    "--keep": _words("weights", "optimizer", "batch"), "--min-batch": NUMBER, "--min-step-batch": NUMBER,
-    "--min-sequence": NUMBER, "--host-memory": SIZE, "--price": _words("prices.yaml", "-"), "--profile": _words("x.json", "-"),
-    "--for": _words("parameters", "batch", "sequence", "lora-rank", "layers"), "--accounting": _words("sum", "notes"),
-    "--baseline": _words("x.json", "-"), "--json": None, "--quiet": None, "--strict": None, "--tied": None,
-    "--experimental": None, "--no-such-option": NUMBER,
+Words = tuple[str, ...]
+OPTIONS: Mapping[str, Words] = {
+    "--gpu": GPUS, "--gpu-memory": SIZES, "--gpus": NUMBERS, "--config": CONFIGS, "--micro-batch-size": NUMBERS,
+    "--sequence-length": NUMBERS, "--set": SETTINGS, "--checkpointing": ("none", "selective", "full", "Full"),
+    "--layers": NUMBERS, "--hidden": NUMBERS, "--heads": NUMBERS, "--kv-heads": NUMBERS, "--head-dim": NUMBERS,
+    "--vocab": NUMBERS, "--intermediate": NUMBERS, "--catalog": ("x.yaml", ".", "/"), "--most": NUMBERS,
+    "--format": ("table", "plain", "json", "csv", "md", "xml"), "--units": ("GiB", "GB", "gib"),
+    "--keep": ("weights", "optimizer", "batch"), "--min-batch": NUMBERS, "--min-step-batch": NUMBERS,
+    "--min-sequence": NUMBERS, "--host-memory": SIZES, "--price": ("prices.yaml", "-"), "--profile": ("x.json", "-"),
+    "--for": ("parameters", "batch", "sequence", "lora-rank", "layers"), "--accounting": ("sum", "notes"),
+    "--baseline": ("x.json", "-"), "--json": (), "--quiet": (), "--strict": (), "--tied": (), "--experimental": (),
+    "--no-such-option": NUMBERS,
 }  # fmt: skip
 """Options and their words; none of them writes a file or starts torch."""
 
-NAMES = _words(*MODELS, *GPUS, *CONFIGS)
-COMMANDS: Mapping[str, tuple[st.SearchStrategy[str], ...]] = {
-    "fit": (MODEL,), "max": (), "where": (MODEL,), "suggest": (MODEL,), "frontier": (MODEL,), "compare": (MODEL, MODEL),
-    "explain": (MODEL,), "recommend": (), "show": (NAMES,), "list": (_words(*SECTIONS),), "doctor": (),
-    "tables": (_words("s000", "s004.t1"),), "schema": (_words("plan", "check", "config"),),
-    "check": (_words("memplan-budget.yaml", "-", "/dev/stdin"),), "diff": (_words("a.json", "-"), _words("a.json", "-")),
-    "lab": (st.just("show"), _words("tier1", "orthogonality")), "no-such-command": (NAMES,),
+NAMES = (*MODELS, *GPUS, *CONFIGS)
+COMMANDS: Mapping[str, tuple[Words, ...]] = {
+    "fit": (MODELS,), "max": (), "where": (MODELS,), "suggest": (MODELS,), "frontier": (MODELS,), "compare": (MODELS,),
+    "explain": (MODELS,), "recommend": (), "show": (NAMES,), "list": (SECTIONS,), "doctor": (),
+    "tables": (("s000", "s004.t1"),), "schema": (("plan", "check", "config"),),
+    "check": (("memplan-budget.yaml", "-", "/dev/stdin"),), "diff": (("a.json", "-"), ("a.json", "-")),
+    "lab": (("show",), ("tier1", "orthogonality")), "no-such-command": (NAMES,),
 }  # fmt: skip
 """Commands and their words."""
 
+STDIN = (b"", b"", b"{}", b"a: 1", b"\xff", b"[" * 10_000)
 
-@st.composite
-def command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
-    """Draw arguments, and what standard input holds."""
-    name = draw(st.sampled_from(sorted(COMMANDS)))
-    arguments = [name, *(draw(word) for word in COMMANDS[name])]
-    for option in draw(st.lists(st.sampled_from(_known(name)), max_size=5)):
-        words = OPTIONS[option]
-        arguments += [option] if words is None else [option, draw(words)]
-    if not draw(st.integers(0, 15)):
-        arguments.insert(draw(st.integers(0, len(arguments))), draw(HOSTILE_WORD))
-    stdin = draw(st.just(b"") | st.binary(max_size=20) | st.sampled_from([b"{}", b"a: 1", b"\xff", b"[" * 10_000]))
-    return [word.replace("\x00", "") for word in arguments], stdin
+
+def command_line(random: Random) -> tuple[list[str], bytes]:
+    """Return arguments, most of them good, and what standard input holds."""
+    name = random.choice(sorted(COMMANDS))
+    arguments = [name, *(_word(random, words) for words in COMMANDS[name])]
+    for _ in range(random.randrange(5)):
+        option = random.choice(_options(name))
+        arguments += [option, _option_word(random, option)] if OPTIONS[option] else [option]
+    if not random.randrange(16):
+        arguments.insert(random.randint(0, len(arguments)), _word(random, HOSTILE))
+    return [word.replace("\x00", "") for word in arguments], random.choice(STDIN)
+
+
+def _option_word(random: Random, option: str) -> str:
+    if option == "--set":
+        return f"{_word(random, SETTINGS)}={_word(random, SET_VALUES)}"
+    return _word(random, OPTIONS[option])
+
+
+def _word(random: Random, known: Words) -> str:
+    """Return a word of a kind, most often one of its own, so that one bad word is met where all others are taken."""
+    if random.randrange(8):
+        return random.choice(known)
+    return random.choice(HOSTILE) if random.randrange(2) else some_text(random)
 
 
 @cache
-def _known(name: str) -> list[str]:
-    """Return the options of a command that are drawn from, and one that it does not have."""
+def _options(name: str) -> list[str]:
+    """Return the options of a command, and one that it does not have."""
     command = _COMMANDS.commands.get(name)
     has = {option for parameter in command.params for option in parameter.opts} if command is not None else set()
     return [option for option in OPTIONS if option in has or option == "--no-such-option"]

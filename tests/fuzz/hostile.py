@@ -1,13 +1,12 @@
-"""Strategies that damage valid content: its values and keys, its text, its bytes."""
+"""Damage to valid content: to its values and keys, its text, its bytes. All choices are drawn from a ``Random``."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
 
 TOKENS = (
     "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000, "1" * 41, "1e400000", ".nan", ".inf",
@@ -35,19 +34,34 @@ VALUES: tuple[Any, ...] = (
 _MARK = "\ue000"
 
 
-def values() -> st.SearchStrategy[Any]:
-    """Values of JSON, most of them from a list of those that hurt."""
-    anything = st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-        max_leaves=6,
-    )
-    tokens = st.sampled_from(range(len(TOKENS))).map(lambda index: f"{_MARK}{index}{_MARK}")
-    return st.sampled_from(VALUES) | tokens | anything
+Edit = tuple[int, str, Any, str]
+Damage = tuple[str, int, bytes]
 
 
-def edits() -> st.SearchStrategy[list[tuple[int, str, Any, str]]]:
-    """Lists of edits: where, what is done there, with which value, under which key."""
+def some_text(random: Random, longest: int = 8) -> str:
+    """Return characters of every kind."""
+    spans = ((32, 126), (0, 31), (127, 0x2FF), (0x2000, 0x206F), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
+    chosen = [
+        spans[min(random.randrange(12), 5) if random.randrange(2) else 0] for _ in range(random.randrange(longest + 1))
+    ]
+    return "".join(chr(random.randint(*span)) for span in chosen)
+
+
+def value(random: Random, depth: int = 0) -> Any:
+    """Return a value of JSON, most often one of those that hurt."""
+    kind = random.randrange(10)
+    if kind < 5 or depth > 2:
+        return random.choice(VALUES)
+    if kind < 7:
+        return f"{_MARK}{random.randrange(len(TOKENS))}{_MARK}"
+    if kind == 7:
+        return random.choice((random.randint(-(2**70), 2**70), random.uniform(-1e9, 1e9), some_text(random)))
+    inner = [value(random, depth + 1) for _ in range(random.randrange(4))]
+    return inner if kind == 8 else {some_text(random, 3): item for item in inner}
+
+
+def edits(random: Random) -> list[Edit]:
+    """Return edits: where, what is done there, with which value, under which key."""
     kinds = (
         "replace",
         "replace",
@@ -62,18 +76,25 @@ def edits() -> st.SearchStrategy[list[tuple[int, str, Any, str]]]:
         "swap",
         "case",
     )
-    keys = st.sampled_from(KEYS) | st.text(max_size=5)
-    return st.lists(st.tuples(st.integers(0, 2**16), st.sampled_from(kinds), values(), keys), min_size=1, max_size=3)
+    return [
+        (
+            random.randrange(2**16),
+            random.choice(kinds),
+            value(random),
+            random.choice((random.choice(KEYS), some_text(random, 5))),
+        )
+        for _ in range(random.randint(1, 3))
+    ]
 
 
-def edited(data: Any, steps: list[tuple[int, str, Any, str]]) -> Any:
+def edited(data: Any, steps: list[Edit]) -> Any:
     """Return a copy of ``data`` after the edits."""
     data = {"": copy.deepcopy(data)}
-    for place, kind, value, key in steps:
+    for place, kind, new, key in steps:
         places = list(_places(data)) or [(data, "")]
         data.setdefault("", None)
         parent, name = places[place % len(places)]
-        _edit(parent, name, kind, copy.deepcopy(value), key, places)
+        _edit(parent, name, kind, copy.deepcopy(new), key, places)
     return data.get("", data)
 
 
@@ -120,16 +141,21 @@ def serialised(data: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def damages() -> st.SearchStrategy[list[tuple[str, int, bytes]]]:
-    """Lists of damages: of which kind, where, and with what."""
+def damages(random: Random) -> list[Damage]:
+    """Return damages: of which kind, where, and with what."""
     kinds = ("flip", "flip", "cut", "insert", "overwrite", "repeat", "word")
-    payload = st.binary(min_size=1, max_size=8) | st.sampled_from(
-        [t.encode("utf-8", "surrogatepass") for t in TOKENS if t]
-    )
-    return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 2**20), payload), min_size=1, max_size=4)
+    tokens = [token.encode("utf-8", "surrogatepass") for token in TOKENS if token]
+    return [
+        (
+            random.choice(kinds),
+            random.randrange(2**20),
+            random.choice((random.choice(tokens), bytes([random.randrange(256)]))),
+        )
+        for _ in range(random.randint(1, 4))
+    ]
 
 
-def damaged(raw: bytes, steps: list[tuple[str, int, bytes]]) -> bytes:
+def damaged(raw: bytes, steps: list[Damage]) -> bytes:
     """Return ``raw`` after the damages."""
     for kind, place, payload in steps:
         at = place % (len(raw) + 1)
