@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+MAXIMUM_SHOWN = 20
+"""Problems of a file that its message lists; nobody reads on."""
+
 
 class MemplanError(Exception):
     """Base of all errors that a user can cause; one readable line, no traceback.
@@ -30,7 +33,9 @@ class InvalidFileError(MemplanError, ValueError):
     def __init__(self, problems: Sequence[str], paths: Iterable[tuple[str | int, ...]] = ()) -> None:
         self.problems = tuple(problems)
         self.paths = tuple(paths)
-        super().__init__("\n".join(self.problems))
+        more = len(self.problems) - MAXIMUM_SHOWN
+        shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
+        super().__init__("\n".join(shown))
 
 
 class CatalogError(MemplanError, ValueError):

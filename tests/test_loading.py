@@ -251,6 +251,15 @@ def test_more_values_than_any_honest_file_has_are_refused_before_they_are_all_in
     tracemalloc.stop()
 
 
+def test_a_file_with_thousands_of_problems_lists_some_and_counts_the_rest():
+    text = "name: a\ninner: {size: 1}\n" + "".join(f"k{i}: 1\n" for i in range(2_000))
+    with pytest.raises(InvalidFileError) as caught:
+        validate(Outer, parse_document(text, "file.yaml"))
+    assert len(caught.value.problems) == 2_000
+    assert str(caught.value).splitlines()[-1] == "... and 1,980 more"
+    assert len(str(caught.value).splitlines()) == 21
+
+
 def test_types_are_strict():
     text = "name: 1\ninner: {size: 1}\nflag: 'yes'\nratio: '1'\n"
     assert [line.split(":")[2].strip() for line in problems(text)] == ["name", "flag", "ratio"]

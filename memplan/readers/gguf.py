@@ -29,8 +29,6 @@ _REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_
 
 _UNQUANTISED = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
-_MAXIMUM_PROBLEMS = 20
-
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -119,7 +117,7 @@ def _check_parts(headers: Sequence[Header], count: int) -> None:
     if total != expected:
         problems.append(f"{headers[0].path}: announces {expected:,} tensors, and its parts hold {total:,}")
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
 
 
 def _split(header: Header, key: str, default: int) -> int:
@@ -153,7 +151,7 @@ def _tensors(headers: Iterable[Header]) -> dict[str, TensorInfo]:
                 problems.append(f"{header.path}: tensor {tensor.name!r:.80} stands twice")
             tensors[tensor.name] = tensor
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
     return tensors
 
 
@@ -171,7 +169,7 @@ def _checked_sizes(headers: Iterable[Header], layouts: Mapping[int, BlockLayout]
         if not problems:
             problems += _position_problems(header, sizes)
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
     return sizes
 
 
@@ -245,9 +243,3 @@ def _count_notes(values: GgufValues, expected: int) -> Iterable[str]:
             f"the file holds {stored:,} parameters, {abs(stored - expected):,} {more} than the {expected:,} "
             "that follow from its shapes"
         )
-
-
-def _shortened(problems: Sequence[str]) -> list[str]:
-    if len(problems) <= _MAXIMUM_PROBLEMS:
-        return list(problems)
-    return [*problems[:_MAXIMUM_PROBLEMS], f"... and {len(problems) - _MAXIMUM_PROBLEMS} more"]

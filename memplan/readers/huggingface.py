@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.architectures import read_config
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.opening import is_file, is_folder, is_standard_input, read_text, shown_path
+from memplan.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
 from memplan.readers.quantization import quantization_format
 from memplan.strict_json import parse_object
 
@@ -60,7 +60,7 @@ def _config_file(path: Path) -> Path:
     if is_standard_input(path) or not is_folder(path):
         return path
     config, adapter = path / CONFIG_NAME, path / ADAPTER_NAME
-    if is_file(config):
+    if path_kind(config) != "nothing":
         return config
     if is_file(adapter):
         raise _adapter_error(shown_path(adapter), parse_object(read_text(adapter), shown_path(adapter)))

@@ -12,7 +12,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model, Storage
 from memplan.opening import files_in, is_file, path_kind, read_text, shown_path
-from memplan.readers.safetensors_header import MAXIMUM_HEADER_BYTES, MAXIMUM_PROBLEMS, StoredTensor, listed, read_header
+from memplan.readers.safetensors_header import MAXIMUM_HEADER_BYTES, StoredTensor, listed, read_header
 from memplan.strict_json import parse_object
 
 _INDEX = "model.safetensors.index.json"
@@ -167,7 +167,7 @@ def _merged(paths: Sequence[Path]) -> StoredTensors:
         if not header.has_data and any(tensor.stored_bytes for tensor in header.tensors):
             bare.append(path.name)
     if problems:
-        raise InvalidFileError(problems[:MAXIMUM_PROBLEMS])
+        raise InvalidFileError(problems)
     notes = (f"only the header of {listed(bare)} is here: sizes are as it states them",) if bare else ()
     return StoredTensors(tuple(tensors), notes)
 

@@ -20,8 +20,6 @@ from memplan.strict_json import parse_object
 MAXIMUM_HEADER_BYTES = 100_000_000
 """The format's own limit (``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs)."""
 
-MAXIMUM_PROBLEMS = 20
-
 DTYPES: Mapping[str, tuple[str, int]] = {
     "BF16": ("bf16", 16),
     "BOOL": ("bool", 8),
@@ -101,8 +99,7 @@ def read_header(path: Path) -> FileHeader:
     ranges.sort(key=lambda item: item[:2])
     problems = problems or _gaps(path, ranges, data_bytes)
     if problems:
-        more = len(problems) - MAXIMUM_PROBLEMS
-        raise InvalidFileError(problems[:MAXIMUM_PROBLEMS] + ([f"... and {more} more"] if more > 0 else []))
+        raise InvalidFileError(problems)
     return FileHeader(tuple(tensor for _, _, tensor in ranges), data_bytes > 0)
 
 

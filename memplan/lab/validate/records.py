@@ -102,8 +102,8 @@ def read_data(path: Path) -> Mapping[str, Any]:
         raise InvalidFileError([f"{shown_path(path)}: not a record of memplan validate (schema {SCHEMA})"])
     if not all(isinstance(data.get(key), dict) for key in ("task", "measurement")):
         raise InvalidFileError([f"{shown_path(path)}: a record has a task and a measurement"])
-    measurement_of(data["measurement"], f"{path}: measurement")
-    return data
+    measurement = measurement_of(data["measurement"], f"{shown_path(path)}: measurement")
+    return {**data, "measurement": asdict(measurement)}
 
 
 def read_record(path: Path, catalog: Catalog) -> Record:
