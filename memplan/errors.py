@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+MAXIMUM_SHOWN = 20
+"""Problems of a file that its message lists; nobody reads on."""
+
 
 class MemplanError(Exception):
     """Base of all errors that a user can cause; one readable line, no traceback.
@@ -30,7 +33,9 @@ class InvalidFileError(MemplanError, ValueError):
     def __init__(self, problems: Sequence[str], paths: Iterable[tuple[str | int, ...]] = ()) -> None:
         self.problems = tuple(problems)
         self.paths = tuple(paths)
-        super().__init__("\n".join(self.problems))
+        more = len(self.problems) - MAXIMUM_SHOWN
+        shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
+        super().__init__("\n".join(shown))
 
 
 class CatalogError(MemplanError, ValueError):
@@ -70,6 +75,17 @@ def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> 
     shown = name if len(name) <= 80 else f"{name[:77]}..."
     text = f"unknown {kind} {shown!r}{match_hint(name, known)}"
     return UnknownNameError(f"{text} (see: {hint})" if hint else text)
+
+
+def printable(text: str, longest: int = 80) -> str:
+    r"""Return outside text fit for one line of a message: cut where it is long, control characters escaped.
+
+    Example:
+        >>> print(printable("a\x1b[31m\n"), printable("x" * 100, 10))
+        a\x1b[31m\n xxxxxxx...
+    """
+    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
 
 
 def normalised_name(name: str) -> str:

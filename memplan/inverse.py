@@ -11,8 +11,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.planner import CompiledPlan, Device, allowances_of, bytes_per_parameter, devices_for
 from memplan.setup import TrainingSetup
-
-MOST_DEVICES = 2**20
+from memplan.training.config import MAXIMUM_GPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     high = 1
     while not fits(high):
         high *= 2
-        if high > MOST_DEVICES:
+        if high > MAXIMUM_GPUS:
             return None
     low = high // 2
     while high - low > 1:

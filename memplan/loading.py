@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
+from memplan.opening import read_text, shown_path
 
-MAXIMUM_FILE_BYTES = 4 * 2**20
 MAXIMUM_NODES = 200_000
 MAXIMUM_DEPTH = 60
 SAFE_OPENINGS = 5_000
 """Fewer brackets and dashes than this cannot nest so deeply that libyaml's recursion overflows the stack."""
+SAFE_LENGTH = 100_000
+"""Fewer characters than this cannot hold more values than fit into a hundred megabytes."""
+MAXIMUM_DIGITS = 40
+"""No size or count has more."""
 
 Key = str | int
 T = TypeVar("T")
@@ -40,50 +43,30 @@ class Document:
     settings: frozenset[tuple[Key, ...]] = frozenset()
 
     def where(self, path: Sequence[Key]) -> str:
-        """Return ``file:line: a.b.c`` for a path of keys, at the nearest known line."""
+        """Return ``file:line: a.b.c`` for a path of keys, at the nearest line where lines are known."""
+        dotted = dotted_keys(path)
+        if self._is_set(tuple(path)):
+            return f"--set {dotted}"
         known = tuple(path)
         while known and known not in self.lines:
             known = known[:-1]
-        line = self.lines.get(known, 1)
-        dotted = ".".join(str(part) for part in path)
-        if any(tuple(path[:end]) in self.settings for end in range(1, len(path) + 1)):
-            return f"--set {dotted}"
-        return f"{self.name}:{line}: {dotted}" if dotted else f"{self.name}:{line}"
+        place = f"{self.name}:{self.lines.get(known, 1)}" if self.lines or not dotted else self.name
+        return f"{place}: {dotted}" if dotted else place
+
+    def _is_set(self, path: tuple[Key, ...]) -> bool:
+        """Tell whether what stands at a path came, whole or as the only part of it, from the command line."""
+        above = any(path[:end] in self.settings for end in range(1, len(path) + 1))
+        return above or (path not in self.lines and any(path == key[: len(path)] for key in self.settings if path))
 
 
-def read_text(path: Path, maximum_bytes: int = MAXIMUM_FILE_BYTES) -> str:
-    """Return the text of a file of bounded size; ``-`` is standard input.
-
-    Raises:
-        InvalidFileError: Missing, unreadable, too large, or not UTF-8.
-    """
-    try:
-        if str(path) == "-":
-            raw = sys.stdin.buffer.read(maximum_bytes + 1)
-        elif not path.is_file():
-            what = "is a directory" if path.is_dir() else "no such file"
-            raise InvalidFileError([f"{path}: {what}"])
-        else:
-            with path.open("rb") as file:
-                raw = file.read(maximum_bytes + 1)
-    except InvalidFileError:
-        raise
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
-    except ValueError as error:
-        raise InvalidFileError([f"{str(path)!r}: not a usable path: {error}"]) from None
-    if len(raw) > maximum_bytes:
-        raise InvalidFileError([f"{path}: larger than {maximum_bytes // 2**20} MiB, which no file of this kind is"])
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidFileError([f"{path}: not UTF-8 text (byte {error.start})"]) from None
+def dotted_keys(path: Iterable[Key]) -> str:
+    """Return ``a.b.c`` for a path of keys, each fit to print."""
+    return ".".join(printable(str(part)) for part in path)
 
 
 def load_document(path: Path) -> Document:
     """Return the parsed YAML or JSON file at ``path``."""
-    name = "<stdin>" if str(path) == "-" else str(path)
-    return parse_document(read_text(path), name)
+    return parse_document(read_text(path), shown_path(path))
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -98,7 +81,8 @@ def parse_document(text: str, name: str) -> Document:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _refuse_deep_nesting(text, loader, name)
+        text.encode()
+        _refuse_bombs(text, loader, name)
         node = yaml.compose(text, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -106,6 +90,8 @@ def parse_document(text: str, name: str) -> Document:
         raise InvalidFileError([f"{name}:{line}: not valid YAML: {error.problem or error.context}"]) from None
     except yaml.YAMLError as error:
         raise InvalidFileError([f"{name}:1: not valid YAML: {str(error).splitlines()[0]}"]) from None
+    except UnicodeEncodeError:
+        raise InvalidFileError([f"{name}:1: not UTF-8 text"]) from None
     except RecursionError:
         raise InvalidFileError([f"{name}:1: nested too deeply"]) from None
     reader = _NodeReader(name)
@@ -113,21 +99,27 @@ def parse_document(text: str, name: str) -> Document:
     return Document(name, data, reader.lines, tuple(reader.problems))
 
 
-def _refuse_deep_nesting(text: str, loader: Any, name: str) -> None:
-    """Refuse text whose nesting would crash the composer in C, which recurses without a limit.
+def _refuse_bombs(text: str, loader: Any, name: str) -> None:
+    """Refuse text whose nesting would crash the composer in C, which recurses without a limit, or fill the memory.
 
     Indented lines cannot do it: within the largest file they nest a few thousand levels.
     """
     import yaml
 
-    if sum(text.count(opening) for opening in ("[", "{", "- ", "-\t", "? ", "?\t")) < SAFE_OPENINGS:
+    openings = sum(text.count(opening) for opening in ("[", "{", "- ", "-\t", "? ", "?\t"))
+    if openings < SAFE_OPENINGS and len(text) < SAFE_LENGTH:
         return
-    depth = 0
+    depth = nodes = 0
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAXIMUM_DEPTH + 1:
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            raise InvalidFileError([f"{name}:{line}: nested too deeply"])
+        nodes += isinstance(event, yaml.NodeEvent)
+        if depth > MAXIMUM_DEPTH + 1 or nodes > MAXIMUM_NODES:
+            raise _too_much(name, event.start_mark)
+
+
+def _too_much(name: str, mark: Any) -> InvalidFileError:
+    line = mark.line + 1 if mark else 1
+    return InvalidFileError([f"{name}:{line}: too many or too deeply nested values for a file of this kind"])
 
 
 class _NodeReader:
@@ -142,10 +134,7 @@ class _NodeReader:
     def value(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
         self.nodes += 1
         if self.nodes > MAXIMUM_NODES or depth > MAXIMUM_DEPTH:
-            line = node.start_mark.line + 1
-            raise InvalidFileError(
-                [f"{self.name}:{line}: too many or too deeply nested values for a file of this kind"]
-            )
+            raise _too_much(self.name, node.start_mark)
         if node.id == "scalar":
             return _scalar(node)
         if node.id == "sequence":
@@ -166,9 +155,8 @@ class _NodeReader:
             key = key_node.value
             here = (*path, key)
             if key in result:
-                dotted = ".".join(map(str, here))
                 self.problems.append(
-                    f"{self.name}:{line}: {dotted}: duplicate key, first given on line {self.lines[here]}"
+                    f"{self.name}:{line}: {dotted_keys(here)}: duplicate key, first given on line {self.lines[here]}"
                 )
                 continue
             self.lines[here] = line
@@ -189,7 +177,7 @@ def _scalar(node: Any) -> Any:
 def _integer(text: str) -> int:
     """Return a YAML 1.1 integer: underscores and base prefixes, but no base 60."""
     digits = text.replace("_", "")
-    if len(digits) > 40:
+    if len(digits) > MAXIMUM_DIGITS:
         raise ValueError(text)
     negative = digits.startswith("-")
     digits = digits.lstrip("+-")

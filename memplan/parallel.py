@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from memplan.catalog.entries import Optimizer
 from memplan.model.inventory import Role
-from memplan.training.config import Offload, Parallel, TrainingConfig
+from memplan.training.config import MAXIMUM_GPUS, Offload, Parallel, TrainingConfig
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel)"
 INSTEAD = "use parallel.zero_stage: 0"
@@ -21,8 +21,8 @@ def parallel_problems(parallel: Parallel) -> Found:
     """Yield impossible degrees, each with its path of keys."""
     for name in ("data", "tensor", "pipeline", "context", "expert"):
         value = getattr(parallel, name)
-        if not 1 <= value <= 2**20:
-            yield ("parallel", name), f"expected a whole number from 1 to {2**20:,}, got {value}"
+        if not 1 <= value <= MAXIMUM_GPUS:
+            yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from memplan.errors import InvalidFileError, match_hint
+from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.loading import Document, Key
 
 T = TypeVar("T")
@@ -63,13 +63,13 @@ def _dataclass_builder(cls: type) -> Callable[[Any], Any]:
 
 
 # ------------------------------------------------------------------ outside data: validate
-def validate(cls: type[T], document: Document, data: Any = None, path: tuple[Key, ...] = ()) -> T:
+def validate(cls: type[T], document: Document, data: Any = ..., path: tuple[Key, ...] = ()) -> T:
     """Return the dataclass that outside data describes, or report every problem at once.
 
     Args:
         cls: A frozen dataclass whose annotations are the schema; unknown keys are refused.
         document: Where the data stands, for the messages.
-        data: The part of the document to read; all of it when None.
+        data: The part of the document to read; all of it when it is not given.
         path: Keys leading from the top of the document to ``data``.
 
     Raises:
@@ -77,7 +77,7 @@ def validate(cls: type[T], document: Document, data: Any = None, path: tuple[Key
     """
     from pydantic import ValidationError
 
-    value = document.data if data is None else data
+    value = document.data if data is ... else data
     if not isinstance(value, dict):
         problem = f"{document.where(path)}: expected keys and values, got {_shown(value)}"
         raise InvalidFileError([*document.problems, problem])
@@ -85,8 +85,9 @@ def validate(cls: type[T], document: Document, data: Any = None, path: tuple[Key
     try:
         result = _adapter(typing.cast("Any", cls)).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        problems |= {_problem(cls, document, path, item) for item in error.errors()}
-        paths = [(*path, *(part for part in item["loc"] if not _is_branch_label(part))) for item in error.errors()]
+        found = [(item, _keys(value, item)) for item in error.errors()]
+        problems |= {_problem(cls, document, (*path, *keys), keys, item) for item, keys in found}
+        paths = [(*path, *keys) for _, keys in found]
     if problems:
         raise InvalidFileError(sorted(problems, key=_line_number), paths)
     return typing.cast("T", result)
@@ -115,9 +116,9 @@ def json_schema(cls: type) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", _adapter(typing.cast("Any", cls)).json_schema())
 
 
-def _problem(cls: type, document: Document, path: tuple[Key, ...], item: Mapping[str, Any]) -> str:
-    location = [part for part in item["loc"] if not _is_branch_label(part)]
-    full = (*path, *location)
+def _problem(
+    cls: type, document: Document, full: tuple[Key, ...], location: tuple[Key, ...], item: Mapping[str, Any]
+) -> str:
     where = document.where(full)
     kind, given = item["type"], _shown(item["input"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -144,14 +145,15 @@ _WANTED = {"a valid integer": "an integer", "a valid ": "a ", "an object": "keys
 """Words of pydantic -> words of a person who writes YAML."""
 
 
-def _is_branch_label(part: Key) -> bool:
-    """Tell pydantic's labels of union branches from real keys."""
-    text = str(part)
-    return (
-        text in ("str", "int", "bool", "none", "constrained-str", "constrained-int")
-        or text.startswith(("literal[", "dict[", "tuple[", "function-"))
-        or (text[:1].isupper() and text.isidentifier())
-    )
+def _keys(value: Any, item: Mapping[str, Any]) -> tuple[Key, ...]:
+    """Return the keys that lead to what pydantic found wrong; its labels of union branches lead nowhere."""
+    keys: list[Key] = []
+    missing = item["type"] in ("missing", "missing_argument")
+    for part in item["loc"][:-1] if missing else item["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value))):
+            keys.append(part)
+            value = value[part]
+    return (*keys, item["loc"][-1]) if missing else tuple(keys)
 
 
 def _allowed_keys(cls: Any, location: Sequence[Key]) -> list[str]:
@@ -175,8 +177,7 @@ def _step(hint: Any, part: Key) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return printable(repr(value), 60)
 
 
 def _line_number(problem: str) -> tuple[int, str]:

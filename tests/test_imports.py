@@ -13,7 +13,7 @@ import memplan
 ROOT = Path(memplan.__file__).parent
 RANKS = [
     {"driver", "errors", "units"},
-    {"loading", "validation"},
+    {"opening", "loading", "strict_json", "validation"},
     {"catalog", "model", "training"},
     {"readers", "architectures", "parallel", "setup"},
     {

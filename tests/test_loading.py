@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.errors import InvalidFileError, MemplanError
-from memplan.loading import MAXIMUM_FILE_BYTES, load_document, parse_document, read_text
+from memplan.loading import load_document, parse_document
+from memplan.opening import MAXIMUM_TEXT_BYTES, read_text
 from memplan.training.config import TrainingConfig
 from memplan.validation import build, validate
 
@@ -65,7 +66,7 @@ def test_a_file_without_permission_cannot_be_read(write):
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
 def test_a_device_is_no_file(path):
-    with pytest.raises(InvalidFileError, match="no such file"):
+    with pytest.raises(InvalidFileError, match="is a device"):
         read_text(Path(path))
 
 
@@ -83,7 +84,7 @@ def test_a_path_that_no_file_can_have_is_refused(name):
 
 def test_a_file_that_is_too_large_is_refused_without_reading_it_whole(write):
     with pytest.raises(InvalidFileError, match="larger than 4 MiB"):
-        read_text(write("large.yaml", b"#" * (MAXIMUM_FILE_BYTES + 1)))
+        read_text(write("large.yaml", b"#" * (MAXIMUM_TEXT_BYTES + 1)))
 
 
 @pytest.mark.parametrize("content", [b"a: \xff\xfe", "a: ä".encode("latin-1"), "a: 1".encode("utf-16")])
@@ -142,10 +143,10 @@ def test_an_alias_bomb_is_refused_quickly_and_in_little_memory():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InvalidFileError, match="too many or too deeply nested values"):
         parse_document("\n".join(lines), "bomb.yaml")
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
     tracemalloc.stop()
 
@@ -212,6 +213,51 @@ def test_integers_are_those_of_yaml(text, value):
 )
 def test_a_problem_names_file_line_key_what_was_given_and_what_is_allowed(line, message):
     assert problems(f"name: a\ninner: {{{line}}}\n") == [f"file.yaml:2: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "hint"),
+    [
+        ("Name: a\nname: a\ninner: {size: 1}", "1: Name", "'name'"),
+        ("name: a\ninner: {size: 1, Kind: exact}", "2: inner.Kind", "'kind'"),
+        ("name: a\ninner: {size: 1}\nmore:\n- {size: 1}\n- {Size: 1, size: 1}", "5: more.1.Size", "'size'"),
+        ("name: a\ninner: {size: 1}\nNone: 1", "3: None", ""),
+        ("name: a\ninner: {size: 1}\nint: 1", "3: int", ""),
+        ("name: a\ninner: {size: 1}\nInner: 1", "3: Inner", "'inner'"),
+    ],
+)
+def test_a_key_with_capitals_or_the_name_of_a_type_is_named_in_full(text, key, hint):
+    (problem,) = problems(text)
+    assert problem.startswith(f"file.yaml:{key}: unknown key; ")
+    assert hint in problem
+
+
+def test_a_part_that_is_nothing_is_not_taken_for_the_whole():
+    document = parse_document("name: a\ninner:\n", "file.yaml")
+    with pytest.raises(InvalidFileError, match=r"file\.yaml:2: inner: expected keys and values, got None"):
+        validate(Inner, document, document.data["inner"], ("inner",))
+
+
+def test_keys_are_fit_to_print():
+    (problem,) = problems('name: a\ninner: {size: 1}\n"a\\nb\\e[31m": 1\n')
+    assert problem.startswith(r"file.yaml:3: a\nb\x1b[31m: unknown key")
+
+
+def test_more_values_than_any_honest_file_has_are_refused_before_they_are_all_in_memory():
+    tracemalloc.start()
+    with pytest.raises(InvalidFileError, match="too many or too deeply nested values"):
+        parse_document("[" + "a," * 1_000_000 + "]", "long.yaml")
+    assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    tracemalloc.stop()
+
+
+def test_a_file_with_thousands_of_problems_lists_some_and_counts_the_rest():
+    text = "name: a\ninner: {size: 1}\n" + "".join(f"k{i}: 1\n" for i in range(2_000))
+    with pytest.raises(InvalidFileError) as caught:
+        validate(Outer, parse_document(text, "file.yaml"))
+    assert len(caught.value.problems) == 2_000
+    assert str(caught.value).splitlines()[-1] == "... and 1,980 more"
+    assert len(str(caught.value).splitlines()) == 21
 
 
 def test_types_are_strict():

@@ -12,6 +12,7 @@ from memplan.budget.jobs import Job, Place, job_of, merged
 from memplan.budget.schema import DEFAULT_BASELINE, Budget, Defaults
 from memplan.errors import InvalidFileError
 from memplan.loading import Document, Key, load_document
+from memplan.opening import require_file
 from memplan.validation import validate
 
 MOST_FILES = 200
@@ -134,8 +135,10 @@ class _Reader:
             self.problems.append(f"{where}: {inner} is included twice")
         elif len(self.seen) >= MOST_FILES:
             self.problems.append(f"{where}: more than {MOST_FILES} files")
-        elif not os.path.isfile(inner):
-            what = "is a directory" if os.path.isdir(inner) else "no such file"
-            self.problems.append(f"{where}: {inner}: {what}")
         else:
-            self.read(inner, defaults, here)
+            try:
+                require_file(inner)
+            except InvalidFileError as error:
+                self.problems += (f"{where}: {problem}" for problem in error.problems)
+            else:
+                self.read(inner, defaults, here)

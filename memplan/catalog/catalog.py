@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
 from memplan.errors import CatalogError, InvalidFileError, UnknownNameError, match_hint, normalised_name, unknown_name
 from memplan.loading import Document, load_document, parse_document
+from memplan.opening import files_in, is_file, is_folder, path_kind, read_bytes, read_text, shown_path
 from memplan.validation import build, validate
 
 T = TypeVar("T")
@@ -95,11 +96,14 @@ class Catalog:
     def __init__(self, root: Path, extra: Path | None = None) -> None:
         self.root = root
         self.extra = extra
-        if extra is not None and not extra.exists():
-            raise InvalidFileError([f"{extra}: no such file or folder (given as --catalog or MEMPLAN_CATALOG)"])
-        if extra is not None and not extra.is_file() and not any(map(self._extra_files, SECTIONS)):
+        kind = "file" if extra is None else path_kind(extra)
+        given = "(given as --catalog or MEMPLAN_CATALOG)"
+        if extra is not None and kind == "folder" and not any(map(self._extra_files, SECTIONS)):
             known = ", ".join(location for location, _ in SECTIONS.values())
-            raise InvalidFileError([f"{extra}: holds none of {known} (given as --catalog or MEMPLAN_CATALOG)"])
+            raise InvalidFileError([f"{shown_path(extra)}: holds none of {known} {given}"])
+        if extra is not None and kind not in ("file", "folder"):
+            problem = "no such file or folder" if kind == "nothing" else f"is a {kind}, not a file or folder"
+            raise InvalidFileError([f"{shown_path(extra)}: {problem} {given}"])
 
     @cached_property
     def gpus(self) -> Shelf[Gpu]:
@@ -146,7 +150,7 @@ class Catalog:
         digest = hashlib.sha256()
         for section in sorted(SECTIONS):
             for path in [*_files(self.root / SECTIONS[section][0]), *self._extra_files(section)]:
-                digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+                digest.update(path.name.encode() + b"\0" + read_bytes(path) + b"\0")
         return digest.hexdigest()
 
     def _shelf(self, section: str, cls: type[T]) -> Shelf[T]:
@@ -166,7 +170,7 @@ class Catalog:
         """Return the files of the user's catalog that may hold entries of a section."""
         if self.extra is None:
             return []
-        if self.extra.is_file():
+        if is_file(self.extra):
             return [self.extra]
         location = SECTIONS[section][0]
         return _files(self.extra / location) or _files(self.extra / Path(location).name)
@@ -191,9 +195,9 @@ class Catalog:
 
 
 def _files(location: Path) -> list[Path]:
-    if location.is_dir():
-        return sorted(location.glob("*.yaml"))
-    return [location] if location.is_file() else []
+    if is_folder(location):
+        return files_in(location, "*.yaml")
+    return [location] if is_file(location) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +230,9 @@ _ENTRY = re.compile(r"^([a-z0-9][^\s:]*):[ \t]*$", re.MULTILINE)
 def _shipped_parts(location: Path) -> tuple[dict[str, _Part], dict[str, str]]:
     """Return the texts of our own entries by name, sorted, and the file that each stands in."""
     parts: dict[str, _Part] = {}
-    folder = location.is_dir()
+    folder = is_folder(location)
     for path in _files(location):
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_text(path)
         if folder:
             parts[path.stem] = _Part(text, path.stem, path, keyed=False)
             continue

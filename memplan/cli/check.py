@@ -18,6 +18,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text, write_text
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.opening import path_kind
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -121,7 +122,7 @@ def _annotate(error: InvalidFileError, form: o.CheckFormat, output: Path | None)
 def _before(budget: BudgetFile, path: Path, given: bool) -> Baseline | None:
     """Return the baseline where it is needed or was given; a missing one is no mistake before it was first written."""
     wanted = given or any(job.increase is not None for job in budget.jobs)
-    return read_baseline(path) if given or (wanted and os.path.exists(path)) else None
+    return read_baseline(path) if given or (wanted and path_kind(path) != "nothing") else None
 
 
 def _update(results: Sequence[Result], path: Path, catalog: Catalog) -> Baseline:

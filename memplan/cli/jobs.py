@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.budget.baseline import Baseline
@@ -19,6 +17,7 @@ from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, normalised_name
 from memplan.loading import load_document
 from memplan.model.model import Model
+from memplan.opening import path_kind, usable_path
 from memplan.planner import CompiledPlan, Device
 from memplan.report.plan import components, training_data
 from memplan.setup import TrainingSetup
@@ -121,7 +120,7 @@ class Workshop:
         """Return a training setup; a shipped one may shorten its sequences to a model's learned positions."""
         setup = find_setup(text, Overrides(settings=job.settings), self.catalog, model)
         if text.endswith(CONFIG_FILES) or "/" in text:
-            asked = _hash(load_document(Path(text).expanduser()).data)
+            asked = _hash(load_document(usable_path(text)).data)
         else:
             asked = self.catalog.configs.name_of(text)
         return _Named(setup, _hash([asked, job.settings]) if job.settings else asked)
@@ -189,7 +188,10 @@ def model_path(job: Job, catalog: Catalog) -> str:
     path = job.place.folder / text
     if released or text.startswith("~"):
         return text
-    there = os.path.exists(path)  # where Path.exists() raises on names too long for a file
+    try:
+        there = path_kind(path) != "nothing"
+    except InvalidFileError:
+        there = True  # whoever opens it says what is wrong with the name, and the job where it stands
     return str(path) if there or text.startswith((".", "/")) or path.suffix in MODEL_FILES else text
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import memplan
-from memplan.cli.usage import UsageError, usage_line
+from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.errors import MemplanError
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
@@ -81,6 +81,7 @@ def run() -> None:
     gc.disable()
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
+        refuse_undecodable(sys.argv)
         code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except MemplanError as error:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from memplan.training.config import MAXIMUM_GPUS
+
 
 class OutputFormat(StrEnum):
     """How an answer is written."""
@@ -107,7 +109,7 @@ GpuMemoryOption = Annotated[
     ),
 ]
 GpusOption = Annotated[
-    int, typer.Option("--gpus", "-n", min=1, max=1_000_000, help="How many of them.", rich_help_panel=_DEVICE)
+    int, typer.Option("--gpus", "-n", min=1, max=MAXIMUM_GPUS, help="How many of them.", rich_help_panel=_DEVICE)
 ]
 PlotOption = Annotated[
     Path | None,

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from memplan.allowances import MachineProfile
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
 from memplan.loading import load_document
 from memplan.planner import Device
+from memplan.units import MAXIMUM_BYTES
 
 SCHEMA = "memplan/profile/1"
 
@@ -37,15 +38,20 @@ def with_profile(device: Device, path: Path | None) -> Device:
 
 
 def _profile(path: Path) -> MachineProfile:
-    data = load_document(path).data
+    document = load_document(path)
+    data, name = document.data, document.name
+    if document.problems:
+        raise InvalidFileError(document.problems)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise InvalidFileError([f"{path}: not a profile of memplan validate --calibrate (schema {SCHEMA})"])
+        raise InvalidFileError([f"{name}: not a profile of memplan validate --calibrate (schema {SCHEMA})"])
     problems = []
     for item in fields(MachineProfile):
         value, text = data.get(item.name), item.type == "str"
-        good = isinstance(value, str) if text else isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        good = isinstance(value, str) if text else type(value) is int and 0 <= value <= MAXIMUM_BYTES
         if not good:
-            problems.append(f"{path}: {item.name}: expected {'text' if text else 'whole bytes'}, got {value!r}")
+            problems.append(
+                f"{name}: {item.name}: expected {'text' if text else 'whole bytes'}, got {printable(repr(value), 60)}"
+            )
     if problems:
         raise InvalidFileError(problems)
     return MachineProfile(**{item.name: data[item.name] for item in fields(MachineProfile)})

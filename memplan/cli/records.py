@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -10,7 +12,7 @@ from memplan.cli import options as o
 from memplan.cli.experiments import PlotOption
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import open_catalog
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, MemplanError, printable
 
 
 def show_record(
@@ -45,9 +47,28 @@ def show_record(
         if trained:
             raise InvalidFileError([f"--plot: {asked} is a record of training, which has no picture"])
         check_drawable(plot)
-        save_figure(reporter_of(record).figure(record), plot)
-    document = training_record_document(record, unit_text(units)) if trained else record_document(record)
+        with _as_written(asked):
+            figure = reporter_of(record).figure(record)
+        save_figure(figure, plot)
+    with _as_written(asked):
+        document = training_record_document(record, unit_text(units)) if trained else record_document(record)
     raise typer.Exit(emit(document, form, as_json, output, quiet))
+
+
+@contextmanager
+def _as_written(asked: str) -> Iterator[None]:
+    """Refuse a record that lacks what memplan writes into one; each experiment has figures of its own.
+
+    Raises:
+        InvalidFileError: A figure is missing, or of another kind.
+    """
+    try:
+        yield
+    except MemplanError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = printable(f"{type(error).__name__}: {error}", 200)
+        raise InvalidFileError([f"{printable(asked, 300)}: not as memplan writes such records: {problem}"]) from None
 
 
 def add_show_command(lab: typer.Typer) -> None:

@@ -16,11 +16,13 @@ from memplan.errors import (
     MemplanError,
     UnknownNameError,
     normalised_name,
+    printable,
     unknown_name,
 )
 from memplan.loading import Document, load_document, parse_document
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
+from memplan.opening import path_kind, shown_path, usable_path
 from memplan.planner import Device
 from memplan.setup import Path as KeyPath
 from memplan.setup import TrainingSetup, config_problems, resolve
@@ -106,17 +108,12 @@ def _catalog_model(text: str, catalog: Catalog) -> Model | None:
 
 
 def _model_file(text: str, catalog: Catalog) -> Model:
-    path = Path(text)
-    try:
-        path = path.expanduser()
-        there = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        shown = text if len(text) <= 80 else f"{text[:77]}..."
-        raise InvalidFileError([f"{shown!r}: not a usable path: {getattr(error, 'strerror', None) or error}"]) from None
+    path = usable_path(text)
+    there = path_kind(path) != "nothing"
     if text == "-" or there or path.suffix in (".json", ".gguf", ".safetensors"):
         return read_model_file(path, catalog)
     if len(path.parts) > 2 or text.startswith((".", "/", "~")):
-        raise InvalidFileError([f"{text}: no such file or directory"])
+        raise InvalidFileError([f"{shown_path(path)}: no such file or directory"])
     known = [*catalog.models.entries, *(a for e in catalog.models.entries.values() for a in e.aliases)]
     raise unknown_name("model", text, known, "memplan list models")
 
@@ -248,7 +245,7 @@ def _config(name: str, overrides: Overrides, catalog: Catalog) -> tuple[Training
         if canonical in (document.data.get("configs") or {}):
             document = Document(document.name, document.data["configs"][canonical], {})
     else:
-        document = load_document(Path(name).expanduser())
+        document = load_document(usable_path(name))
         if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
             document = Document(document.name, document.data["training"], {}, document.problems)
     wanted = with_settings(document, overrides.settings)
@@ -302,8 +299,8 @@ def _settings(settings: tuple[str, ...]) -> list[tuple[KeyPath, Any]]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
-            raise InvalidFileError([f"--set {setting}: expected KEY=VALUE, such as kernels.optimizer=fused"])
-        value = parse_document(text, f"--set {key}").data
+            raise InvalidFileError([f"--set {printable(setting)}: expected KEY=VALUE, such as kernels.optimizer=fused"])
+        value = parse_document(text, f"--set {printable(key)}").data
         found.append((tuple(part.strip() for part in key.split(".")), value))
     return found
 

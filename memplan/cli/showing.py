@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from memplan.catalog.catalog import SECTIONS, Catalog
 from memplan.cli.resolve import Shapes, find_model
 from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
+from memplan.opening import usable_path
 from memplan.report.document import Document
 from memplan.report.listing import entry_document, model_document, stored_document
 
@@ -32,7 +31,7 @@ def show_document(name: str, catalog: Catalog, unit: str) -> Document:
             raise
         from memplan.readers.safetensors import stored_tensors
 
-        return stored_document(name, stored_tensors(Path(name).expanduser()), unit)
+        return stored_document(name, stored_tensors(usable_path(name)), unit)
 
 
 def _unknown(name: str, catalog: Catalog) -> UnknownNameError:

@@ -13,10 +13,12 @@ from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, parallels
 from memplan.errors import InvalidFileError
+from memplan.opening import is_folder, shown_path
 from memplan.units import parse_bytes
 
 _SEARCH = "Search"
 BASE = "bf16-adamw"
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 KeepOption = Annotated[
     list[str] | None,
@@ -108,6 +110,8 @@ def suggest_command(
 
     Exit code 0: some fit; 1: none does, and the nearest miss is shown.
     """
+    if save is not None:
+        check_target(save)
     catalog = open_catalog(catalog_path)
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
     found = find_model(model, shapes, catalog)
@@ -140,6 +144,17 @@ def suggest_command(
     raise typer.Exit(emit(document, form, as_json, output, quiet))
 
 
+def check_target(target: Path) -> None:
+    """Refuse a name that is neither a config's nor that of a folder.
+
+    Raises:
+        InvalidFileError: It ends as the file of something else does.
+    """
+    if target.suffix not in ("", *CONFIG_SUFFIXES) and not is_folder(target):
+        wanted = f"a name that ends in {', '.join(CONFIG_SUFFIXES)}, or a folder"
+        raise InvalidFileError([f"--save {shown_path(target)}: expected {wanted}"])
+
+
 def save_configs(rows: list[dict[str, Any]], target: Path) -> None:
     """Write the training configs of suggestions: the first to a file, or all into a folder.
 
@@ -149,7 +164,7 @@ def save_configs(rows: list[dict[str, Any]], target: Path) -> None:
     if not rows:
         sys.stderr.write(f"memplan: nothing fits, so nothing was written to {target}\n")
         return
-    one = target.suffix in (".yaml", ".yml", ".json")
+    one = target.suffix in CONFIG_SUFFIXES
     try:
         if not one:
             target.mkdir(parents=True, exist_ok=True)

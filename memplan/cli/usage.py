@@ -7,14 +7,27 @@ from collections.abc import Iterable
 
 import typer
 
-from memplan.errors import MemplanError, match_hint
+from memplan.errors import InvalidFileError, MemplanError, match_hint, printable
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for a command line that it cannot read; it exports only this child."""
 
+LONGEST_LINE = 600
+
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
 _COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA = re.compile(r"unexpected extra arguments? \((.*)\)")
+
+
+def refuse_undecodable(arguments: Iterable[str]) -> None:
+    """Refuse words that are no UTF-8, which no answer could name.
+
+    Raises:
+        InvalidFileError: The first of them.
+    """
+    for word in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise InvalidFileError([f"an argument is not UTF-8 text: {printable(word)}"])
 
 
 def usage_line(error: Exception, commands: Iterable[str]) -> str:
@@ -29,7 +42,7 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
         return text
     text = re.sub(r"\.? Did you mean .*", "", " ".join(text.split()))
     text = text.replace("Value error, ", "").replace("argument(s)", "arguments")
-    return text.rstrip(".") + _hint(text, commands)
+    return printable(text.rstrip("."), LONGEST_LINE) + printable(_hint(text, commands), LONGEST_LINE)
 
 
 def _hint(text: str, commands: Iterable[str]) -> str:
@@ -38,7 +51,7 @@ def _hint(text: str, commands: Iterable[str]) -> str:
     if found := _COMMAND.search(text):
         return f"{match_hint(found[1], commands)} (see: memplan --help)"
     if found := _EXTRA.search(text):
-        return _extra_hint(found[1].split()[0])
+        return _extra_hint(next(iter(found[1].split()), ""))
     return "" if "(see:" in text else " (see: --help)"
 
 

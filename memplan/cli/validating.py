@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.catalog import Catalog
 from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup, require_one_gpu
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.opening import read_text
 from memplan.report.document import Document
 from memplan.report.validation import Facts, calibration_document, measured_document, plan_document, replay_document
 from memplan.units import format_bytes
@@ -179,8 +180,8 @@ def _measure(request: ValidateRequest, task: Task) -> Measurement:
 def _available_bytes() -> int:
     """Return the memory that this machine can still give, or a great deal where it does not say."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+        lines = read_text(Path("/proc/meminfo")).splitlines()
+    except InvalidFileError:
         return 2**62
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**62)
 

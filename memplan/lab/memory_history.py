@@ -16,11 +16,12 @@ Source:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.opening import read_text, shown_path
+from memplan.strict_json import parse_json
 from memplan.units import MIB
 
 if TYPE_CHECKING:
@@ -101,22 +102,17 @@ def load_history(path: Path, device: int | None = None) -> MemoryHistory:
         InvalidFileError: Unreadable, a pickle, too large, or not such a history.
         CannotAnswerError: Private memory pools, as CUDA graphs use them.
     """
-    return parse_history(_read(path), str(path), device)
+    return parse_history(_read(path), shown_path(path), device)
 
 
-def parse_history(text: str | bytes, name: str, device: int | None = None) -> MemoryHistory:
+def parse_history(text: str, name: str, device: int | None = None) -> MemoryHistory:
     """Return the history of one device from JSON text.
 
     Raises:
         InvalidFileError: Not JSON, or not a memory history; at most ten problems are listed.
         CannotAnswerError: Private memory pools, as CUDA graphs use them.
     """
-    try:
-        data = json.loads(text, parse_constant=_not_a_number)
-    except RecursionError:
-        raise InvalidFileError([f"{name}: nested too deeply"]) from None
-    except ValueError as error:
-        raise InvalidFileError([f"{name}: not valid JSON: {str(error).splitlines()[0][:200]}"]) from None
+    data = parse_json(text, name)
     reader = _Reader(name)
     history = reader.history(data, device)
     if reader.problems or history is None:
@@ -124,30 +120,9 @@ def parse_history(text: str | bytes, name: str, device: int | None = None) -> Me
     return history
 
 
-def _read(path: Path) -> bytes:
-    if path.suffix in (".pickle", ".pkl"):
-        _refuse_pickle(str(path))
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAXIMUM_HISTORY_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise InvalidFileError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
-    if raw[:1] == b"\x80" or raw[:4] == b"PK\x03\x04":
-        _refuse_pickle(str(path))
-    if len(raw) > MAXIMUM_HISTORY_BYTES:
-        limit = MAXIMUM_HISTORY_BYTES // MIB
-        raise InvalidFileError(
-            [f"{path}: larger than {limit} MiB; record without stacks (context=None), or fewer steps"]
-        )
-    return raw
-
-
-def _refuse_pickle(name: str) -> NoReturn:
-    raise InvalidFileError([f"{name}: a pickle, which memplan never loads; export it as JSON: {HOW_TO_EXPORT}"])
-
-
-def _not_a_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number of JSON")
+def _read(path: Path) -> str:
+    advice = "record without stacks (context=None), or fewer steps"
+    return read_text(path, MAXIMUM_HISTORY_BYTES, f"export it as JSON: {HOW_TO_EXPORT}", advice)
 
 
 class _Reader:

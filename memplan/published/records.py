@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from memplan.opening import is_file
 from memplan.published.rounding import Interval
+from memplan.strict_json import read_json
 
 FOLDER = "configs/evidence"
 
@@ -27,7 +28,7 @@ class Records:
         """Return a record, or an empty one."""
         if name not in self._read:
             path = self.root / FOLDER / f"{name}.json"
-            self._read[name] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            self._read[name] = read_json(path) if is_file(path) else {}
         return self._read[name]
 
     def row(self, name: str, select: Select) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of, parameter_count
 from memplan.model.model import Model, Storage
+from memplan.opening import is_file
 from memplan.readers.gguf_config import TIED_ALWAYS, config_of
 from memplan.readers.gguf_types import Header, TensorInfo, read_header
 from memplan.readers.gguf_values import GgufValues, text
@@ -27,8 +28,6 @@ DeepSeek-V3's choice of experts (a buffer, which no gradient reaches), scales of
 _REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"}
 
 _UNQUANTISED = frozenset({"fp64", "fp32", "fp16", "bf16"})
-
-_MAXIMUM_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def _parts(path: Path) -> tuple[Header, ...]:
             [f"{path}: one of {count} parts, whose names must end in -00001-of-{count:05}.gguf and so on"]
         )
     paths = [path.with_name(f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
-    missing = [part.name for part in paths if not part.is_file()]
+    missing = [part.name for part in paths if not is_file(part)]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InvalidFileError([f"{path}: parts of the model are missing: {', '.join(missing[:3])}{more}"])
@@ -118,7 +117,7 @@ def _check_parts(headers: Sequence[Header], count: int) -> None:
     if total != expected:
         problems.append(f"{headers[0].path}: announces {expected:,} tensors, and its parts hold {total:,}")
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
 
 
 def _split(header: Header, key: str, default: int) -> int:
@@ -152,7 +151,7 @@ def _tensors(headers: Iterable[Header]) -> dict[str, TensorInfo]:
                 problems.append(f"{header.path}: tensor {tensor.name!r:.80} stands twice")
             tensors[tensor.name] = tensor
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
     return tensors
 
 
@@ -170,7 +169,7 @@ def _checked_sizes(headers: Iterable[Header], layouts: Mapping[int, BlockLayout]
         if not problems:
             problems += _position_problems(header, sizes)
     if problems:
-        raise InvalidFileError(_shortened(problems))
+        raise InvalidFileError(problems)
     return sizes
 
 
@@ -244,9 +243,3 @@ def _count_notes(values: GgufValues, expected: int) -> Iterable[str]:
             f"the file holds {stored:,} parameters, {abs(stored - expected):,} {more} than the {expected:,} "
             "that follow from its shapes"
         )
-
-
-def _shortened(problems: Sequence[str]) -> list[str]:
-    if len(problems) <= _MAXIMUM_PROBLEMS:
-        return list(problems)
-    return [*problems[:_MAXIMUM_PROBLEMS], f"... and {len(problems) - _MAXIMUM_PROBLEMS} more"]

@@ -5,16 +5,19 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
+from memplan.opening import mapped, shown_path
 from memplan.units import round_up
+
+if TYPE_CHECKING:
+    import mmap
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -23,6 +26,7 @@ DEFAULT_ALIGNMENT = 32
 MAXIMUM_KEYS = 2**16
 MAXIMUM_TENSORS = 2**18
 MAXIMUM_NAME_BYTES = 1024
+LONGEST_PROBLEM = 400
 MAXIMUM_DIMENSIONS = 4
 MAXIMUM_NESTING = 8
 MAXIMUM_ITEMS = 2**23
@@ -97,21 +101,8 @@ def read_header(path: Path) -> Header:
     Raises:
         InvalidFileError: Missing, unreadable, not GGUF, cut off, or a header that cannot be true.
     """
-    try:
-        if not path.is_file():
-            raise InvalidFileError([f"{path}: {'is a directory' if path.is_dir() else 'no such file'}"])
-        with path.open("rb") as file:
-            start = file.read(len(MAGIC))
-            if start != MAGIC:
-                raise InvalidFileError([f"{path}: not a GGUF file: it begins with {start!r}, not {MAGIC!r}"])
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _HeaderReader(path, data).header()
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
-    except ValueError as error:
-        if isinstance(error, InvalidFileError):
-            raise
-        raise InvalidFileError([f"{str(path)!r}: not a usable path: {error}"]) from None
+    with mapped(path, MAGIC, "GGUF") as data:
+        return _HeaderReader(path, data).header()
 
 
 class _HeaderReader:
@@ -253,4 +244,4 @@ class _HeaderReader:
         return self.error(f"cut off or damaged inside the header: {detail}, but the file has {self.size:,} bytes")
 
     def error(self, text: str) -> InvalidFileError:
-        return InvalidFileError([f"{self.path}: {text}"])
+        return InvalidFileError([f"{shown_path(self.path)}: {printable(text, LONGEST_PROBLEM)}"])

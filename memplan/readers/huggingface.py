@@ -5,16 +5,15 @@ Nothing is downloaded and no weights are read: the shapes follow from the config
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from memplan.architectures import read_config
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.loading import read_text
 from memplan.model.model import Model
+from memplan.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
 from memplan.readers.quantization import quantization_format
+from memplan.strict_json import parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"
+INSTEAD = "give the folder of the model's config.json, or a .safetensors or .gguf file"
 
 _INHERITED_KEYS = ("tie_word_embeddings",)
 """Keys that a multimodal config states once for all its parts."""
@@ -38,9 +38,9 @@ def read_huggingface(path: Path) -> Model:
         CannotAnswerError: A PEFT adapter, an unknown family, or keys that memplan does not model.
     """
     file = _config_file(path)
-    text = read_text(file)
-    source = "<stdin>" if str(file) == "-" else str(file)
-    config = parse_config(text, source)
+    text = read_text(file, instead=INSTEAD)
+    source = shown_path(file)
+    config = parse_object(text, source)
     if "peft_type" in config:
         raise _adapter_error(source, config)
     inner, notes = _text_part(config, source)
@@ -55,64 +55,16 @@ def read_huggingface(path: Path) -> Model:
     )
 
 
-def parse_config(text: str, source: str) -> dict[str, Any]:
-    """Return the object in a JSON text, refusing keys given twice, NaN and infinities.
-
-    Args:
-        text: The JSON text.
-        source: The file, for messages.
-
-    Raises:
-        InvalidFileError: Not JSON, nested too deeply, or not an object.
-    """
-    try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
-    except json.JSONDecodeError as error:
-        raise InvalidFileError([f"{source}:{error.lineno}: not valid JSON: {error.msg}"]) from None
-    except RecursionError:
-        raise InvalidFileError([f"{source}:1: nested too deeply"]) from None
-    except ValueError as error:
-        raise InvalidFileError([f"{source}:1: not valid JSON: {error!s:.120}"]) from None
-    if not isinstance(value, dict):
-        raise InvalidFileError([f"{source}:1: expected an object with keys, got {str(value)!r:.40}"])
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {key!r:.60} is given twice")
-        result[key] = value
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not isfinite(value):
-        raise ValueError(f"{text:.40} is too large")
-    return value
-
-
 def _config_file(path: Path) -> Path:
     """Return the config that ``path`` means, refusing directories with an adapter only."""
-    try:
-        if str(path) == "-" or not path.is_dir():
-            return path
-        config, adapter = path / CONFIG_NAME, path / ADAPTER_NAME
-        if not config.is_file() and adapter.is_file():
-            raise _adapter_error(str(adapter), parse_config(read_text(adapter), str(adapter)))
-    except (OSError, ValueError) as error:
-        if isinstance(error, InvalidFileError):
-            raise
-        raise InvalidFileError([f"{str(path)!r:.200}: not a usable path: {error}"]) from None
-    if not config.is_file():
-        raise InvalidFileError([f"{path}: has no {CONFIG_NAME}"])
-    return config
+    if is_standard_input(path) or not is_folder(path):
+        return path
+    config, adapter = path / CONFIG_NAME, path / ADAPTER_NAME
+    if path_kind(config) != "nothing":
+        return config
+    if is_file(adapter):
+        raise _adapter_error(shown_path(adapter), parse_object(read_text(adapter), shown_path(adapter)))
+    raise InvalidFileError([f"{shown_path(path)}: has no {CONFIG_NAME}"])
 
 
 def _adapter_error(source: str, config: Mapping[str, Any]) -> CannotAnswerError:
@@ -161,7 +113,7 @@ def _model_name(file: Path, config: Mapping[str, Any]) -> str:
     for part in file.parts:
         if part.startswith("models--"):
             return part.split("--")[-1][:100]
-    folder = "" if str(file) == "-" else file.absolute().parent.name
+    folder = "" if is_standard_input(file) else file.absolute().parent.name
     if folder:
         return folder[:100]
     stated = config.get("_name_or_path")

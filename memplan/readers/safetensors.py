@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.loading import read_text
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model, Storage
-from memplan.readers.safetensors_header import MAXIMUM_HEADER_BYTES, MAXIMUM_PROBLEMS, StoredTensor, listed, read_header
+from memplan.opening import files_in, is_file, path_kind, read_text, shown_path
+from memplan.readers.safetensors_header import MAXIMUM_HEADER_BYTES, StoredTensor, listed, read_header
+from memplan.strict_json import parse_object
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)
@@ -68,7 +69,7 @@ class _Index:
 
     @property
     def missing(self) -> list[str]:
-        return [shard.name for shard in self.shards if not shard.is_file()]
+        return [shard.name for shard in self.shards if not is_file(shard)]
 
 
 def stored_tensors(path: Path) -> StoredTensors:
@@ -104,36 +105,29 @@ def read_safetensors(path: Path) -> Model:
     from memplan.readers.huggingface import read_huggingface
 
     source = _resolve(path)
+    index = _read_index(source) if source.suffix == ".json" else None
+    stored = None if index is not None and index.missing else stored_tensors(source)
     config = source.parent / "config.json"
-    if not config.is_file():
+    if not is_file(config):
         raise CannotAnswerError(
             f"{path}: attention heads cannot be read off tensor shapes: put the model's config.json beside it"
         )
     model = replace(read_huggingface(config), source=str(path))
-    index = _read_index(source) if source.suffix == ".json" else None
-    if index is not None and index.missing:
+    if stored is None:
+        assert index is not None
         return _with_stated_bytes(model, index, config)
-    stored = stored_tensors(source)
     notes = (*model.notes, *stored.notes, *_count_notes(model, stored.tensors))
     return replace(model, storage=stored.storage(), notes=notes)
 
 
 def _resolve(path: Path) -> Path:
     """Return the safetensors file or index that ``path`` means."""
-    try:
-        if path.is_file():
-            if path.name.endswith((".safetensors", ".safetensors.index.json")):
-                return path
-            raise InvalidFileError([f"{path}: expected a name in .safetensors or .safetensors.index.json"])
-        if not path.is_dir():
-            raise InvalidFileError([f"{path}: no such file"])
-        found = [*sorted(path.glob("*.safetensors.index.json")), *sorted(path.glob("*.safetensors"))]
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
-    except ValueError as error:
-        if isinstance(error, InvalidFileError):
-            raise
-        raise InvalidFileError([f"{str(path)!r}: not a usable path: {error}"]) from None
+    kind = path_kind(path)
+    if kind != "folder":
+        if kind == "nothing" or path.name.endswith((".safetensors", ".safetensors.index.json")):
+            return path
+        raise InvalidFileError([f"{shown_path(path)}: expected a name in .safetensors or .safetensors.index.json"])
+    found = [*files_in(path, "*.safetensors.index.json"), *files_in(path, "*.safetensors")]
     for wanted in (path / _INDEX, path / "model.safetensors"):
         if wanted in found:
             return wanted
@@ -152,7 +146,7 @@ def _all_shards(path: Path) -> list[Path]:
         return [path]
     count = int(match["count"])
     paths = [path.with_name(f"{match['stem']}-{n:05}-of-{count:05}.safetensors") for n in range(1, count + 1)]
-    missing = [part.name for part in paths if not part.is_file()]
+    missing = [part.name for part in paths if not is_file(part)]
     if missing or path not in paths:
         raise InvalidFileError([f"{path}: shards of the model are missing: {listed(missing or [path.name])}"])
     return paths
@@ -173,16 +167,14 @@ def _merged(paths: Sequence[Path]) -> StoredTensors:
         if not header.has_data and any(tensor.stored_bytes for tensor in header.tensors):
             bare.append(path.name)
     if problems:
-        raise InvalidFileError(problems[:MAXIMUM_PROBLEMS])
+        raise InvalidFileError(problems)
     notes = (f"only the header of {listed(bare)} is here: sizes are as it states them",) if bare else ()
     return StoredTensors(tuple(tensors), notes)
 
 
 def _read_index(path: Path) -> _Index:
     """Return the index at ``path``, whose shards must lie beside it."""
-    from memplan.readers.huggingface import parse_config
-
-    data = parse_config(read_text(path, MAXIMUM_HEADER_BYTES), str(path))
+    data = parse_object(read_text(path, MAXIMUM_HEADER_BYTES), shown_path(path))
     shard_of = data.get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise InvalidFileError([f"{path}: expected an object weight_map that names the shard of each tensor"])
@@ -218,9 +210,7 @@ def _with_stated_bytes(model: Model, index: _Index, config: Path) -> Model:
 
 def _config_format(config: Path) -> str:
     """Return our name of the dtype that the config says its weights are stored in, else ``unknown``."""
-    from memplan.readers.huggingface import parse_config
-
-    data = parse_config(read_text(config), str(config))
+    data = parse_object(read_text(config), shown_path(config))
     for part in (data, data.get("text_config")):
         name = (part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
         if isinstance(name, str):

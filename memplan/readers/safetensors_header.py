@@ -6,7 +6,7 @@ a JSON header, then the data without gaps.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.opening import opened, shown_path
+from memplan.strict_json import parse_object
 
 MAXIMUM_HEADER_BYTES = 100_000_000
 """The format's own limit (``MAX_HEADER_SIZE`` in safetensors/src/tensor.rs)."""
-
-MAXIMUM_PROBLEMS = 20
 
 DTYPES: Mapping[str, tuple[str, int]] = {
     "BF16": ("bf16", 16),
@@ -86,14 +86,7 @@ def read_header(path: Path) -> FileHeader:
         InvalidFileError: Unreadable, damaged, cut off or contradictory; all problems are listed.
     """
     text, data_bytes = _header_text(path)
-    try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except RecursionError:
-        raise InvalidFileError([f"{path}: header is nested too deeply"]) from None
-    except ValueError as error:
-        raise InvalidFileError([f"{path}: header is not valid JSON: {error!s:.200}"]) from None
-    if not isinstance(header, dict):
-        raise InvalidFileError([f"{path}: header is not a JSON object"])
+    header = parse_object(text, f"{shown_path(path)}: header")
     header.pop("__metadata__", None)
     ranges: list[tuple[int, int, StoredTensor]] = []
     problems: list[str] = []
@@ -106,46 +99,28 @@ def read_header(path: Path) -> FileHeader:
     ranges.sort(key=lambda item: item[:2])
     problems = problems or _gaps(path, ranges, data_bytes)
     if problems:
-        more = len(problems) - MAXIMUM_PROBLEMS
-        raise InvalidFileError(problems[:MAXIMUM_PROBLEMS] + ([f"... and {more} more"] if more > 0 else []))
+        raise InvalidFileError(problems)
     return FileHeader(tuple(tensor for _, _, tensor in ranges), data_bytes > 0)
 
 
 def _header_text(path: Path) -> tuple[str, int]:
     """Return the JSON text of the header and how many bytes follow it."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > size - 8:
+            detail = f"a header of {length:,} bytes, and the file has {size:,}"
+            raise InvalidFileError([f"{shown_path(path)}: cut off, or no safetensors file: {detail}"])
+        if length > MAXIMUM_HEADER_BYTES:
+            detail = f"a header of {length:,} bytes; the format allows {MAXIMUM_HEADER_BYTES:,}"
+            raise InvalidFileError([f"{shown_path(path)}: {detail}"])
+        raw = file.read(length)
     try:
-        if not path.is_file():
-            raise InvalidFileError([f"{path}: {'is a directory' if path.is_dir() else 'no such file'}"])
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > size - 8:
-                detail = f"a header of {length:,} bytes, and the file has {size:,}"
-                raise InvalidFileError([f"{path}: cut off, or no safetensors file: {detail}"])
-            if length > MAXIMUM_HEADER_BYTES:
-                raise InvalidFileError(
-                    [f"{path}: a header of {length:,} bytes; the format allows {MAXIMUM_HEADER_BYTES:,}"]
-                )
-            return file.read(length).decode("utf-8"), size - 8 - length
+        return raw.decode("utf-8"), size - 8 - length
     except UnicodeDecodeError as error:
-        raise InvalidFileError([f"{path}: header is not UTF-8 (byte {error.start}); no safetensors file?"]) from None
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
-    except ValueError as error:
-        if isinstance(error, InvalidFileError):
-            raise
-        raise InvalidFileError([f"{str(path)!r}: not a usable path: {error}"]) from None
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, refusing a key that stands twice."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice!r:.80} stands twice")
-    return result
+        problem = f"header is not UTF-8 (byte {error.start}); no safetensors file?"
+        raise InvalidFileError([f"{shown_path(path)}: {problem}"]) from None
 
 
 def _entry(name: str, entry: Any) -> tuple[int, int, StoredTensor] | str:

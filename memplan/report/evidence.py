@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.opening import is_file
+from memplan.strict_json import read_json
 
 SCHEMA = "memplan/evidence/1"
 LITERATURE = "memplan/literature/1"
@@ -20,12 +21,7 @@ def read_evidence(path: Path, schemas: Collection[str] = (SCHEMA,)) -> dict[str,
     Raises:
         InvalidFileError: The file is missing, or holds something else.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be read: {error.strerror or error}"]) from None
-    except ValueError:
-        raise InvalidFileError([f"{path}: not JSON"]) from None
+    data = read_json(path)
     if not isinstance(data, dict) or data.get("schema") not in schemas:
         raise InvalidFileError([f"{path}: not a record of training ({SCHEMA})"])
     return data
@@ -39,7 +35,7 @@ def evidence_path(name: str, root: Path) -> Path:
 def evidence_text(name: str, root: Path) -> str:
     """Return where a config's evidence is and what it says; only the name where it is no record of ours."""
     path = evidence_path(name, root)
-    if not path.is_file():
+    if not is_file(path):
         return f"Evidence: {name}"
     record = read_evidence(path, tuple(LINES))
     return f"Evidence in {path}\n  {LINES[record['schema']](record)}"

@@ -16,6 +16,7 @@ from memplan.published.rounding import numbers
 from memplan.published.schema import Library
 from memplan.report.document import Document, Table
 from memplan.setup import TrainingSetup
+from memplan.training.config import MAXIMUM_GPUS
 from memplan.units import format_bytes, format_count, format_fraction
 
 PUBLISHED = "s000.t02"
@@ -209,7 +210,7 @@ def _where_data(plan: CompiledPlan, device: Device, count: int) -> dict[str, Any
 
 def _where_sentence(name: str, fitting: Sequence[tuple[Device, int]]) -> str:
     if not fitting:
-        return f"NO: {name} fits on no number of these GPUs."
+        return f"NO: {name} fits on no number of these GPUs up to {MAXIMUM_GPUS:,}."
     device, count = fitting[0]
     if count == 1:
         return f"FITS: {name} fits on one {device.name}, the smallest single GPU that holds it."

@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role
 from memplan.model.model import Model
+from memplan.readers.safetensors import StoredTensors
 from memplan.report.document import Document, Table
 from memplan.report.evidence import evidence_text
 from memplan.training.config import TrainingConfig
@@ -212,18 +213,16 @@ def model_document(model: Model, unit: str) -> Document:
     return Document(data, tuple(blocks))
 
 
-def stored_document(name: str, stored: Any, unit: str) -> Document:
+def stored_document(name: str, stored: StoredTensors, unit: str) -> Document:
     """Return what a safetensors file without a config holds."""
-    formats = {key: int(value) for key, value in stored.bytes_by_format.items()}
+    formats = stored.storage().bytes_by_format
     rows = tuple((key, format_bytes(value, unit), f"{value:,}") for key, value in formats.items())
     data = {
         "schema": "memplan/show/1",
         "kind": "file",
         "name": name,
-        "parameters": stored.parameters,
+        "parameters": stored.elements,
         "bytes_by_format": formats,
     }
-    head = (
-        f"{name}: {stored.parameters:,} stored elements; no config.json beside it, so no model can be planned from it"
-    )
+    head = f"{name}: {stored.elements:,} stored elements; no config.json beside it, so no model can be planned from it"
     return Document(data, (head, Table(("stored as", ">bytes", ">exactly"), rows)))

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memplan.opening import files_in
 from memplan.report.document import Document, Table
 from memplan.report.evidence import SCHEMA, evidence_line, percent_range
+from memplan.strict_json import read_json
 from memplan.units import format_bytes, format_count
 
 PARAMETERS, STEPS, BATCH = 869_504, 300, 16
@@ -17,7 +19,7 @@ PARAMETERS, STEPS, BATCH = 869_504, 300, 16
 
 def list_document(folder: Path) -> Document:
     """Return all records that are shipped: runs of configs with what they found, and experiments."""
-    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    records = {path.stem: read_json(path) for path in files_in(folder, "*.json")}
     runs = [(name, record) for name, record in records.items() if record.get("schema") == SCHEMA]
     others = [(name, record) for name, record in records.items() if name.startswith("lab-")]
     runs.sort(key=lambda item: (_size(item[1]), _mean(item[1])))

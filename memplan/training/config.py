@@ -19,6 +19,10 @@ Place = Literal["none", "cpu"]
 MAXIMUM_TOKENS = 2**40
 """No step holds more tokens; a larger product of batch and sequence length is a slip."""
 
+MAXIMUM_GPUS = 16_384
+"""The largest published run (https://arxiv.org/abs/2407.21783, section 3.3.1: "up to 16K H100 GPUs"); what NCCL and the
+sharding of more would take was never seen, so that more are refused."""
+
 ALL_LINEAR = ("all-linear",)
 
 

@@ -168,7 +168,7 @@ def test_an_evidence_of_ones_own_is_only_named(catalog):
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps({"schema": "memplan/plan/1"})])
 def test_what_is_no_record_is_refused(write, content):
-    with pytest.raises(InvalidFileError, match=r"not JSON|not a record of training"):
+    with pytest.raises(InvalidFileError, match=r"not valid JSON|not a record of training"):
         read_evidence(write("record.json", content))
 
 

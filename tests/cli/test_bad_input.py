@@ -92,6 +92,22 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
     assert f"did you mean {meant}?" in refused(*arguments)
 
 
+@pytest.mark.parametrize("word", ["", " ", "\u2028", "\x1b[31m"])
+def test_a_surplus_word_of_nothing_is_a_usage_error(refused, word):
+    assert "unexpected extra argument" in refused("recommend", word)
+
+
+def test_more_gpus_than_any_published_run_had_are_refused(refused):
+    assert "16384" in refused(*ONE, "--gpus", "16385")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "model.pt", "b.yaml.bak"])
+def test_suggestions_are_not_saved_into_a_folder_that_is_named_like_a_file(refused, tmp_path, name):
+    line = refused("suggest", "gpt2", *GPU, "--save", tmp_path / name)
+    assert f"--save {tmp_path / name}: expected a name that ends in .yaml, .yml, .json, or a folder" in line
+    assert not (tmp_path / name).exists()
+
+
 # ------------------------------------------------------------------ settings
 @pytest.mark.parametrize(
     ("setting", "message"),
@@ -133,6 +149,14 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         ("=1", "expected KEY=VALUE"),
         ("nothing=1", "nothing: unknown key"),
         (".=1", "unknown key"),
+        ("Kernels.optimizer=fused", "--set Kernels: unknown key; did you mean 'kernels'?"),
+        ("kernels.Optimizer=fused", "--set kernels.Optimizer: unknown key; did you mean 'optimizer'?"),
+        ("none=1", "--set none: unknown key"),
+        ("str=1", "--set str: unknown key"),
+        ("weights.Default=bf16", "--set weights.Default: unknown role; did you mean 'default'?"),
+        ("adapter={Kind: lora}", "--set adapter.Kind: unknown key; did you mean 'kind'?"),
+        ("weights.int=1", "--set weights.int: expected text, got 1"),
+        ("parallel.data=16385", "parallel.data: expected a whole number from 1 to 16,384, got 16385"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(refused, setting, message):

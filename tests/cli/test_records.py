@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from memplan.catalog.catalog import data_directory
@@ -45,7 +47,22 @@ def test_a_picture_needs_one_record(refused):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "cannot be read as JSON"), ("[]", "not a record"), ('{"schema": "memplan/plan/1"}', "not a record")],
+    [("{", "not valid JSON"), ("[]", "not a record"), ('{"schema": "memplan/plan/1"}', "not a record")],
 )
 def test_a_file_that_is_no_record_is_refused(refused, write, content, why):
     assert why in refused("lab", "show", write("record.json", content))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("train-tier1", "runs", [{"seed": 1}]),
+        ("train-tier1", "validation_loss", {"mean": "low"}),
+        ("lab-orthogonality", "rows", 3),
+        ("lab-orthogonality", "experiment", "../x"),
+        ("lab-precision", "seeds", None),
+    ],
+)
+def test_a_record_whose_figures_are_others_than_memplan_writes_is_refused(refused, write, name, key, value):
+    record = json.loads((FOLDER / f"{name}.json").read_text()) | {key: value}
+    assert refused("lab", "show", write("record.json", json.dumps(record)))

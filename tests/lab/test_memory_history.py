@@ -201,7 +201,7 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path, name, content):
 def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_history, "MAXIMUM_HISTORY_BYTES", MIB)
     (tmp_path / "history.json").write_bytes(b" " * (MIB + 1))
-    with pytest.raises(InvalidFileError, match="larger than 1 MiB; record without stacks"):
+    with pytest.raises(InvalidFileError, match="larger than 1 MiB: record without stacks"):
         load_history(tmp_path / "history.json")
 
 
@@ -239,7 +239,7 @@ def test_private_pools_are_not_modelled():
         history_of(data)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"device_traces": NaN}', "[" * 100_000, "9" * 5000, b"\xff\xfe\x00", "{]"])
+@pytest.mark.parametrize("text", ["", "{", '{"device_traces": NaN}', "[" * 100_000, "9" * 5000, "\ufeff{}", "{]"])
 def test_text_that_is_not_json_is_refused_in_one_line(text):
     with pytest.raises(InvalidFileError) as caught:
         parse_history(text, "history.json")
@@ -247,7 +247,7 @@ def test_text_that_is_not_json_is_refused_in_one_line(text):
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(InvalidFileError, match="cannot be read: No such file"):
+    with pytest.raises(InvalidFileError, match="no such file"):
         load_history(tmp_path / "absent.json")
 
 

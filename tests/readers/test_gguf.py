@@ -516,8 +516,8 @@ def test_all_problems_are_listed(tmp_path, layouts):
     path.write_bytes(header([LLAMA], [tensor(f"t{index}", [31], kind=2) for index in range(30)]))
     with pytest.raises(InvalidFileError) as error:
         read_gguf(path, layouts)
-    assert len(error.value.problems) == 21
-    assert error.value.problems[-1] == "... and 10 more"
+    assert len(error.value.problems) == 30
+    assert str(error.value).splitlines()[-1] == "... and 10 more"
 
 
 @pytest.mark.parametrize("name", ["", "missing.gguf", "a\0b"])

@@ -78,6 +78,39 @@ def test_what_is_no_record_is_refused(text, tmp_path, catalog):
         read_record(path, catalog)
 
 
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (("task", "steps"), "nan", "task: steps: expected an integer, got 'nan'"),
+        (("task", "steps"), 0, "task: steps: expected a whole number from 1 to 100"),
+        (("task", "scale", "hidden"), 100, "hidden: expected 0 or a multiple of 16"),
+        (("task", "scale", "layers"), -1, "layers: expected a whole number from 0"),
+        (("task", "scale", "Layers"), 1, "task: scale.Layers: unknown key; did you mean 'layers'?"),
+        (("task", "device_kind"), "tpu", "device_kind: expected cpu or cuda, got 'tpu'"),
+        (("task", "capacity_bytes"), 5, "capacity_bytes: expected whole bytes, and 0 on a CPU"),
+        (("task", "training", "Kernels"), {}, "training.Kernels: unknown key; did you mean 'kernels'?"),
+        (("task", "training", "micro_batch_size"), 10**30, "micro_batch_size: expected a"),
+        (("measurement", "totals", "device"), 5, "totals: 'device' is not measured on a cpu"),
+        (("measurement", "counters", "total_bytes"), "x", "counters.total_bytes: expected whole bytes, got 'x'"),
+        (("measurement", "counters", "compute_capability"), "9", "compute_capability: expected a version"),
+        (("measurement", "counters", "history"), {"a": 1}, "counters.history: expected simulated_reserved"),
+        (("measurement", "status"), "fine", "status: expected"),
+        (("measurement", "components"), None, "components: expected"),
+    ],
+)
+def test_a_record_with_a_figure_that_no_run_has_is_refused(tmp_path, catalog, keys, value, said):
+    data = json.loads(SAMPLE.read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(InvalidFileError) as caught:
+        read_record(path, catalog)
+    assert said in str(caught.value)
+
+
 def test_a_record_with_a_negative_size_is_refused(tmp_path, catalog):
     data = json.loads(SAMPLE.read_text())
     data["measurement"]["totals"]["requested"] = -1

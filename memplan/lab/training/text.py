@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.opening import files_in, read_bytes
 
 VOCABULARY = 256
 """Tokens are bytes."""
@@ -49,9 +50,9 @@ def library_text(folder: Path | None = None) -> Text:
         CannotAnswerError: There is too little text to train on.
     """
     where = folder or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(where.glob("*.py"), key=lambda path: path.name)
-    kept = [path.read_bytes() for index, path in enumerate(files) if index % VALIDATION_EVERY]
-    held_out = [path.read_bytes() for path in files[::VALIDATION_EVERY]]
+    files = files_in(where, "*.py")
+    kept = [read_bytes(path) for index, path in enumerate(files) if index % VALIDATION_EVERY]
+    held_out = [read_bytes(path) for path in files[::VALIDATION_EVERY]]
     training, validation = b"".join(kept)[:TRAINING_BYTES], b"".join(held_out)[:VALIDATION_BYTES]
     if min(len(training), len(validation)) < 1 << 14:
         raise CannotAnswerError(f"no text to train on: {where} holds too few Python sources")

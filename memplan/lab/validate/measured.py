@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
+from memplan.loading import Document, dotted_keys
+from memplan.units import MAXIMUM_BYTES
+from memplan.validation import validate
+
+SIZE_COUNTERS = ("context_bytes", "total_bytes", "cublas_workspace_bytes")
+HISTORY_COUNTERS = ("simulated_reserved_peak_bytes", "measured_reserved_peak_bytes")
+"""Counters that comparisons are made from; all others are only kept."""
+
+_CAPABILITY = re.compile(r"[1-9][0-9]?\.[0-9]")
 
 Status = Literal["measured", "out of memory", "killed", "hung", "failed"]
 
@@ -42,11 +52,28 @@ def measurement_of(data: Mapping[str, Any], where: str) -> Measurement:
     Raises:
         InvalidFileError: Something is missing or of the wrong kind.
     """
-    try:
-        found = Measurement(**data)
-        sizes = [*found.components.values(), *found.instants.values(), *found.totals.values()]
-    except (AttributeError, TypeError) as error:
-        raise InvalidFileError([f"{where}: not a measurement: {error}"]) from None
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise InvalidFileError([f"{where}: expected whole bytes"])
-    return found
+    measurement = validate(Measurement, Document(where, data, {}))
+    problems = [f"{where}: {key}: {text}" for key, text in _problems(measurement)]
+    if problems:
+        raise InvalidFileError(problems)
+    return measurement
+
+
+def _problems(measurement: Measurement) -> Iterator[tuple[str, str]]:
+    """Yield the figures that no run can have, each with its key."""
+    for section in ("components", "instants", "totals"):
+        for name, size in getattr(measurement, section).items():
+            if not 0 <= size <= MAXIMUM_BYTES:
+                yield dotted_keys((section, name)), f"expected whole bytes, got {size}"
+    counters = measurement.counters
+    history = counters.get("history") or {}
+    if not isinstance(history, Mapping) or (history and not all(name in history for name in HISTORY_COUNTERS)):
+        yield "counters.history", f"expected {', '.join(HISTORY_COUNTERS)}"
+        history = {}
+    counted = {name: counters[name] for name in SIZE_COUNTERS if name in counters}
+    for name, size in (*counted.items(), *((name, history[name]) for name in HISTORY_COUNTERS if history)):
+        if type(size) is not int or not 0 <= size <= MAXIMUM_BYTES:
+            yield f"counters.{name}", f"expected whole bytes, got {printable(repr(size), 40)}"
+    capability = counters.get("compute_capability", "9.0")
+    if not isinstance(capability, str) or not _CAPABILITY.fullmatch(capability):
+        yield "counters.compute_capability", f"expected a version such as 9.0, got {printable(repr(capability), 40)}"

@@ -17,9 +17,16 @@ from memplan.lab.validate.measured import Measurement, measurement_of
 from memplan.lab.validate.prediction import predict
 from memplan.lab.validate.rows import Row, rows_of
 from memplan.lab.validate.task import Task, task_data, task_of
+from memplan.opening import files_in, is_folder, shown_path
+from memplan.strict_json import read_json
 
 SCHEMA = "memplan/record/1"
-MAXIMUM_RECORD_BYTES = 2**22
+TOTALS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"requested"}),
+    "cuda": frozenset({"requested", "allocated", "reserved", "device"}),
+}
+"""Device -> totals that its allocator's counters have."""
+INSTEAD = "give a record of memplan validate --record, or a folder of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +85,9 @@ def record_files(place: Path) -> list[Path]:
     Raises:
         InvalidFileError: There is none.
     """
-    found = sorted(place.rglob("*.json")) if place.is_dir() else [place]
+    found = files_in(place, "*.json", deep=True) if is_folder(place) else [place]
     if not found:
-        raise InvalidFileError([f"{place}: no records (*.json) in this folder"])
+        raise InvalidFileError([f"{shown_path(place)}: no records (*.json) in this folder"])
     return found
 
 
@@ -90,26 +97,26 @@ def read_data(path: Path) -> Mapping[str, Any]:
     Raises:
         InvalidFileError: It cannot be read, or is no record.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAXIMUM_RECORD_BYTES)
-        data = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:200]
-        raise InvalidFileError([f"{path}: cannot be read: {reason}"]) from None
+    data = read_json(path, instead=INSTEAD)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise InvalidFileError([f"{path}: not a record of memplan validate (schema {SCHEMA})"])
+        raise InvalidFileError([f"{shown_path(path)}: not a record of memplan validate (schema {SCHEMA})"])
     if not all(isinstance(data.get(key), dict) for key in ("task", "measurement")):
-        raise InvalidFileError([f"{path}: a record has a task and a measurement"])
-    return data
+        raise InvalidFileError([f"{shown_path(path)}: a record has a task and a measurement"])
+    measurement = measurement_of(data["measurement"], f"{shown_path(path)}: measurement")
+    return {**data, "measurement": asdict(measurement)}
 
 
 def read_record(path: Path, catalog: Catalog) -> Record:
     """Return a record, its model and setup built from today's catalog."""
     data = read_data(path)
-    task = task_of(data["task"], catalog, str(path))
-    measurement = measurement_of(data["measurement"], str(path))
-    return Record(str(path), task, measurement, str(data.get("date", "")), str(data.get("command", "")))
+    task = task_of(data["task"], catalog, f"{shown_path(path)}: task")
+    measurement = measurement_of(data["measurement"], f"{shown_path(path)}: measurement")
+    unknown = sorted(measurement.totals.keys() - TOTALS[task.device])
+    if unknown:
+        raise InvalidFileError(
+            [f"{shown_path(path)}: measurement.totals: {unknown[0]!r} is not measured on a {task.device}"]
+        )
+    return Record(str(path), task, measurement, *(str(data.get(key, "")) for key in ("date", "command")))
 
 
 def replay_records(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from memplan.architectures import model_spec
+from memplan.architectures._values import MAXIMUM_DIMENSION, MAXIMUM_LAYERS
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.loading import Document
@@ -14,9 +15,11 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec
 from memplan.setup import TrainingSetup, resolve
 from memplan.training.config import TrainingConfig
+from memplan.units import MAXIMUM_BYTES
 from memplan.validation import validate
 
 STEPS = 3
+MAXIMUM_STEPS = 100
 NARROW = 256
 HEADS = 8
 
@@ -104,6 +107,20 @@ def _narrowed(spec: ModelSpec, layer: Layer, hidden: int) -> Layer:
     return replace(layer, attention=attention, feed_forward=replace(mlp, intermediate_size=3 * hidden))
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedTask:
+    """A task as a record has it: :class:`Task` by names, and every key of its training config."""
+
+    model: str
+    scale: Scale
+    config: str
+    training: Mapping[str, Any]
+    device_kind: Literal["cpu", "cuda"]
+    steps: int
+    alloc_conf: str
+    capacity_bytes: int
+
+
 def task_data(task: Task) -> dict[str, Any]:
     """Return what a record keeps of a task."""
     training = asdict(task.setup.config)
@@ -125,18 +142,31 @@ def task_of(data: Mapping[str, Any], catalog: Catalog, where: str) -> Task:
     Raises:
         MemplanError: A model or setting that is not known any more.
     """
-    try:
-        scale = Scale(**data["scale"])
-        training = _without_none(data["training"])
-        config = validate(TrainingConfig, Document(where, training, {}))
-        setup = resolve(config, catalog, str(data["config"]))
-        model = scaled_model(str(data["model"]), scale, catalog)
-        return Task(
-            str(data["model"]), scale, model, setup, str(data["device_kind"]), int(data["steps"]),
-            str(data["alloc_conf"]), int(data["capacity_bytes"]),
-        )  # fmt: skip
-    except (KeyError, TypeError) as error:
-        raise InvalidFileError([f"{where}: not a record of memplan validate: {error}"]) from None
+    document = Document(where, data, {})
+    task = validate(RecordedTask, document)
+    config = validate(TrainingConfig, document, _without_none(task.training), ("training",))
+    problems = [f"{document.where((key,))}: {text}" for key, text in _problems(task)]
+    if problems:
+        raise InvalidFileError(problems)
+    setup = resolve(config, catalog, task.config, lambda path: document.where(("training", *path)))
+    model = scaled_model(task.model, task.scale, catalog)
+    return Task(
+        task.model, task.scale, model, setup, task.device_kind, task.steps, task.alloc_conf, task.capacity_bytes
+    )
+
+
+def _problems(task: RecordedTask) -> Iterator[tuple[str, str]]:
+    """Yield what no measurement can have been of, each with its key."""
+    scale = task.scale
+    for name, value, most in (("layers", scale.layers, MAXIMUM_LAYERS), ("vocab", scale.vocab, MAXIMUM_DIMENSION)):
+        if not 0 <= value <= most:
+            yield "scale", f"{name}: expected a whole number from 0 to {most:,}, got {value}"
+    if not 0 <= scale.hidden <= MAXIMUM_DIMENSION or scale.hidden % (2 * HEADS):
+        yield "scale", f"hidden: expected 0 or a multiple of {2 * HEADS} to {MAXIMUM_DIMENSION:,}, got {scale.hidden}"
+    if not 1 <= task.steps <= MAXIMUM_STEPS:
+        yield "steps", f"expected a whole number from 1 to {MAXIMUM_STEPS}, got {task.steps}"
+    if not 0 <= task.capacity_bytes <= (MAXIMUM_BYTES if task.device_kind == "cuda" else 0):
+        yield "capacity_bytes", f"expected whole bytes, and 0 on a CPU, got {task.capacity_bytes}"
 
 
 def _without_none(data: Any) -> Any:

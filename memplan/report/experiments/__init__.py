@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from memplan.errors import InvalidFileError, UnknownNameError, match_hint
+from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
+from memplan.opening import files_in, is_file, path_kind
 from memplan.report.document import Document, Table
 from memplan.report.evidence import SCHEMA as TRAINING
+from memplan.strict_json import read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,9 +37,9 @@ def reporter_of(record: dict[str, Any]) -> Reporter:
     Raises:
         InvalidFileError: There is no such experiment.
     """
-    name = record["experiment"].replace("-", "_")
-    if not name.isidentifier() or find_spec(f"{__name__}.{name}") is None:
-        raise InvalidFileError([f"experiment: {record['experiment']!r} is not one that memplan has"])
+    name = str(record.get("experiment", "")).replace("-", "_")
+    if not name.isidentifier() or name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+        raise InvalidFileError([f"experiment: {printable(name)!r} is not one that memplan has"])
     return cast("Reporter", import_module(f"{__name__}.{name}"))
 
 
@@ -53,15 +55,13 @@ def read_record(asked: str, folder: Path) -> dict[str, Any]:
         InvalidFileError: The file holds something else.
     """
     shipped = {
-        path.stem.removeprefix(kind): path for kind in ("train-", "lab-") for path in folder.glob(f"{kind}*.json")
+        path.stem.removeprefix(kind): path for kind in ("train-", "lab-") for path in files_in(folder, f"{kind}*.json")
     }
     path = shipped.get(asked.removeprefix("lab-").removeprefix("train-"), Path(asked))
-    if not path.is_file():
-        raise UnknownNameError(f"record {asked!r}: no such file, and no shipped record{match_hint(asked, shipped)}")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidFileError([f"{path}: cannot be read as JSON: {error}"]) from None
+    if path_kind(path) == "nothing":
+        name = printable(asked)
+        raise UnknownNameError(f"record {name!r}: no such file, and no shipped record{match_hint(name, shipped)}")
+    record = read_json(path)
     if not isinstance(record, dict) or record.get("schema") not in (SCHEMA, TRAINING):
         raise InvalidFileError([f"{path}: not a record of an experiment ({SCHEMA}) or of training ({TRAINING})"])
     return record
@@ -70,7 +70,7 @@ def read_record(asked: str, folder: Path) -> dict[str, Any]:
 def shipped_record(name: str, folder: Path) -> dict[str, Any] | None:
     """Return the shipped record of an experiment, or None where there is none."""
     path = folder / f"lab-{name}.json"
-    return read_record(str(path), folder) if path.is_file() else None
+    return read_record(str(path), folder) if is_file(path) else None
 
 
 def record_document(record: dict[str, Any]) -> Document:

@@ -1,0 +1,103 @@
+"""Whatever memplan is given, it answers or refuses: in a readable line, at once, in little memory.
+
+Valid files of every kind are damaged (values, keys, text, bytes), and command lines drawn at random.
+The default run takes some hundred cases; as many as are wanted, such as 200,000, are run by::
+
+    MEMPLAN_FUZZ_CASES=200000 pytest -m slow tests/fuzz/test_input.py
+
+and others by ``MEMPLAN_FUZZ_SEED``, the number of the first case; a failure names its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .arguments import command_line
+from .hostile import damaged, damages, edited, edits, serialised
+from .running import called, check, outcome, peak_bytes
+from .seeds import safetensors, seeds
+
+FILE_CASES, LINE_CASES = 300, 100
+LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
+SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "0"))
+COMMAND_EVERY = 8
+"""Damaged files that go to their reader, which is fast, to one that a whole command is run on."""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with every seed written into a folder of its own."""
+    place = tmp_path_factory.mktemp("fuzz")
+    return [(seed, seed.written(place / str(index))) for index, seed in enumerate(seeds(place))]
+
+
+def damage_a_file(random: Random, workplace, peak: int) -> None:
+    """Damage a file of any kind, and read it."""
+    seed, path = random.choice(workplace)
+    if seed.data is not None and random.randrange(4):
+        content = serialised(edited(seed.data, edits(random)))
+        content = safetensors(content) if path.suffix == ".safetensors" else content
+    else:
+        content = damaged(seed.content, damages(random))
+    path.write_bytes(content)
+    if random.randrange(COMMAND_EVERY):
+        check(called(lambda: seed.read(path), str(path)), peak)
+    else:
+        check(outcome(seed.arguments(random.choice(seed.commands), path), content), peak)
+
+
+def run_a_command_line(random: Random, peak: int) -> None:
+    """Run a command line drawn at random."""
+    check(outcome(*command_line(random)), peak)
+
+
+def searched(cases: int, case: Callable[..., None], *given_too: object) -> None:
+    """Run so many cases, in all of which hypothesis makes the choices, so that a failure is made small."""
+    chosen = settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    peak = peak_bytes()
+    chosen(given(st.randoms(use_true_random=False))(lambda random: case(random, *given_too, peak)))()
+
+
+def repeated(cases: int, case: Callable[..., None], *given_too: object) -> None:
+    """Run so many cases from numbered seeds, without hypothesis' bookkeeping, which takes most of the time."""
+    peak = peak_bytes()
+    for number in range(SEED, SEED + cases):
+        try:
+            case(Random(number), *given_too, peak)
+        except AssertionError as error:
+            raise AssertionError(f"MEMPLAN_FUZZ_SEED={number} repeats it: {error}") from None
+
+
+def test_every_seed_is_read_as_it_is(workplace):
+    wrong = []
+    for seed, path in workplace:
+        for command in seed.commands:
+            ran = outcome(seed.arguments(command, path), seed.content)
+            wrong += [(seed.file, command, ran.err)] if ran.exit_code not in (0, 1) else []
+    assert not wrong
+
+
+def test_damaged_files_are_answered_or_refused(workplace):
+    searched(FILE_CASES, damage_a_file, workplace)
+
+
+def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    searched(LINE_CASES, run_a_command_line)
+
+
+@pytest.mark.slow
+def test_many_damaged_files_are_answered_or_refused(workplace):
+    repeated(LONG_RUN - LONG_RUN // 10, damage_a_file, workplace)
+
+
+@pytest.mark.slow
+def test_many_command_lines_are_answered_or_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    repeated(LONG_RUN // 10, run_a_command_line)
