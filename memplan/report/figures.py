@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.escaping import escaped_lines
+from memplan.writing import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,12 +78,18 @@ def line_style(index: int) -> dict[str, Any]:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as SVG or PNG, without date and version, so that the same record gives the same file.
 
+    Its texts are shown as they are: what stands between dollar signs is no formula.
+
     Raises:
         InvalidFileError: It cannot be written.
     """
     keys = ("Date", "Creator", "Format", "Type") if path.suffix.lower() == ".svg" else ("Software",)
-    metadata = dict.fromkeys(keys)
-    try:
-        figure.savefig(path, dpi=160, metadata=metadata)
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be written: {error.strerror or error}"]) from None
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
+        text.set_text(escaped_lines(text.get_text()))
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=160, metadata=dict.fromkeys(keys))
+    write_file(path, picture.getvalue())

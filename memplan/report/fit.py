@@ -58,7 +58,7 @@ def fit_document(
     )
     notes = [f"Not counted: {line}" for line in not_modelled(first)]
     notes += [f"Left out: {line}" for line in left_out]
-    blocks = (head, _table(plans, unit), "\n".join(notes), _sentence(plans, model, unit))
+    blocks = (head, _table(plans, unit), tuple(notes), _sentence(plans, model, unit))
     data = {"schema": "memplan/fit/1", "rows": rows, "left_out": list(left_out)}
     return Document(data, blocks, code)
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import memplan
-from memplan.budget.baseline import write_atomically
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
+from memplan.escaping import json_text
 from memplan.lab.validate.measured import Measurement, measurement_of
 from memplan.lab.validate.prediction import predict
 from memplan.lab.validate.rows import Row, rows_of
 from memplan.lab.validate.task import Task, task_data, task_of
+from memplan.writing import write_file
 
 SCHEMA = "memplan/record/1"
 MAXIMUM_RECORD_BYTES = 2**22
@@ -69,7 +70,7 @@ def write_record(path: Path, task: Task, measurement: Measurement, command: str)
     Raises:
         InvalidFileError: It cannot be written.
     """
-    write_atomically(path, json.dumps(record_data(task, measurement, command), indent=1) + "\n")
+    write_file(path, json_text(record_data(task, measurement, command), indent=1))
 
 
 def record_files(place: Path) -> list[Path]:
