@@ -12,7 +12,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 RANKS = [
-    {"driver", "errors", "escaping", "units", "writing"},
+    {"driver", "errors", "escaping", "torch_warnings", "units", "writing"},
     {"loading", "validation"},
     {"catalog", "model", "training"},
     {"readers", "architectures", "parallel", "setup"},
