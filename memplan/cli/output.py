@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from memplan.cli.options import OutputFormat, Unit
-from memplan.report.document import PIPED_WIDTH, Document, Format, render
+from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
 from memplan.writing import write_answer, write_file
 
 
@@ -25,7 +25,7 @@ def emit(document: Document, form: OutputFormat, as_json: bool, output: Path | N
     """
     chosen: Format = "json" if as_json else form.value
     if quiet and chosen in ("table", "plain", "md"):
-        last = [block for block in document.blocks if isinstance(block, str)][-1:]
+        last = [block for block in document.blocks if block and not isinstance(block, Table)][-1:]
         document = Document(document.data, tuple(last), document.exit_code)
     terminal = sys.stdout.isatty() and output is None
     text = render(document, chosen, terminal, color=terminal and _color(), width=_width())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -84,12 +87,31 @@ def save_figure(figure: Figure, path: Path) -> None:
         InvalidFileError: It cannot be written.
     """
     keys = ("Date", "Creator", "Format", "Type") if path.suffix.lower() == ".svg" else ("Software",)
-    from matplotlib.text import Text
+    _show_texts_as_they_are(figure)
+    picture = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+        figure.savefig(picture, format=path.suffix[1:].lower(), dpi=160, metadata=dict.fromkeys(keys))
+    write_file(path, picture.getvalue())
 
+
+def _show_texts_as_they_are(figure: Figure) -> None:
+    """Escape every text; labels of ticks are made anew when they are drawn, those that are words by a function."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        formatter = axis.get_major_formatter()
+        if isinstance(formatter, FuncFormatter):
+            axis.set_major_formatter(FuncFormatter(partial(_tick, formatter.func)))
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        text.set_parse_math(False)
-        text.set_text(escaped_lines(text.get_text()))
-    picture = BytesIO()
-    figure.savefig(picture, format=path.suffix[1:].lower(), dpi=160, metadata=dict.fromkeys(keys))
-    write_file(path, picture.getvalue())
+        text.set_text(_plain(text.get_text()))
+
+
+def _tick(label: Callable[[float, int], str], value: float, position: int) -> str:
+    return _plain(label(value, position))
+
+
+def _plain(text: str) -> str:
+    return escaped_lines(text).replace("$", r"\$")

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan.catalog.catalog import data_directory
 from memplan.escaping import escaped_json
 from memplan.report.document import Document, Table, render
 
@@ -141,3 +142,14 @@ def test_strings_of_json_are_exact(cli, tmp_path):
         '{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}'
     )
     assert text in strings(cli("show", path, "--json").data)
+
+
+def test_texts_in_a_picture_are_only_text(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    text = WORST + "$\\frac$ $x^2$ 漢\ufffe"
+    shipped = (data_directory() / "configs" / "evidence" / "lab-variance.json").read_text()
+    (tmp_path / "record.json").write_text(shipped.replace('"you-jiacheng"', json.dumps(text)))
+    assert text not in shipped
+    ran = cli("lab", "show", tmp_path / "record.json", "--plot", tmp_path / "picture.svg")
+    assert (ran.exit_code, ran.err) == (0, "")
+    check_output("svg", (tmp_path / "picture.svg").read_text())
