@@ -7,6 +7,8 @@ import json
 import os
 import pty
 import re
+import resource
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,3 +221,67 @@ def test_whatever_standard_output_is_for_every_command_and_format(workplace, nam
     if name == "trace":
         pytest.importorskip("torch")
     held(name, form, workplace)
+
+
+# ------------------------------------------------------------------ from the very start of a process
+def process(
+    *arguments: object, closed: tuple[int, ...] = (), most_bytes: int = 0, **options
+) -> subprocess.CompletedProcess:
+    """Run a command in a process that is started with closed streams, or with little room for files."""
+
+    def before() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+        if most_bytes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    command = [sys.executable, "-c", "from memplan.cli.main import run; run()", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **options.pop("env", {})}
+    return subprocess.run(command, preexec_fn=before, env=environment, timeout=60, **options)
+
+
+LIST = ("list", "gpus", "--json")
+
+
+@pytest.mark.parametrize("arguments", [LIST, ("--help",), ("list",)], ids=" ".join)
+def test_a_closed_standard_output_is_an_error_in_one_line(arguments):
+    ran = process(*arguments, closed=(1,), stderr=subprocess.PIPE)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(b"memplan: ") or arguments == ("list",)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
+def test_a_file_is_written_whatever_else_is_closed(tmp_path, closed):
+    assert process(*LIST, "-o", tmp_path / "all.json", closed=closed).returncode == 0
+    assert json.loads((tmp_path / "all.json").read_text())["kind"] == "gpus"
+
+
+def test_an_error_that_nobody_hears_keeps_its_exit_code():
+    assert process("fit", "no-such-model", closed=(2,), stdout=subprocess.PIPE).returncode == 2
+    with open("/dev/full", "w") as full:
+        assert process("fit", "no-such-model", stdout=subprocess.PIPE, stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_answer_that_a_disk_takes_half_of_is_an_error(tmp_path, unbuffered):
+    """A write may succeed and take fewer bytes than it was given; without buffers, Python leaves it at that."""
+    with open(tmp_path / "half.json", "w") as file:
+        ran = process(*LIST, most_bytes=4096, stdout=file, stderr=subprocess.PIPE, env={"PYTHONUNBUFFERED": unbuffered})
+    assert ran.returncode == 2
+    assert ran.stderr == b"memplan: standard output: cannot be written: File too large\n"
+
+
+def test_a_file_that_a_disk_has_no_room_for_is_left_as_it_was(tmp_path):
+    path = tmp_path / "all.json"
+    path.write_text("old")
+    ran = process(*LIST, "-o", path, most_bytes=4096, stderr=subprocess.PIPE)
+    assert (ran.returncode, path.read_text()) == (2, "old")
+    assert os.listdir(tmp_path) == ["all.json"]
+
+
+def test_a_reader_that_stops_early_changes_no_verdict():
+    command = (
+        f"'{sys.executable}' -c 'from memplan.cli.main import run; run()' fit llama-70b --gpu t4 --json | head -c 1"
+    )
+    ran = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, b"{", b"")
