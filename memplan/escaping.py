@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from html import escape
 from typing import Any
 
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -96,7 +95,8 @@ def csv_cell(text: str) -> str:
     return f"'{text}" if text and text[0] in _FORMULA and not _QUANTITY.fullmatch(text) else text
 
 
-_MARKS = {ord(mark): f"&#{ord(mark)};" for mark in "\\|`[]*~@"}
+_TAGS = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
+_MARKS = _TAGS | {ord(mark): f"&#{ord(mark)};" for mark in "\\|`[]*~@"}
 _EDGES = re.compile(r"(?<!\w)_|_(?!\w)|^\s*(?:#|[-=](?=[-=]+\s*$))")
 
 
@@ -107,8 +107,10 @@ def markdown(text: str) -> str:
         >>> markdown("<b> a|b optimizer_states _x_")
         '&lt;b&gt; a&#124;b optimizer_states &#95;x&#95;'
     """
-    plain = escape(text, quote=False).translate(_MARKS)
-    return _EDGES.sub(lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", plain)
+    return _EDGES.sub(lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", text.translate(_MARKS))
+
+
+_QUOTED = _TAGS | {ord('"'): "&quot;", ord("'"): "&#39;"}
 
 
 def xml(text: str) -> str:
@@ -118,7 +120,7 @@ def xml(text: str) -> str:
         >>> xml("a<b ×")
         'a&lt;b &#215;'
     """
-    return escape(escaped(text)).encode("ascii", "xmlcharrefreplace").decode("ascii")
+    return escaped(text).translate(_QUOTED).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def workflow_data(text: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -193,7 +192,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".memplan-{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".memplan-{os.urandom(8).hex()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(descriptor, "wb") as file:

@@ -36,7 +36,7 @@ ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trace": (("trace", "--layers", "1", "--hidden", "64", "--heads", "2", "--vocab", "64", "-q"), TABLES),
     "validate": (("validate", "--calibrate", str(RECORDS)), TABLES),
     "check": (("check", "budget.yaml"), CHECKS),
-    "diff": (("diff", "base.json", "base.json"), TABLES),
+    "diff": (("diff", "base.json", "moved.json"), TABLES),
     "tables": (("tables", "s000.t15"), TABLES),
     "list": (("list", "gpus"), TABLES),
     "show": (("show", "gpt2"), TABLES),
@@ -96,6 +96,9 @@ def workplace(tmp_path, monkeypatch, cli) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "budget.yaml").write_text(BUDGET)
     cli("check", "budget.yaml", "--update-baseline", "--baseline", "base.json")
+    base = json.loads((tmp_path / "base.json").read_text())
+    base["rows"][0]["device_bytes"] += 1
+    (tmp_path / "moved.json").write_text(json.dumps(base))
     return tmp_path
 
 
