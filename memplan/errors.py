@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memplan.escaping import escaped
+
 
 class MemplanError(Exception):
     """Base of all errors that a user can cause; one readable line, no traceback.
@@ -30,7 +32,7 @@ class InvalidFileError(MemplanError, ValueError):
     def __init__(self, problems: Sequence[str], paths: Iterable[tuple[str | int, ...]] = ()) -> None:
         self.problems = tuple(problems)
         self.paths = tuple(paths)
-        super().__init__("\n".join(self.problems))
+        super().__init__("\n".join(map(escaped, self.problems)))
 
 
 class CatalogError(MemplanError, ValueError):

@@ -12,7 +12,7 @@ import typer
 
 import memplan
 from memplan.cli.usage import UsageError, usage_line
-from memplan.errors import InvalidFileError, MemplanError
+from memplan.errors import MemplanError
 from memplan.escaping import escaped_lines
 from memplan.writing import guarded_streams, say, write_remark
 
@@ -91,8 +91,8 @@ def _exit_code() -> int:
         code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False)
         return code if isinstance(code, int) else 0
     except MemplanError as error:
-        for problem in error.problems if isinstance(error, InvalidFileError) else str(error).splitlines():
-            say(problem)
+        for line in str(error).split("\n"):
+            say(line)
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
