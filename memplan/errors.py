@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memplan.escaping import escaped
+
 MAXIMUM_SHOWN = 20
 """Problems of a file that its message lists; nobody reads on."""
 
@@ -35,7 +37,7 @@ class InvalidFileError(MemplanError, ValueError):
         self.paths = tuple(paths)
         more = len(self.problems) - MAXIMUM_SHOWN
         shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
-        super().__init__("\n".join(shown))
+        super().__init__("\n".join(map(escaped, shown)))
 
 
 class CatalogError(MemplanError, ValueError):

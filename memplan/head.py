@@ -9,7 +9,7 @@ from functools import cached_property
 from memplan.blocks.base import Regime
 from memplan.blocks.layer import Builder
 from memplan.chunks import decoding_bytes
-from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
+from memplan.forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.model.spec import ModelSpec
 from memplan.playback import Instant, Played, play
 from memplan.setup import TrainingSetup

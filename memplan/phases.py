@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.chunks import GRID_TABLE_BYTES
 from memplan.blocks.base import Regime
+from memplan.chunks import GRID_TABLE_BYTES
 from memplan.forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.head import HeadSections, Section
 from memplan.model.model import Model
@@ -20,7 +20,7 @@ from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfEx
 from memplan.playback import Instant, Played, play, play_forward
 from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
-from memplan.tape import NEW, SAME, Mode, Value
+from memplan.tape import NEW, SAME, Mode
 from memplan.units import ceil_div
 from memplan.updates import clipping_bytes, step_temporaries, stored_names
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 from memplan.adapters import adapter_tensors
 from memplan.allowances import Allowances, MachineProfile, allowances_for, communicating, measured_allowances
+from memplan.blocks.base import Regime
 from memplan.catalog.entries import Gpu, Kind
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.forms import QUANTITIES, Form, Part, Quantity, part_bytes, quantities, total_bytes, with_totals
 from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.blocks.base import Regime
 from memplan.phases import StepForms, compile_step, regime_of
 from memplan.playback import Instant, dominant
 from memplan.setup import FLOAT_BYTES, TrainingSetup

@@ -98,9 +98,7 @@ class _ShardedCompiler(StepCompiler):
         kept = self._stays(sum(u.kept_bytes * r.count for u, r in zip(self.units, self.layer_runs, strict=True)), mode)
         yield from self._root_unit(embedding, add_forms(base, self._constant(Part.GRADIENTS, kept)), whole)
 
-    def _forward_instants(
-        self, base: Form, saved: Form, embedding: Played, played: list[Played]
-    ) -> Iterator[Instant]:
+    def _forward_instants(self, base: Form, saved: Form, embedding: Played, played: list[Played]) -> Iterator[Instant]:
         """Yield the layers' forward, the copies of the first and of the last layer out of their buffers, and the loss.
 
         A unit's buffer lives until the next unit has been copied out of its own; the last one until
@@ -156,9 +154,7 @@ class _ShardedCompiler(StepCompiler):
         around = instant.around(self._constant(Part.TEMPORARIES, communication))
         return replace(around, communication=communication)
 
-    def _layer_units(
-        self, base: Form, saved: Form, played: list[Played], whole: int, mode: Mode
-    ) -> Iterator[Instant]:
+    def _layer_units(self, base: Form, saved: Form, played: list[Played], whole: int, mode: Mode) -> Iterator[Instant]:
         """Yield the backward of the layers: the last and the first of each run, and their neighbours."""
         kept = 0
         for index in reversed(range(len(self.runs))):

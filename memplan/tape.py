@@ -232,9 +232,7 @@ class Tape:
         self.storages.append((part, quantity, coefficient))
         return Value(len(self.storages) - 1, quantity, coefficient, element_bytes, needs_gradient)
 
-    def given(
-        self, quantity: Quantity, width: int, element_bytes: int, needs_gradient: bool = True
-    ) -> Value:
+    def given(self, quantity: Quantity, width: int, element_bytes: int, needs_gradient: bool = True) -> Value:
         """Return a tensor that is there before the first operation, and as long as forward runs."""
         value = self.value(quantity, width, element_bytes, needs_gradient)
         self.last_use[value.storage] = FOREVER
@@ -294,7 +292,12 @@ class Tape:
         return made[0]
 
     def make(
-        self, name: str, output: Value, *reads: Value, scratch: Sequence[tuple[Quantity, int]] = (), product: bool = False
+        self,
+        name: str,
+        output: Value,
+        *reads: Value,
+        scratch: Sequence[tuple[Quantity, int]] = (),
+        product: bool = False,
     ) -> Value:
         """Record an operation whose result has no gradient, whatever it reads; return its output."""
         output.needs_gradient = False

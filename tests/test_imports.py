@@ -12,7 +12,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 RANKS = [
-    {"driver", "errors", "units"},
+    {"driver", "errors", "escaping", "torch_warnings", "units", "writing"},
     {"opening", "loading", "strict_json", "validation"},
     {"catalog", "model", "training"},
     {"readers", "architectures", "parallel", "setup"},

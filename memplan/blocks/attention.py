@@ -68,7 +68,13 @@ class AttentionOperations(Operations):
             return self._kernel(query, key, value, heads, groups)
 
     def _kernel(
-        self, query: Value, key: Value, value: Value, heads: int, groups: int, scratch: tuple[tuple[Quantity, int], ...] = ()
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        heads: int,
+        groups: int,
+        scratch: tuple[tuple[Quantity, int], ...] = (),
     ) -> Value:
         """Return attention by one kernel, which keeps its inputs, its result and one number per row of scores."""
         tape = self.tape

@@ -55,7 +55,7 @@ class Operations:
         setup: TrainingSetup,
         weights: Mapping[str, Weight],
         dropout: float,
-        regime: Regime = Regime(),  # noqa: B008
+        regime: Regime = Regime(),
     ) -> None:
         self.spec = spec
         self.setup = setup
@@ -327,9 +327,7 @@ class Operations:
                     return self._composite_norm(x, norm, used, casts, x.width // size)
                 return self._fused_norm(x, norm, name, used, casts, x.width // size)
 
-    def _fused_norm(
-        self, x: Value, norm: Norm, name: str, used: list[Weight], casts: list[Value], rows: int
-    ) -> Value:
+    def _fused_norm(self, x: Value, norm: Norm, name: str, used: list[Weight], casts: list[Value], rows: int) -> Value:
         """Return the norm by one kernel, which keeps its input and one or two numbers a row."""
         rms = norm.kind == "rms"
         statistics = self.tape.value(x.quantity, rows * (1 if rms else 2), 4)

@@ -8,7 +8,6 @@ from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.tape import NEW, SAME, Value
 from memplan.units import round_up
 
-
 GROUPED_ROW_BYTES = 16
 """Rows of a grouped product's result begin at multiples of this."""
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.escaping import json_text
 from memplan.loading import Document, load_document
 from memplan.validation import validate
 
@@ -69,7 +66,7 @@ def baseline_text(baseline: Baseline) -> str:
         "catalog_hash": baseline.catalog_hash,
         "rows": rows,
     }
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    return json_text(data)
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -95,48 +92,3 @@ def _figures_only(data: Mapping[str, Any]) -> dict[str, Any]:
     rows = [row for row in data.get("rows", ()) if isinstance(row, dict) and "device_bytes" in row]
     kept = [{key: row[key] for key in keys if key in row} for row in rows]
     return {**{key: data[key] for key in ("schema", "memplan_version", "catalog_hash") if key in data}, "rows": kept}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that at every moment either the old one or the new one is there, whole.
-
-    The text goes to a file beside it and to the disk before that file takes the name.
-
-    Raises:
-        InvalidFileError: It cannot be written; what was there is left as it was.
-    """
-    try:
-        target = path.resolve()
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-        try:
-            _write_new(temporary, text, target)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(target.parent)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidFileError([f"{path}: cannot be written: {reason}"]) from None
-
-
-def _write_new(path: Path, text: str, like: Path) -> None:
-    """Write a file that is not there yet, down to the disk, with the rights of the one that it will replace."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-        if like.is_file():
-            os.chmod(path, like.stat().st_mode & 0o777)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last; not every system can, and the file is whole in any case."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memplan.budget.baseline import Baseline, baseline_text, read_baseline, write_atomically
+from memplan.budget.baseline import Baseline, baseline_text, read_baseline
 from memplan.budget.evaluation import Result, worst_first
 from memplan.budget.files import BudgetFile, read_budget
 from memplan.budget.schema import DEFAULT_FILE
 from memplan.catalog.catalog import Catalog
 from memplan.cli import options as o
-from memplan.cli.output import emit, unit_text, write_text
+from memplan.cli.output import deliver, emit, unit_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.opening import path_kind
+from memplan.writing import append_file, say, write_file
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 
@@ -80,7 +80,7 @@ def diff_command(
 
     sides = read_baseline(base), read_baseline(head)
     if form == "md" and not as_json and not quiet:
-        write_text(diff_markdown(*sides), output)
+        deliver(diff_markdown(*sides), output)
         raise typer.Exit(0)
     raise typer.Exit(emit(diff_document(*sides, unit_text(units)), form, as_json, output, quiet))
 
@@ -116,7 +116,7 @@ def _annotate(error: InvalidFileError, form: o.CheckFormat, output: Path | None)
     if form == o.CheckFormat.github:
         from memplan.report.formats.github import problems_text
 
-        write_text(problems_text(error.problems), output)
+        deliver(problems_text(error.problems), output)
 
 
 def _before(budget: BudgetFile, path: Path, given: bool) -> Baseline | None:
@@ -133,8 +133,8 @@ def _update(results: Sequence[Result], path: Path, catalog: Catalog) -> Baseline
         lines = (f"baseline not written: {r.label}: {f.message}" for r in missing for f in r.findings)
         raise CannotAnswerError("\n".join(lines))
     now = baseline_of(results, catalog.hash)
-    write_atomically(path, baseline_text(now))
-    sys.stderr.write(f"baseline written: {path}\n")
+    write_file(path, baseline_text(now))
+    say(f"baseline written: {path}")
     return now
 
 
@@ -154,7 +154,7 @@ def _emit(
     document = check_document(results, name, catalog.hash if wants_hash else "", unit)
     if form.value in o.OutputFormat.__members__ and (quiet or form != o.CheckFormat.md):
         return emit(document, o.OutputFormat(form.value), False, output, quiet)
-    write_text(_renderer(form)(results), output)
+    deliver(_renderer(form)(results), output)
     return document.exit_code
 
 
@@ -185,8 +185,4 @@ def append_summary(path: Path, results: Sequence[Result]) -> None:
     """Append Markdown to a step's summary."""
     from memplan.report.formats.markdown import markdown_text
 
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(markdown_text(results))
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be written: {error.strerror or error}"]) from None
+    append_file(path, markdown_text(results))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.output import write_text
+from memplan.cli.output import deliver
 from memplan.cli.progress import Progress
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.report.document import Document
@@ -102,7 +102,7 @@ def experiment_document(
         progress.end()
     found = record(outcome, shlex.join(["memplan", *sys.argv[1:]]), date.today().isoformat(), device)
     if out is not None:
-        write_text(record_text(found), out)
+        deliver(record_text(found), out)
     if plot is not None:
         save_figure(reporter_of(found).figure(found), plot)
     return record_document(found)

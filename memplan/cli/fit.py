@@ -54,7 +54,7 @@ def fit_command(
         except MemplanError as error:
             if config is not None or (name == list(catalog.configs)[-1] and not setups):
                 raise
-            left_out.append(f"{name}: {error}")
+            left_out.append(f"{name}: {'; '.join(str(error).splitlines())}")
     if gpus > 1 and left_out:
         names = ", ".join(line.partition(":")[0] for line in left_out)
         left_out = [

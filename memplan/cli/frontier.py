@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memplan.cli import options as o
-from memplan.cli.output import emit, unit_text
+from memplan.cli.output import deliver, emit, unit_text
 from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 from memplan.errors import InvalidFileError
 
@@ -99,14 +99,7 @@ def _heat_map(grid: object, output: Path | None, strict: bool) -> int:
     from memplan.solver.frontier import Frontier
 
     assert isinstance(grid, Frontier)
-    text = heat_map(grid)
-    if output is None or str(output) == "-":
-        typer.echo(text, nl=False)
-    else:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InvalidFileError([f"{output}: cannot be written: {error.strerror or error}"]) from None
+    deliver(heat_map(grid), output)
     return heat_map_code(grid, strict)
 
 

@@ -13,6 +13,8 @@ import typer
 import memplan
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.errors import MemplanError
+from memplan.escaping import escaped_lines
+from memplan.writing import guarded_streams, say, write_remark
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
@@ -79,27 +81,32 @@ def run() -> None:
     time to an answer; and the process is too short for collecting cycles to pay.
     """
     gc.disable()
+    with guarded_streams():
+        sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         refuse_undecodable(sys.argv)
         code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        return code if isinstance(code, int) else 0
     except MemplanError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"memplan: {line}\n")
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+        for line in str(error).split("\n"):
+            say(line)
+        return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except UsageError as error:
-        line = usage_line(error, COMMANDS)
-        sys.stderr.write(line if line.startswith("Usage:") else f"memplan: {line}\n")
-        sys.exit(EXIT_USAGE)
+        text = usage_line(error, COMMANDS)
+        if text.startswith("Usage:"):
+            write_remark(escaped_lines(text))
+        else:
+            say(text)
+        return EXIT_USAGE
     except Exception:
         import traceback
 
-        traceback.print_exc()
-        sys.stderr.write("memplan: this is a bug in memplan; please report it with the lines above\n")
-        sys.exit(EXIT_BUG)
+        write_remark(escaped_lines(traceback.format_exc()))
+        say("this is a bug in memplan; please report it with the lines above")
+        return EXIT_BUG

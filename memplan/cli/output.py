@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from memplan.cli.options import OutputFormat, Unit
-from memplan.errors import InvalidFileError
-from memplan.report.document import PIPED_WIDTH, Document, Format, render
+from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
+from memplan.writing import write_answer, write_file
 
 
 def unit_text(units: Unit | None) -> str:
@@ -21,43 +21,28 @@ def emit(document: Document, form: OutputFormat, as_json: bool, output: Path | N
     """Write a document and return the command's exit code.
 
     Raises:
-        InvalidFileError: The file cannot be written.
+        InvalidFileError: It cannot be written whole.
     """
     chosen: Format = "json" if as_json else form.value
     if quiet and chosen in ("table", "plain", "md"):
-        last = [block for block in document.blocks if isinstance(block, str)][-1:]
+        last = [block for block in document.blocks if block and not isinstance(block, Table)][-1:]
         document = Document(document.data, tuple(last), document.exit_code)
     terminal = sys.stdout.isatty() and output is None
     text = render(document, chosen, terminal, color=terminal and _color(), width=_width())
-    write_text(text, output)
+    deliver(text, output)
     return document.exit_code
 
 
-def write_text(text: str, output: Path | None) -> None:
-    """Write a text to a file, or to standard output.
+def deliver(text: str, output: Path | None) -> None:
+    """Write an escaped text to a file, or to standard output.
 
     Raises:
-        InvalidFileError: It cannot be written.
+        InvalidFileError: It cannot be written whole.
     """
-    if output is None or str(output) == "-":
-        _write(text)
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidFileError([f"{output}: cannot be written: {error.strerror or error}"]) from None
-
-
-def _write(text: str) -> None:
-    """Write to standard output; what cannot be written is not tried again when the process ends."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise InvalidFileError([f"standard output: cannot be written: {error.strerror or error}"]) from None
+    if output is None or str(output) in ("-", "/dev/stdout"):
+        write_answer(text)
+    else:
+        write_file(output, text)
 
 
 def _color() -> bool:
@@ -69,4 +54,6 @@ def _width() -> int:
     if sys.stdout.isatty():
         return max(40, shutil.get_terminal_size((PIPED_WIDTH, 24)).columns)
     columns = os.environ.get("COLUMNS", "")
-    return max(PIPED_WIDTH, int(columns)) if columns.isdigit() and len(columns) < 5 else PIPED_WIDTH
+    return (
+        max(PIPED_WIDTH, int(columns)) if columns.isascii() and columns.isdigit() and len(columns) < 5 else PIPED_WIDTH
+    )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from memplan.escaping import escaped
+from memplan.writing import say, write_remark
+
 BAR_WIDTH = 30
 
 
@@ -11,19 +14,18 @@ class Progress:
     """A bar on a terminal, and a line for every fifth of the parts elsewhere."""
 
     def __init__(self, title: str, parts: int) -> None:
-        self.title, self.parts, self.terminal = title, max(1, parts), sys.stderr.isatty()
+        self.title, self.parts, self.terminal = escaped(title), max(1, parts), sys.stderr.isatty()
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show how many parts are done, and a word on the last."""
-        after = f", {note}" if note else ""
+        after = f", {escaped(note)}" if note else ""
         if self.terminal:
             bar = "#" * (BAR_WIDTH * done // self.parts)
-            sys.stderr.write(f"\r\x1b[K{self.title} [{bar:<{BAR_WIDTH}}] {done}/{self.parts}{after}")
+            write_remark(f"\r\x1b[K{self.title} [{bar:<{BAR_WIDTH}}] {done}/{self.parts}{after}")
         elif done % max(1, self.parts // 5) == 0 or done == self.parts:
-            sys.stderr.write(f"memplan: {self.title}: {done}/{self.parts}{after}\n")
-        sys.stderr.flush()
+            say(f"{self.title}: {done}/{self.parts}{after}")
 
     def end(self) -> None:
         """Leave the bar's line."""
         if self.terminal:
-            sys.stderr.write("\n")
+            write_remark("\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,10 @@ from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, parallels
 from memplan.errors import InvalidFileError
+from memplan.escaping import json_text
 from memplan.opening import is_folder, shown_path
 from memplan.units import parse_bytes
+from memplan.writing import make_folder, say, write_file
 
 _SEARCH = "Search"
 BASE = "bf16-adamw"
@@ -162,25 +163,22 @@ def save_configs(rows: list[dict[str, Any]], target: Path) -> None:
         InvalidFileError: The file or folder cannot be written.
     """
     if not rows:
-        sys.stderr.write(f"memplan: nothing fits, so nothing was written to {target}\n")
+        say(f"nothing fits, so nothing was written to {target}")
         return
     one = target.suffix in CONFIG_SUFFIXES
-    try:
-        if not one:
-            target.mkdir(parents=True, exist_ok=True)
-        for row in rows[:1] if one else rows:
-            path = target if one else target / f"{row['config']}.yaml"
-            path.write_text(config_text(row["training"], path.suffix == ".json"), encoding="utf-8")
-            sys.stderr.write(f"memplan: wrote {path}\n")
-    except OSError as error:
-        raise InvalidFileError([f"{target}: cannot be written: {error.strerror or error}"]) from None
+    if not one:
+        make_folder(target)
+    for row in rows[:1] if one else rows:
+        path = target if one else target / f"{row['config']}.yaml"
+        write_file(path, config_text(row["training"], path.suffix == ".json"))
+        say(f"wrote {path}")
 
 
 def config_text(training: dict[str, Any], as_json: bool) -> str:
     """Return a training config as a file's text."""
     plain = json.loads(json.dumps(training))
     if as_json:
-        return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+        return json_text(plain)
     import yaml
 
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110)

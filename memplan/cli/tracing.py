@@ -13,10 +13,12 @@ from memplan.allowances import context_bytes, library_workspace_bytes
 from memplan.catalog.catalog import Catalog
 from memplan.cli.resolve import Overrides, Shapes, find_device, find_model, find_setup
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.escaping import json_text
 from memplan.planner import COMPONENTS, CompiledPlan, Device, MemoryPlan
-from memplan.report.document import Document, Table
+from memplan.report.document import Block, Document, Table
 from memplan.report.plan import components, training_data
 from memplan.units import format_bytes
+from memplan.writing import say, write_file
 
 if TYPE_CHECKING:
     from memplan.lab.allocator_results import AllocatorResult
@@ -93,8 +95,7 @@ def _require_torch() -> None:
 
 def _note(request: TraceRequest, text: str) -> None:
     if not request.quiet:
-        sys.stderr.write(f"memplan: {text}\n")
-        sys.stderr.flush()
+        say(text)
 
 
 def _traced(request: TraceRequest, catalog: Catalog) -> _Traced:
@@ -158,17 +159,12 @@ def _replayed(trace: Trace, alloc_conf: str, capacity: int | None) -> AllocatorR
 
 
 def _write_timeline(traced: _Traced, path: Path) -> None:
-    import json
-
     from memplan.lab.timeline import timeline_json, timeline_svg
 
     svg = path.suffix == ".svg"
     title = f"{traced.title}, {traced.setup.name}"
-    text = timeline_svg(traced.trace, title) if svg else json.dumps(timeline_json(traced.trace), indent=1) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be written: {error.strerror or error}"]) from None
+    text = timeline_svg(traced.trace, title) if svg else json_text(timeline_json(traced.trace), indent=1)
+    write_file(path, text)
 
 
 # ------------------------------------------------------------------ the document
@@ -181,26 +177,26 @@ def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
 def _document(traced: _Traced, request: TraceRequest, unit: str) -> Document:
     trace, plan = traced.trace, traced.plan
     formula = _formula_parts(plan) if plan else {}
-    blocks: list[Table | str] = [_heading(traced)]
+    blocks: list[Block] = [_heading(traced)]
     blocks.append(_component_table(trace, formula, unit))
     blocks.append(_instant_table(trace, plan, unit))
     blocks.append(_totals_table(traced, unit))
     if request.largest:
         blocks.append(_largest_table(trace, request.largest, unit))
     if trace.notes:
-        blocks.append("\n".join(f"Note: {note}" for note in trace.notes))
+        blocks.append(tuple(f"Note: {note}" for note in trace.notes))
     blocks.append(_sentence(traced))
     fails = traced.on_device is not None and not traced.on_device.survives
     return Document(_data(traced, request), tuple(blocks), 1 if fails else 0)
 
 
-def _heading(traced: _Traced) -> str:
+def _heading(traced: _Traced) -> tuple[str, str]:
     config = traced.setup.config
     of = f" of one GPU of {config.parallel.data}" if config.parallel.data > 1 else ""
     return (
-        f"{traced.title}, {traced.setup.name}: one steady-state step{of}, traced on tensors without memory\n"
+        f"{traced.title}, {traced.setup.name}: one steady-state step{of}, traced on tensors without memory",
         f"micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, accumulation "
-        f"{config.gradient_accumulation_steps}, checkpointing {config.activation_checkpointing}"
+        f"{config.gradient_accumulation_steps}, checkpointing {config.activation_checkpointing}",
     )
 
 

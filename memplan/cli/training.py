@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.cli.output import write_text
+from memplan.cli.output import deliver
 from memplan.cli.progress import Progress
 from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup, require_one_gpu
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -79,7 +79,7 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     asked = Asked(setup.name, request.overrides.settings, _command(), date.today().isoformat())
     record = evidence(asked, model, setup, options, text, runs, baseline)
     if request.out is not None:
-        write_text(record_text(record), request.out)
+        deliver(record_text(record), request.out)
     return training_record_document(record, unit)
 
 

@@ -13,6 +13,7 @@ import typer
 from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import Overrides, Shapes, open_catalog
+from memplan.writing import say
 
 _VALIDATE = "Validate"
 EXIT_INTERRUPTED = 130
@@ -145,7 +146,7 @@ def validate_command(
     try:
         document = validate_document(request, open_catalog(catalog_path), unit_text(units))
     except KeyboardInterrupt:
-        sys.stderr.write("memplan: interrupted; nothing is left running\n")
+        say("interrupted; nothing is left running")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from memplan.opening import read_text
 from memplan.report.document import Document
 from memplan.report.validation import Facts, calibration_document, measured_document, plan_document, replay_document
 from memplan.units import format_bytes
+from memplan.writing import make_folder, say
 
 if TYPE_CHECKING:
     from memplan.lab.validate.measured import Measurement
@@ -50,8 +50,7 @@ class ValidateRequest:
     def say(self, text: str) -> None:
         """Report progress."""
         if not self.quiet and text:
-            sys.stderr.write(f"memplan: {text}\n")
-            sys.stderr.flush()
+            say(text)
 
 
 def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> Document:
@@ -241,10 +240,7 @@ def _planned(request: ValidateRequest, device: str, catalog: Catalog, unit: str)
     if request.record is None:
         raise InvalidFileError(["--plan needs a folder for its records: --record DIR"])
     folder = request.record
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidFileError([f"{folder}: cannot be made: {error.strerror or error}"]) from None
+    make_folder(folder)
     tasks = list(cpu_tasks(catalog) if device == "cpu" else cuda_tasks(catalog, _card_bytes(catalog)))
     failed: list[tuple[str, str]] = []
     for index, task in enumerate(tasks):

@@ -6,7 +6,6 @@ what layers add is the same for each of them. A few stay whole.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from memplan.architectures import model_spec
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.escaping import json_text
 from memplan.lab.tracer import trace_training
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
@@ -22,6 +22,7 @@ from memplan.planner import CompiledPlan, Device
 from memplan.setup import resolve
 from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.training.kernels import Kernels
+from memplan.writing import write_answer, write_remark
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
 """Models that are traced with all their layers."""
@@ -209,12 +210,12 @@ def main() -> None:
     found = []
     for name, model, config in grid(catalog):
         found.append(compare(name, model, config, catalog))
-        sys.stderr.write(f"{len(found)} {name}\n")
+        write_remark(f"{len(found)} {name}\n")
     if "--json" in sys.argv:
-        sys.stdout.write(json.dumps([_data(item) for item in found], indent=1) + "\n")
+        write_answer(json_text([_data(item) for item in found], indent=1))
         return
     for line in report(found):
-        sys.stdout.write(line + "\n")
+        write_answer(line + "\n")
 
 
 def _data(item: Agreement) -> dict[str, Any]:

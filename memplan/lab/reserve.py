@@ -9,7 +9,6 @@ allocator, which is torch's default.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.escaping import json_text
 from memplan.lab.agreement import cut_model
 from memplan.lab.allocator import replay
 from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
@@ -24,6 +24,7 @@ from memplan.lab.tracer import trace_training
 from memplan.setup import resolve
 from memplan.training.config import TrainingConfig
 from memplan.training.kernels import Kernels
+from memplan.writing import write_answer, write_remark
 
 CARD_STEPS = (300, 200, 150, 120, 100, 80, 60, 50, 40, 30, 20, 15, 10, 5, 0)
 """Sizes of cards that are tried, in thousandths above the allocated peak."""
@@ -85,16 +86,16 @@ def main() -> None:
     rows = []
     for row in measured(Catalog(data_directory())):
         rows.append(row)
-        sys.stderr.write(f"{len(rows)} {row['name']}\n")
+        write_remark(f"{len(rows)} {row['name']}\n")
     if "--json" in sys.argv:
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        write_answer(json_text(rows, indent=1))
         return
     for kind in ("native", "expandable"):
         shares = [row[kind]["least_card_bytes"] / row[kind]["allocated_bytes"] - 1 for row in rows]
         plenty = [row[kind]["reserved_bytes"] / row[kind]["allocated_bytes"] - 1 for row in rows]
         blocks = [row[kind]["allocated_bytes"] / row["requested_bytes"] - 1 for row in rows]
         high = quantiles(shares, n=20)[-1]
-        sys.stdout.write(
+        write_answer(
             f"{kind}, {len(rows)} steps: needed over allocated: median {median(shares):.1%}, 95th percentile {high:.1%}, "
             f"largest {max(shares):.1%}; held where memory is plenty: median {median(plenty):.1%}, largest {max(plenty):.1%}; "
             f"allocated over requested: median {median(blocks):.2%}\n"

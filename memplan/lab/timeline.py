@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
+from memplan.escaping import xml
 from memplan.lab.trace import COMPONENTS, Component, Trace
 from memplan.units import format_bytes
 
@@ -83,11 +83,11 @@ def timeline_svg(trace: Trace, title: str = "Memory of one training step") -> st
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="12" fill="#222222">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape(_description(trace, shown, peak))}</desc>",
+        f"<title>{xml(title)}</title>",
+        f"<desc>{xml(_description(trace, shown, peak))}</desc>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-size="16">{escape(title)}</text>',
-        f'<text x="{LEFT}" y="42">peak {escape(peak)} ({escape(trace.peak.operation or "no operation")})</text>',
+        f'<text x="{LEFT}" y="24" font-size="16">{xml(title)}</text>',
+        f'<text x="{LEFT}" y="42">peak {xml(peak)} ({xml(trace.peak.operation or "no operation")})</text>',
         *_areas(columns, shown, top),
         *_axis(top),
         *_instants(trace, columns),
@@ -170,7 +170,7 @@ def _instants(trace: Trace, columns: Sequence[Column]) -> list[str]:
         labels.append(f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{base}" y2="{base + 6}" stroke="#222222"/>')
         if right - left > 7 * len(name):
             middle = (left + right) / 2
-            labels.append(f'<text x="{middle:.1f}" y="{base + 20}" text-anchor="middle">{escape(name)}</text>')
+            labels.append(f'<text x="{middle:.1f}" y="{base + 20}" text-anchor="middle">{xml(name)}</text>')
     return labels
 
 

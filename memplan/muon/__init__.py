@@ -1,5 +1,10 @@
 """The bundled Muon: quantised momentum, trained quantised weights, and bytes that can be named."""
 
+# ruff: noqa: E402 (the filter has to be there before torch is)
+from memplan.torch_warnings import ignore_missing_numpy
+
+ignore_missing_numpy()
+
 from memplan.muon.byte_model import PredictedBytes, predict_bytes, predict_optimizer_bytes
 from memplan.muon.checkpoints import latest_checkpoint, saved_checkpoint
 from memplan.muon.errors import OptimizerError

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memplan.muon.errors import OptimizerError
+from memplan.writing import replacing
 
 _PREFIX, _SUFFIX = "step-", ".pt"
 
@@ -34,17 +34,8 @@ def saved_checkpoint(content: Any, folder: str | os.PathLike[str], step: int, ke
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"{_PREFIX}{step:012d}{_SUFFIX}"
-    descriptor, name = tempfile.mkstemp(prefix=".partial-", dir=root)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    _flush_folder(root)
+    with replacing(target) as file:
+        torch.save(content, file)
     for old in checkpoints(root)[:-keep_last]:
         if old != target:
             old.unlink(missing_ok=True)
@@ -66,14 +57,3 @@ def latest_checkpoint(folder: str | os.PathLike[str], map_location: str = "cpu")
     if not found:
         raise OptimizerError(f"no checkpoint in {folder}")
     return torch.load(found[-1], weights_only=True, map_location=map_location)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` durable, where the system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,7 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
         catalog_hash: For the JSON.
         unit: Unit of bytes in tables.
     """
-    reasons = "\n".join(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
+    reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
     blocks = (results_table(results, unit), reasons, notes(results), answer(results))
     return Document(check_data(results, file, catalog_hash), blocks, exit_code(results))
 
@@ -160,7 +160,7 @@ def fingerprint(result: Result, finding: Finding) -> str:
     key = "\0".join((finding.rule, result.job.place.file, result.job.name, result.gpu, finding.component))
     if finding.rule in ("limit", "increase"):  # the component is only an explanation there
         key = "\0".join((finding.rule, result.job.place.file, result.job.name, result.gpu))
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 # ------------------------------------------------------------------ tables

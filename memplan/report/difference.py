@@ -19,7 +19,7 @@ def diff_document(base: Baseline, head: Baseline, unit: str) -> Document:
     changes = differences(base, head)
     moved = [change for change in changes if change.moved]
     table = Table(HEADERS, tuple(_cells(change, unit) for change in moved))
-    parts = "\n".join(f"{_label(c)}: {_components(c, unit)}" for c in moved if c.components and c.before and c.after)
+    parts = tuple(f"{_label(c)}: {_components(c, unit)}" for c in moved if c.components and c.before and c.after)
     sentence = answer(changes)
     blocks = (*((table, parts) if moved else ()), provenance(base, head), sentence)
     return Document(diff_data(base, head, changes, sentence), blocks)
@@ -60,7 +60,15 @@ def diff_markdown(base: Baseline, head: Baseline) -> str:
     """Return what moved as Markdown short enough for a comment."""
     changes = differences(base, head)
     moved = [change for change in changes if change.moved]
-    top = [MARKER.format("diff"), "### memplan diff", "", cell(answer(changes), 2_000), "", provenance(base, head), ""]
+    top = [
+        MARKER.format("diff"),
+        "### memplan diff",
+        "",
+        cell(answer(changes), 2_000),
+        "",
+        cell(provenance(base, head), 2_000),
+        "",
+    ]
     if not moved:
         return "\n".join(top[:-1]) + "\n"
     table = [row([header.lstrip(">") for header in HEADERS]), row(("---", "---", "---:", "---:", "---:", "---"))]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from memplan.escaping import csv_cell, escaped, json_text, markdown
 
 Format = Literal["table", "plain", "json", "csv", "md"]
 
@@ -39,18 +40,22 @@ class Table:
         return tuple(header.lstrip(">") for header in self.headers)
 
 
+Block = Table | str | tuple[str, ...]
+"""A table, a line, or several lines. A line break within any text is no layout, but somebody's text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """What a command answers.
 
     Attributes:
         data: The JSON answer.
-        blocks: Tables and paragraphs in reading order.
+        blocks: Tables and lines in reading order.
         exit_code: 0 or 1, as DESIGN section 7 says.
     """
 
     data: dict[str, Any]
-    blocks: tuple[Table | str, ...] = field(default=())
+    blocks: tuple[Block, ...] = field(default=())
     exit_code: int = 0
 
 
@@ -67,19 +72,28 @@ def render(
         width: Columns to keep words within; numbers are never cut.
     """
     if form == "json":
-        return json.dumps(document.data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(document.data)
+    blocks = [_escaped(block) for block in document.blocks if block]
     if form == "csv":
-        return _csv(document.blocks)
+        return _csv(blocks)
     if form == "md":
-        return "\n\n".join(_markdown(block) for block in document.blocks if block) + "\n"
+        return "\n\n".join(map(_markdown, blocks)) + "\n"
     if form == "plain":
-        return "\n\n".join(_plain(block) for block in document.blocks if block) + "\n"
+        return "\n\n".join(map(_plain, blocks)) + "\n"
     if not terminal:
-        return "\n\n".join(_plain(block, width) for block in document.blocks if block) + "\n"
-    return _rich(document.blocks, color, width)
+        return "\n\n".join(_plain(block, width) for block in blocks) + "\n"
+    return _rich(blocks, color, width)
 
 
-def _csv(blocks: Iterable[Table | str]) -> str:
+def _escaped(block: Block) -> Table | tuple[str, ...]:
+    """Return a block whose texts are only text, and a single line as the one line that it is."""
+    if isinstance(block, Table):
+        rows = tuple(tuple(map(escaped, row)) for row in block.rows)
+        return Table(tuple(map(escaped, block.headers)), rows, escaped(block.title))
+    return tuple(map(escaped, (block,) if isinstance(block, str) else block))
+
+
+def _csv(blocks: Iterable[Table | tuple[str, ...]]) -> str:
     """Return the tables as CSV; several are told apart by a first column with their titles."""
     tables = [block for block in blocks if isinstance(block, Table)]
     out = io.StringIO()
@@ -87,24 +101,23 @@ def _csv(blocks: Iterable[Table | str]) -> str:
     for index, table in enumerate(tables):
         if index:
             out.write("\n")
-        writer.writerow(table.names)
-        writer.writerows(table.rows)
+        writer.writerows([csv_cell(cell) for cell in row] for row in (table.names, *table.rows))
     return out.getvalue()
 
 
-def _markdown(block: Table | str) -> str:
-    if isinstance(block, str):
-        return block
+def _markdown(block: Table | tuple[str, ...]) -> str:
+    if not isinstance(block, Table):
+        return "\n".join(map(markdown, block))
     rule = ["---:" if header.startswith(">") else "---" for header in block.headers]
-    lines = [block.names, rule, *block.rows]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"**{block.title}**\n\n{text}" if block.title else text
+    names, *rows = ([markdown(cell) for cell in line] for line in (block.names, *block.rows))
+    text = "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *rows))
+    return f"**{markdown(block.title)}**\n\n{text}" if block.title else text
 
 
-def _plain(block: Table | str, width: int | None = None) -> str:
+def _plain(block: Table | tuple[str, ...], width: int | None = None) -> str:
     """Return a block as aligned text; with a width, the last column folds to keep within it."""
-    if isinstance(block, str):
-        return block
+    if not isinstance(block, Table):
+        return "\n".join(block)
     rows = [block.names, *block.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(block.headers))]
     lines = []
@@ -121,7 +134,7 @@ def _folded(row: Sequence[str], widths: Sequence[int], headers: Sequence[str], w
         return [_aligned(row, widths, headers)]
     from textwrap import wrap
 
-    first, *rest = wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
+    first, *rest = wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
     return [_aligned([*row[:-1], first], widths, headers), *(" " * indent + line for line in rest)]
 
 
@@ -133,7 +146,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int], headers: Sequence[str]) 
     return "  ".join(cells).rstrip()
 
 
-def _rich(blocks: Iterable[Table | str], color: bool, width: int) -> str:
+def _rich(blocks: Iterable[Table | tuple[str, ...]], color: bool, width: int) -> str:
     """Return blocks for a person at a terminal: prose folded to its width, verdicts coloured, numbers never cut."""
     from textwrap import fill
 
@@ -142,7 +155,7 @@ def _rich(blocks: Iterable[Table | str], color: bool, width: int) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=WIDEST, force_terminal=color, no_color=not color, highlight=False)
-    for index, block in enumerate(block for block in blocks if block):
+    for index, block in enumerate(blocks):
         if index:
             console.print()
         if isinstance(block, Table):
@@ -150,7 +163,7 @@ def _rich(blocks: Iterable[Table | str], color: bool, width: int) -> str:
             head = len(block.title) + 1 if block.title else 0
             text.stylize("bold", 0, head + text.plain[head:].find("\n") + 1)
         else:
-            lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in block.splitlines())
+            lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in block)
             text = Text("\n".join(lines))
         for word, style in VERDICT_STYLES.items():
             text.highlight_words([word], style)

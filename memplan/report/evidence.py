@@ -32,13 +32,13 @@ def evidence_path(name: str, root: Path) -> Path:
     return root / "configs" / "evidence" / f"{name}.json"
 
 
-def evidence_text(name: str, root: Path) -> str:
+def evidence_lines(name: str, root: Path) -> tuple[str, ...]:
     """Return where a config's evidence is and what it says; only the name where it is no record of ours."""
     path = evidence_path(name, root)
     if not is_file(path):
-        return f"Evidence: {name}"
+        return (f"Evidence: {name}",)
     record = read_evidence(path, tuple(LINES))
-    return f"Evidence in {path}\n  {LINES[record['schema']](record)}"
+    return f"Evidence in {path}", f"  {LINES[record['schema']](record)}"
 
 
 def literature_line(record: Mapping[str, Any]) -> str:

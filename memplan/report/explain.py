@@ -23,7 +23,7 @@ def explain_document(plan: MemoryPlan, catalog_hash: str, unit: str) -> Document
     states = states_table(plan)
     saved = saved_table(plan, unit)
     instants = candidates_table(plan, unit)
-    sources = "\n".join(
+    sources = tuple(
         f"{c.name} ({c.kind}): {c.formula}{_values(c.values)}. Source: {c.source}" for c in components(plan)
     )
     blocks = (
@@ -94,7 +94,7 @@ def states_table(plan: MemoryPlan) -> Table:
     return Table(headers, rows, "Model states, bytes of one tensor")
 
 
-def _sums(plan: MemoryPlan) -> str:
+def _sums(plan: MemoryPlan) -> tuple[str, ...]:
     """Return the sums over all tensors, as exact integers."""
     states = plan.states
     lines = [
@@ -106,7 +106,7 @@ def _sums(plan: MemoryPlan) -> str:
         lines.append(f"host             = sum(states on the host x count) = {states.host_bytes:,}")
     if states.master_bytes:
         lines.append(f"master_weights   = sum(n x width x count)  = {states.master_bytes:,}")
-    return "\n".join(lines)
+    return tuple(lines)
 
 
 def saved_table(plan: MemoryPlan, unit: str) -> Table:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.escaping import escaped_lines
+from memplan.writing import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,12 +81,37 @@ def line_style(index: int) -> dict[str, Any]:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as SVG or PNG, without date and version, so that the same record gives the same file.
 
+    Its texts are shown as they are: what stands between dollar signs is no formula.
+
     Raises:
         InvalidFileError: It cannot be written.
     """
     keys = ("Date", "Creator", "Format", "Type") if path.suffix.lower() == ".svg" else ("Software",)
-    metadata = dict.fromkeys(keys)
-    try:
-        figure.savefig(path, dpi=160, metadata=metadata)
-    except OSError as error:
-        raise InvalidFileError([f"{path}: cannot be written: {error.strerror or error}"]) from None
+    _show_texts_as_they_are(figure)
+    picture = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+        figure.savefig(picture, format=path.suffix[1:].lower(), dpi=160, metadata=dict.fromkeys(keys))
+    write_file(path, picture.getvalue())
+
+
+def _show_texts_as_they_are(figure: Figure) -> None:
+    """Escape every text; labels of ticks are made anew when they are drawn, those that are words by a function."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        formatter = axis.get_major_formatter()
+        if isinstance(formatter, FuncFormatter):
+            axis.set_major_formatter(FuncFormatter(partial(_tick, formatter.func)))
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_text(_plain(text.get_text()))
+
+
+def _tick(label: Callable[[float, int], str], value: float, position: int) -> str:
+    return _plain(label(value, position))
+
+
+def _plain(text: str) -> str:
+    return escaped_lines(text).replace("$", r"\$")

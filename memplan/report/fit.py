@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shlex import join
 
 from memplan.advice import suggestions
 from memplan.catalog.catalog import Catalog
@@ -58,7 +59,7 @@ def fit_document(
     )
     notes = [f"Not counted: {line}" for line in not_modelled(first)]
     notes += [f"Left out: {line}" for line in left_out]
-    blocks = (head, _table(plans, unit), "\n".join(notes), _sentence(plans, model, unit))
+    blocks = (head, _table(plans, unit), tuple(notes), _sentence(plans, model, unit))
     data = {"schema": "memplan/fit/1", "rows": rows, "left_out": list(left_out)}
     return Document(data, blocks, code)
 
@@ -82,9 +83,8 @@ def _sentence(plans: Sequence[MemoryPlan], model: Model, unit: str) -> str:
     """Return the answer in one sentence."""
     device = device_name(plans[0])
     ranks = plans[0].setup.config.parallel.data
-    asked = (
-        f"{model.source.removeprefix('catalog:')} --gpu {plans[0].device.name}{f' --gpus {ranks}' if ranks > 1 else ''}"
-    )
+    several = ["--gpus", str(ranks)] if ranks > 1 else []
+    asked = join([model.source.removeprefix("catalog:"), "--gpu", plans[0].device.name, *several])
     fitting = [plan for plan in plans if plan.verdict == "fits"]
     sound = [plan for plan in fitting if plan.setup.config.status in ("proven", "works")]
     if fitting:

@@ -128,7 +128,7 @@ def answer_text(answer: Answer) -> str:
     return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
 
 
-def _note(grid: Frontier) -> str:
+def _note(grid: Frontier) -> tuple[str, ...]:
     lines = [
         "Bytes are what nvidia-smi would show. T: TIGHT, fits unless the upper end comes true; x: does not fit. The next "
         "batch, or the next longer sequence, no longer fits."
@@ -138,7 +138,7 @@ def _note(grid: Frontier) -> str:
     made_for = grid.plan.model.spec.max_position_embeddings
     if made_for and any(edge.fits.value > made_for for edge in grid.by_batch):
         lines.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
-    return "\n".join(lines)
+    return tuple(lines)
 
 
 def _sentence(grid: Frontier) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
+from memplan.escaping import xml
 from memplan.report.plan import VERDICT_WORDS
 from memplan.solver.frontier import Cell, Frontier
 from memplan.units import format_bytes
@@ -37,11 +37,11 @@ def heat_map(grid: Frontier) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'role="img" font-family="sans-serif" font-size="12" fill="#222222">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape(_description(grid))}</desc>",
+        f"<title>{xml(title)}</title>",
+        f"<desc>{xml(_description(grid))}</desc>",
         PATTERNS,
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="22" font-size="15">{xml(title)}</text>',
         f'<text x="{LEFT}" y="40">{format_bytes(grid.usable_bytes)} usable; what nvidia-smi would show</text>',
         *_axes(grid),
         *(
@@ -76,7 +76,7 @@ def _cell(row: int, column: int, cell: Cell) -> Iterator[str]:
     middle = x + CELL_WIDTH // 2
     yield (
         f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" fill="{fill}" stroke="#ffffff">'
-        f"<title>{escape(full)}</title></rect>"
+        f"<title>{xml(full)}</title></rect>"
     )
     if cell.verdict != "fits":
         yield f'<rect x="{x + 5}" y="{y + 4}" width="{CELL_WIDTH - 10}" height="{CELL_HEIGHT - 8}" rx="3" fill="#ffffff" fill-opacity="0.85"/>'

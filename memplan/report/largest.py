@@ -42,7 +42,7 @@ def largest_document(
     headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")
     table = Table(headers, tuple(_row(row, unit) for row in rows))
     good = any(row.fits.value or (row.tight.value and not strict) for row in rows)
-    return Document(data, (head, table, *_notes(what, model, rows), _sentence(what, model, rows)), 0 if good else 1)
+    return Document(data, (head, table, _notes(what, model, rows), _sentence(what, model, rows)), 0 if good else 1)
 
 
 def _data(row: Largest) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _text(answer: Answer) -> str:
     return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
 
 
-def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> list[str]:
+def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
     notes = []
     if any(row.device.count > 1 for row in rows):
         notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
@@ -91,7 +91,7 @@ def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> list[str]:
         notes.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
     if what == "layers":
         notes.append("Fewer layers are the model's first ones; more repeat its last one.")
-    return ["\n".join(notes)] if notes else []
+    return tuple(notes)
 
 
 def _sentence(what: Sought, model: Model, rows: Sequence[Largest]) -> str:

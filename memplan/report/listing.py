@@ -11,8 +11,8 @@ from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, S
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role
 from memplan.model.model import Model
 from memplan.readers.safetensors import StoredTensors
-from memplan.report.document import Document, Table
-from memplan.report.evidence import evidence_text
+from memplan.report.document import Block, Document, Table
+from memplan.report.evidence import evidence_lines
 from memplan.training.config import TrainingConfig
 from memplan.units import format_bytes, format_count, format_fraction
 
@@ -125,7 +125,7 @@ _LISTS: Mapping[str, Any] = {
 
 def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) -> Document:
     """Return an entry in full; a name of several kinds (bf16) is shown for each."""
-    blocks: list[Table | str] = []
+    blocks: list[Block] = []
     entries = []
     for kind in kinds:
         shelf = catalog.section(kind)
@@ -137,9 +137,9 @@ def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) ->
         sources = [
             f"  {s['url']} ({', '.join(s['covers']) or 'all'}; checked {s['checked']})" for s in data.get("sources", ())
         ]
-        blocks.append("\n".join(["Sources:", *sources]) if sources else f"Defined in {shelf.origins[name]}")
+        blocks.append(("Sources:", *sources) if sources else f"Defined in {shelf.origins[name]}")
         if data.get("evidence"):
-            blocks.append(evidence_text(data["evidence"], catalog.root))
+            blocks.append(evidence_lines(data["evidence"], catalog.root))
     data = (
         {"schema": "memplan/show/1", **entries[0]}
         if len(entries) == 1
@@ -196,7 +196,7 @@ def model_document(model: Model, unit: str) -> Document:
         ("tensor", "shape", ">layers", "role"),
         tuple((t.name, "x".join(map(str, t.shape)), str(t.count), t.role) for t in model.inventory),
     )
-    blocks: list[Table | str] = [head, by_role, tensors]
+    blocks: list[Block] = [head, by_role, tensors]
     if model.storage is not None:
         data["storage"] = {
             "bytes_by_format": dict(model.storage.bytes_by_format),

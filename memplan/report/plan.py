@@ -12,7 +12,7 @@ from memplan.allowances import CONTEXT_SOURCE, CUBLAS_SOURCE, RESERVE_SOURCE
 from memplan.forms import Part, Quantity
 from memplan.model.inventory import ROLES, active_parameter_count, parameter_count
 from memplan.planner import BytesPerParameter, Component, MemoryPlan, bytes_per_parameter, form_text
-from memplan.report.document import Document, Table
+from memplan.report.document import Block, Document, Table
 from memplan.report.several import (
     communication_rows,
     gpu_count,
@@ -345,7 +345,7 @@ def plan_document(
     plan: MemoryPlan, catalog_hash: str, advice: Sequence[Suggestion], unit: str, strict: bool
 ) -> Document:
     """Return the whole answer of ``memplan fit`` for one config."""
-    blocks: list[Table | str] = [
+    blocks: list[Block] = [
         heading(plan),
         component_table(plan, unit),
         totals_table(plan, unit),
@@ -354,8 +354,9 @@ def plan_document(
     if advice:
         blocks.append(advice_table(advice, unit))
     blocks.append(
-        "\n".join(
-            [f"Assumed: {line}" for line in assumptions(plan)] + [f"Not counted: {line}" for line in not_modelled(plan)]
+        (
+            *(f"Assumed: {line}" for line in assumptions(plan)),
+            *(f"Not counted: {line}" for line in not_modelled(plan)),
         )
     )
     blocks.append(answer(plan, advice, unit))
@@ -367,7 +368,7 @@ def exit_code(plan: MemoryPlan, strict: bool) -> int:
     return 1 if plan.verdict == "no" or (strict and plan.verdict == "tight") else 0
 
 
-def heading(plan: MemoryPlan) -> str:
+def heading(plan: MemoryPlan) -> tuple[str, str]:
     """Return what was asked, in two lines."""
     parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
@@ -376,7 +377,7 @@ def heading(plan: MemoryPlan) -> str:
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
         f"checkpointing {config.activation_checkpointing}, compute in {config.compute_dtype}"
     )
-    return f"{first}\n{second}"
+    return first, second
 
 
 def component_table(plan: MemoryPlan, unit: str) -> Table:

@@ -33,7 +33,7 @@ def suggest_document(answer: Suggestions, catalog: Catalog, unit: str) -> Docume
     }
     head = _heading(answer, unit)
     if answer.rows:
-        lines = "\n".join(f"{rank}. Gives up: {row.gives_up}." for rank, row in enumerate(answer.rows, 1))
+        lines = tuple(f"{rank}. Gives up: {row.gives_up}." for rank, row in enumerate(answer.rows, 1))
         blocks = (head, _table(answer, catalog, unit), lines, _notes(answer), _sentence(answer, unit))
         return Document(data, blocks)
     if answer.miss is not None:
@@ -127,25 +127,19 @@ def _tokens_per_second(found: Found, gpus: int) -> int:
     return (rate + scale // 2) // scale * scale
 
 
-def _notes(answer: Suggestions) -> str:
+def _notes(answer: Suggestions) -> tuple[str, ...]:
     rates, gpus = answer.outcome.rates, answer.space.base.parallel.data
     offloaded = any(row.found.state.offload == "cpu" for row in answer.rows)
     link = f"{rates.host_bytes / 10**9:g} GB/s each way ({rates.host_link})"
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
-    return "\n".join(
-        [
-            f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
-            "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
-            "weights that ended far behind fp32 in every record, which come last.",
-            *(several_notes(gpus, rates) if gpus > 1 else ()),
-            *(
-                [f"on host: states pass to the device and back at {link}, with nothing else running."]
-                if offloaded
-                else []
-            ),
-            "Order: fits at the upper end, status, time in tenths, risk. Only what nothing beats in all of them is shown.",
-            NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else SEVERAL_GPUS),
-        ]
+    return (
+        f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
+        "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
+        "weights that ended far behind fp32 in every record, which come last.",
+        *(several_notes(gpus, rates) if gpus > 1 else ()),
+        *([f"on host: states pass to the device and back at {link}, with nothing else running."] if offloaded else []),
+        "Order: fits at the upper end, status, time in tenths, risk. Only what nothing beats in all of them is shown.",
+        NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else SEVERAL_GPUS),
     )
 
 

@@ -10,7 +10,7 @@ from memplan.published.judgement import STATUSES, Judge, JudgedCell, JudgedTable
 from memplan.published.planned import parameters, shape_plan
 from memplan.published.rules import RULES
 from memplan.published.schema import PublishedFile
-from memplan.report.document import Document, Table
+from memplan.report.document import Block, Document, Table
 from memplan.units import format_count
 
 WHAT = (
@@ -124,8 +124,8 @@ def _summary(judged: Sequence[JudgedTable]) -> Table:
     return Table(headers, tuple(rows), "The tables of the notes")
 
 
-def _blocks(judged: Sequence[JudgedTable], judge: Judge, only_wrong: bool) -> list[Table | str]:
-    blocks: list[Table | str] = []
+def _blocks(judged: Sequence[JudgedTable], judge: Judge, only_wrong: bool) -> list[Block]:
+    blocks: list[Block] = []
     for table in judged:
         cells = _shown(table, only_wrong)
         if not cells:
@@ -138,7 +138,7 @@ def _blocks(judged: Sequence[JudgedTable], judge: Judge, only_wrong: bool) -> li
         lines = [*reasons, *(f"Rule {name}: {RULES[name].text}" for name in names)]
         lines += [f"Note: {note}" for note in table.table.notes]
         lines.append(f"Source: {judge.library.file_of[table.table.id].source.url}, {table.table.section}")
-        blocks += [shown, "\n".join(lines)]
+        blocks += [shown, tuple(lines)]
     return blocks
 
 
@@ -228,12 +228,10 @@ def _flat(judged: Sequence[JudgedTable], only_wrong: bool) -> Table:
     return Table(headers, rows)
 
 
-def _file_blocks(file: PublishedFile, catalog: Catalog) -> list[Table | str]:
-    blocks: list[Table | str] = []
+def _file_blocks(file: PublishedFile, catalog: Catalog) -> list[Block]:
+    blocks: list[Block] = []
     if file.statements and file.paper is not None:
-        blocks.append(
-            "\n".join([f"What the paper says, {file.paper.url}:", *(f"  {line}" for line in file.statements)])
-        )
+        blocks.append((f"What the paper says, {file.paper.url}:", *(f"  {line}" for line in file.statements)))
     rows = [
         (
             data["shape"],
@@ -252,9 +250,9 @@ def _file_blocks(file: PublishedFile, catalog: Catalog) -> list[Table | str]:
     return blocks
 
 
-def _legend(counts: dict[str, int]) -> str:
+def _legend(counts: dict[str, int]) -> tuple[str, ...]:
     width = max(map(len, STATUSES))
-    return "\n".join(
+    return tuple(
         f"{counts[status]:>4}  {status:<{width}}  {text}" for status, text in STATUSES.items() if counts[status]
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memplan.escaping import escaped_json
 from memplan.opening import files_in
 from memplan.report.document import Document, Table
 from memplan.report.evidence import SCHEMA, evidence_line, percent_range
@@ -88,7 +89,7 @@ def record_text(record: dict[str, Any]) -> str:
     points = [point for run in record["runs"] for point in run["curve"]]
     for point in points:
         text = text.replace(json.dumps(point, indent=1).replace("\n", "\n    "), json.dumps(point))
-    return text + "\n"
+    return escaped_json(text) + "\n"
 
 
 def training_record_document(record: dict[str, Any], unit: str) -> Document:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import memplan
-from memplan.report.document import Document, Table
+from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes
 
 EXIT_DISAGREES, EXIT_CANNOT_ANSWER = 1, 3
@@ -90,7 +90,7 @@ def measured_document(
     }
     if not rows:
         return Document(data, (_heading(facts), _no_figures(facts, predicted_bytes)), _exit_code(facts))
-    blocks: list[Table | str] = [_heading(facts), _rows_table(rows, unit), _reasons_table(rows)]
+    blocks: list[Block] = [_heading(facts), _rows_table(rows, unit), _reasons_table(rows)]
     blocks += [f"Note: {note}" for note in notes]
     return Document(data, (*blocks, _sentence(rows)), 0 if agrees else EXIT_DISAGREES)
 
@@ -104,10 +104,10 @@ def _exit_code(facts: Facts) -> int:
     return EXIT_DISAGREES if facts.status == "out of memory" else EXIT_CANNOT_ANSWER
 
 
-def _heading(facts: Facts) -> str:
+def _heading(facts: Facts) -> tuple[str, str]:
     return (
-        f"{facts.model}, {facts.config}: {facts.steps} training steps on {facts.device}, torch {facts.torch_version}\n"
-        f"micro-batch {facts.micro_batch_size}, sequence {facts.sequence_length}, attention {facts.attention}"
+        f"{facts.model}, {facts.config}: {facts.steps} training steps on {facts.device}, torch {facts.torch_version}",
+        f"micro-batch {facts.micro_batch_size}, sequence {facts.sequence_length}, attention {facts.attention}",
     )
 
 
@@ -179,7 +179,7 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
     boundary = _boundary(found)
     if boundary["runs"]:
         data["boundary"] = boundary
-    blocks: list[Table | str] = [
+    blocks: list[Block] = [
         Table(
             ("component", ">figures", ">exact", ">median error", ">worst", "worst case"),
             tuple(_group_cells(name, members) for name, members in groups.items()),
@@ -254,7 +254,7 @@ def plan_document(tasks: int, failed: Sequence[tuple[str, str]], answer: Documen
     code = EXIT_CANNOT_ANSWER if answer is None else answer.exit_code
     data = dict(answer.data) if answer else {"schema": "memplan/replay/1", "records": [], "agrees": False}
     data |= {"planned": tasks, "failed": [{"name": name, "reason": reason} for name, reason in failed]}
-    blocks: list[Table | str] = list(answer.blocks) if answer else []
+    blocks: list[Block] = list(answer.blocks) if answer else []
     if failed:
         blocks.insert(0, Table(("task", "reason"), tuple(failed), f"{len(failed)} of {tasks} tasks have no record"))
     return Document(

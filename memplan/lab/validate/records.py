@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -10,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import memplan
-from memplan.budget.baseline import write_atomically
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
+from memplan.escaping import json_text
 from memplan.lab.validate.measured import Measurement, measurement_of
 from memplan.lab.validate.prediction import predict
 from memplan.lab.validate.rows import Row, rows_of
 from memplan.lab.validate.task import Task, task_data, task_of
 from memplan.opening import files_in, is_folder, shown_path
 from memplan.strict_json import read_json
+from memplan.writing import write_file
 
 SCHEMA = "memplan/record/1"
 TOTALS: Mapping[str, frozenset[str]] = {
@@ -76,7 +76,7 @@ def write_record(path: Path, task: Task, measurement: Measurement, command: str)
     Raises:
         InvalidFileError: It cannot be written.
     """
-    write_atomically(path, json.dumps(record_data(task, measurement, command), indent=1) + "\n")
+    write_file(path, json_text(record_data(task, measurement, command), indent=1))
 
 
 def record_files(place: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
+from memplan.escaping import escaped_json
 from memplan.opening import files_in, is_file, path_kind
 from memplan.report.document import Document, Table
 from memplan.report.evidence import SCHEMA as TRAINING
@@ -77,8 +78,8 @@ def record_document(record: dict[str, Any]) -> Document:
     """Return tables and findings of a record."""
     seeds = len(record["seeds"])
     how = f"{seeds} {'seed' if seeds == 1 else 'seeds'}; {record['machine']}; torch {record['torch']}; {record['date']}"
-    said = "\n".join(f"- {finding}" for finding in record["findings"])
-    blocks = (*reporter_of(record).blocks(record), f"{how}\nLimits: {record['limits']}", said)
+    said = tuple(f"- {finding}" for finding in record["findings"])
+    blocks = (*reporter_of(record).blocks(record), (how, f"Limits: {record['limits']}"), said)
     return Document(record, tuple(block for block in blocks if block))
 
 
@@ -89,7 +90,7 @@ def record_text(record: dict[str, Any]) -> str:
     for key in lists:
         lines = ",\n  ".join(json.dumps(row, allow_nan=False, ensure_ascii=False) for row in record[key])
         text = text.replace(f'"{key}": []', f'"{key}": [\n  {lines}\n ]', 1)
-    return text + "\n"
+    return escaped_json(text) + "\n"
 
 
 def interval_text(value: dict[str, Any] | None, form: str = ".3g") -> str:

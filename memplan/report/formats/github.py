@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from memplan.budget.evaluation import Result
+from memplan.escaping import escaped, workflow_data, workflow_property
 from memplan.report.checks import answer, sentence
 
 MOST_ANNOTATIONS = 10
@@ -27,7 +28,7 @@ def github_text(results: Sequence[Result]) -> str:
     left = len(failing) - len(lines)
     if left:
         lines.append(f"... and {left} more that are not annotated")
-    return "\n".join([*lines, answer(results)]) + "\n"
+    return "\n".join([*lines, escaped(answer(results))]) + "\n"
 
 
 def problems_text(problems: Sequence[str]) -> str:
@@ -40,8 +41,8 @@ def problems_text(problems: Sequence[str]) -> str:
     lines = []
     for problem in problems[:MOST_ANNOTATIONS]:
         match = _PLACE.fullmatch(problem)
-        at = f" file={escaped_property(match[1])},line={match[2]}" if match else ""
-        lines.append(f"::error{at}::{escaped_data(match[3] if match else problem)}\n")
+        at = f" file={workflow_property(match[1])},line={match[2]}" if match else ""
+        lines.append(f"::error{at}::{workflow_data(match[3] if match else problem)}\n")
     return "".join(lines)
 
 
@@ -51,24 +52,4 @@ _PLACE = re.compile(r"(.+?):([0-9]+): (.*)", re.DOTALL)
 def _annotation(result: Result) -> str:
     command = "warning" if result.status == "warn" else "error"
     place = result.job.place
-    return f"::{command} file={escaped_property(place.file)},line={place.line}::{escaped_data(sentence(result))}"
-
-
-def escaped_data(text: str) -> str:
-    """Return the message of a command, escaped.
-
-    Example:
-        >>> escaped_data("50 % of it: two" + chr(10) + "lines")
-        '50 %25 of it: two%0Alines'
-    """
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def escaped_property(text: str) -> str:
-    """Return a property of a command, escaped: colons and commas end a property.
-
-    Example:
-        >>> escaped_property("a:b,c")
-        'a%3Ab%2Cc'
-    """
-    return escaped_data(text).replace(":", "%3A").replace(",", "%2C")
+    return f"::{command} file={workflow_property(place.file)},line={place.line}::{workflow_data(sentence(result))}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from memplan.budget.evaluation import Finding, Result
+from memplan.escaping import json_text
 from memplan.report.checks import fingerprint
 
 
@@ -17,7 +17,7 @@ def gitlab_text(results: Sequence[Result]) -> str:
         https://docs.gitlab.com/ci/testing/code_quality/#code-quality-report-format
     """
     rows = [_row(result, finding) for result in results for finding in result.findings]
-    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    return json_text(rows)
 
 
 def _row(result: Result, finding: Finding) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
 from memplan.budget.evaluation import Result
+from memplan.escaping import escaped
 from memplan.report.checks import sentence
-
-_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 cannot hold, even escaped."""
 
 
 def junit_text(results: Sequence[Result]) -> str:
@@ -24,11 +21,12 @@ def junit_text(results: Sequence[Result]) -> str:
         by_file.setdefault(result.job.place.file, []).append(result)
     root = ElementTree.Element("testsuites", {"name": "memplan check", **_counts(results)})
     for file in sorted(by_file):
-        suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(file), **_counts(by_file[file])})
+        suite = ElementTree.SubElement(root, "testsuite", {"name": escaped(file), **_counts(by_file[file])})
         for result in by_file[file]:
             _case(suite, result)
     ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    text = ElementTree.tostring(root, encoding="us-ascii", xml_declaration=False).decode("ascii")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def _counts(results: Iterable[Result]) -> dict[str, str]:
@@ -41,19 +39,15 @@ def _counts(results: Iterable[Result]) -> dict[str, str]:
 
 
 def _case(suite: ElementTree.Element, result: Result) -> None:
-    case = ElementTree.SubElement(suite, "testcase", name=_clean(result.label), classname="memplan.budget")
+    case = ElementTree.SubElement(suite, "testcase", name=escaped(result.label), classname="memplan.budget")
     if result.status == "within":
         return
     if result.status == "warn":
-        ElementTree.SubElement(case, "system-out").text = _clean(f"warning: {sentence(result)}")
+        ElementTree.SubElement(case, "system-out").text = escaped(f"warning: {sentence(result)}")
         return
     tag = "failure" if result.status == "over" else "error"
     worst = result.findings[0]
-    element = ElementTree.SubElement(case, tag, type=f"memplan-{worst.rule}", message=_clean(worst.message))
+    element = ElementTree.SubElement(case, tag, type=f"memplan-{worst.rule}", message=escaped(worst.message))
     place = result.job.place
     lines = [f"{place.file}:{place.line}: {result.label}", *(finding.message for finding in result.findings)]
-    element.text = _clean("\n".join(lines))
-
-
-def _clean(text: str) -> str:
-    return _FORBIDDEN.sub("\ufffd", text)
+    element.text = "\n".join(map(escaped, lines))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from memplan.budget.evaluation import Result
+from memplan.escaping import escaped, markdown
 from memplan.report.checks import WORDS, answer, cells, notes, sentence
 from memplan.units import format_bytes
 
@@ -74,10 +74,7 @@ def row(texts: Sequence[str]) -> str:
 def cell(text: str, longest: int = 100) -> str:
     """Return text that nothing in it can turn into something else, on one line and not too long."""
     short = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return escape(" ".join(short.split()), quote=False).translate(_MARKS)
-
-
-_MARKS = {ord(mark): f"&#{ord(mark)};" for mark in "\\|`[]*~@"}
+    return markdown(escaped(" ".join(short.split())))
 
 
 def _details(result: Result) -> list[str]:

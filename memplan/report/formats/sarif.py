@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import memplan
 from memplan.budget.evaluation import Finding, Result, Rule, exit_code
+from memplan.escaping import json_text
 from memplan.report.checks import fingerprint
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -36,13 +37,13 @@ def sarif_text(results: Sequence[Result]) -> str:
     invocation = {"executionSuccessful": exit_code(results) != 3, "exitCode": exit_code(results)}
     run = {"tool": {"driver": driver}, "invocations": [invocation], "columnKind": "unicodeCodePoints", "results": found}
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+    return json_text(log)
 
 
 def _result(result: Result, finding: Finding) -> dict[str, Any]:
     place = result.job.place
     location = {
-        "artifactLocation": {"uri": quote(place.file, safe="/~.-_")},
+        "artifactLocation": {"uri": quote(os.fsencode(place.file), safe="/~.-_")},
         "region": {"startLine": place.line},
     }
     return {
