@@ -190,7 +190,7 @@ class Run:
     def __init__(self, sizes: Sizes, weights: WeightChoice, gradient: str | None, way: PassChoice) -> None:
         space, length = sizes.space, sizes.length
         self.sizes, self.weights, self.gradient, self.way = sizes, weights, gradient, way
-        self.batches = [batch for batch in space.batches if space.allowed(weights, way, batch)]
+        self.batches = [batch for batch in space.batches if space.allowed(way, batch)]
         self.steps = [space.steps(batch) for batch in self.batches]
         self.tokens = [steps * batch * length for steps, batch in zip(self.steps, self.batches, strict=True)]
         self._peaks: dict[int, int] = {}
