@@ -13,6 +13,7 @@ import memplan
 from memplan.budget.baseline import write_atomically
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
+from memplan.lab.validate.completeness import missing_figures, other_instants
 from memplan.lab.validate.measured import Measurement, measurement_of
 from memplan.lab.validate.prediction import predict
 from memplan.lab.validate.rows import Row, rows_of
@@ -109,6 +110,8 @@ def read_record(path: Path, catalog: Catalog) -> Record:
     data = read_data(path)
     task = task_of(data["task"], catalog, str(path))
     measurement = measurement_of(data["measurement"], str(path))
+    if missing := list(missing_figures(task, measurement)):
+        raise InvalidFileError([f"{path}: measurement: a record of such a run has {', '.join(missing)}; this has not"])
     return Record(str(path), task, measurement, str(data.get("date", "")), str(data.get("command", "")))
 
 
@@ -123,6 +126,14 @@ def replay_records(
 
 
 def replayed(record: Record) -> Replayed:
-    """Return a record beside today's predictions."""
+    """Return a record beside today's predictions.
+
+    Raises:
+        InvalidFileError: An instant of the step was not recorded, or one that the step does not have was.
+    """
     prediction = predict(record.task, record.measurement)
+    if names := list(other_instants(prediction, record.measurement)):
+        raise InvalidFileError(
+            [f"{record.name}: measurement.instants: {', '.join(names)}: not both in the record and in a step"]
+        )
     return Replayed(record, tuple(rows_of(record.task, prediction, record.measurement)))
