@@ -124,15 +124,15 @@ class Search:
             names = optimizer_names(state.optimizer, self.catalog)
             standing = evidence.standing(weights.dtype, formed, state.gradient or formed, state.master, names)
             known = STATUSES.index(standing.status) <= self.most_status
-            if known and self._within_host(state) and self._shared_out(state):
+            if known and self._is_planned(state) and self._within_host(state):
                 yield state, standing
 
-    def _shared_out(self, state: StateChoice) -> bool:
-        """Tell whether several GPUs can share a combination."""
-        if self.space.base.parallel.data == 1:
-            return True
+    def _is_planned(self, state: StateChoice) -> bool:
+        """Tell whether a combination is planned at all: what ``fit`` refuses is no answer."""
         try:
-            self.sizes.setup(state)
+            self.sizes.always_bytes(state)
+            if self.space.base.parallel.data > 1:
+                self.sizes.setup(state)
         except CannotAnswerError:
             return False
         return True

@@ -28,12 +28,17 @@ from memplan.solver.timing import (
     work_of,
 )
 from memplan.states import ModelStates, model_states
+from memplan.updates import tensor_temporaries
 
 NO_SCRATCH = "adamw-8bit-bnb"
 """An optimizer whose update takes no memory: with it, a pass is a lower bound for any other."""
 
 NO_SCRATCH_ON_SHARDS = "sgd"
 """The same for sharded weights."""
+
+STORES_GRADIENTS = "adamw-int8"
+"""The same for coded weights and for gradients in a dtype of their own, which the bundled optimizer alone takes; its scratch
+memory is taken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Sizes:
         self._held: dict[tuple[str, str | None], Held] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
-        self._passing: dict[tuple[object, ...], tuple[CompiledPlan, dict[int, int]]] = {}
+        self._passing: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
 
@@ -111,6 +116,8 @@ class Sizes:
     def _plain(self, weights: WeightChoice, gradient: str | None) -> StateChoice:
         first = self.space
         name = NO_SCRATCH_ON_SHARDS if is_sharded(first.base.parallel) else NO_SCRATCH
+        if (weights.coded or gradient is not None) and first.base.adapter is None:
+            name = STORES_GRADIENTS
         return StateChoice(weights, "none", gradient, {"default": name}, "fused", first.newton_schulz[0])
 
     def always_bytes(self, state: StateChoice) -> int:
@@ -126,7 +133,8 @@ class Sizes:
 
     def _stepped_by(self, state: StateChoice, held: Held) -> Stepped:
         optimizer = tuple(state.optimizer.items())
-        key = (held.kind, optimizer, state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
+        ways = (state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
+        key = (held.kind, state.gradient, optimizer, ways)
         if key not in self._stepped:
             setup = self.setup(state)
             states = self.states(setup)
@@ -148,15 +156,16 @@ class Sizes:
     def passing_bytes(self, weights: WeightChoice, gradient: str | None, way: PassChoice, batch: int) -> int:
         """Return the least that forward, backward and their gradients need above what stays.
 
-        The plan's optimizer takes no memory while it steps; one serves all weights that look alike.
+        What the plan's own optimizer takes while it steps is taken off; one serves all weights that look alike.
         """
         again = self.space.steps(batch) > 1
         key = (self.held(weights, gradient).look, way.lifetime, way.checkpointing, way.loss, again)
         if key not in self._passing:
-            self._passing[key] = (self._compile(self.setup(self._plain(weights, gradient), way, batch)), {})
-        plan, peaks = self._passing[key]
+            plan = self._compile(self.setup(self._plain(weights, gradient), way, batch))
+            self._passing[key] = (plan, plan.constant_bytes + _scratch_bytes(plan), {})
+        plan, apart, peaks = self._passing[key]
         if batch not in peaks:
-            peaks[batch] = plan.requested_bytes(batch, self.length) - plan.constant_bytes
+            peaks[batch] = max(0, plan.requested_bytes(batch, self.length) - apart)
         return peaks[batch]
 
     def plan(self, state: StateChoice, way: PassChoice, batch: int) -> CompiledPlan:
@@ -224,6 +233,12 @@ class Run:
     def token_femtoseconds(self, index: int, update: int) -> int:
         """Return the same for each token."""
         return self.step_picoseconds(index, update) * 1000 // self.tokens[index]
+
+
+def _scratch_bytes(plan: CompiledPlan) -> int:
+    """Return the most scratch memory that a plan's optimizer can take at any instant."""
+    trained = (entry for entry in plan.states.tensors if entry.trainable)
+    return max((tensor_temporaries(plan.setup, entry).bytes for entry in trained), default=0)
 
 
 def _key(state: StateChoice) -> tuple[object, ...]:

@@ -102,7 +102,7 @@ def _mutated(copy: Path, module: str, settings: dict[str, Any], given: argparse.
     )
     program = [str(Path(sys.executable).parent / "cosmic-ray")]
     subprocess.run([*program, "init", "cosmic-ray.toml", SESSION], cwd=copy, check=True, capture_output=True)
-    _drawn(copy / SESSION, settings["operators"], given.sample, given.seed)
+    _drawn(copy, module, settings["operators"], given)
     try:
         subprocess.run(
             [*program, "exec", "cosmic-ray.toml", SESSION],
@@ -119,22 +119,27 @@ def _environment(copy: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _drawn(session: Path, operators: list[str], sample: int, seed: int) -> None:
-    """Leave the mutants of the named operators in a session, or a sample of them."""
+def _drawn(copy: Path, module: str, operators: list[str], given: argparse.Namespace) -> None:
+    """Leave the mutants of the named operators in a session, or a sample; a decorator's options are no arithmetic."""
     from cosmic_ray.work_db import WorkDB, use_db
 
-    with use_db(session, WorkDB.Mode.open) as work:
-        items = [item for item in work.work_items if item.mutations[0].operator_name.removeprefix("core/") in operators]
-        items.sort(
-            key=lambda item: (
-                item.mutations[0].start_pos,
-                item.mutations[0].operator_name,
-                item.mutations[0].occurrence,
-            )
-        )
-        drawn = random.Random(seed).sample(items, sample) if 0 < sample < len(items) else items
+    lines = (copy / module).read_text(encoding="utf-8").splitlines()
+    with use_db(copy / SESSION, WorkDB.Mode.open) as work:
+        items = [
+            item
+            for item in work.work_items
+            for mutation in item.mutations
+            if mutation.operator_name.removeprefix("core/") in operators
+            and not lines[mutation.start_pos[0] - 1].startswith("@")
+        ]
+        items.sort(key=lambda item: _place(item.mutations[0]))
+        drawn = random.Random(given.seed).sample(items, given.sample) if 0 < given.sample < len(items) else items
         work.clear()
         work.add_work_items(drawn)
+
+
+def _place(mutation: Any) -> tuple[Any, ...]:
+    return mutation.start_pos, mutation.operator_name, mutation.occurrence
 
 
 def _result(session: Path, module: str) -> Result:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from memplan.chunks import CODING, decoding_bytes
-from memplan.model.inventory import ParameterTensor
+from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.planner import CompiledPlan
 from memplan.setup import resolve
-from memplan.solver.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, work_of
+from memplan.solver.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
 from memplan.states import slot_bytes, tensor_states
+from memplan.training.config import Gradients
+from memplan.training.kernels import Kernels
 
 
 # ------------------------------------------------------------------ states
@@ -27,6 +29,44 @@ def test_row_and_column_means_are_those_that_torchs_adafactor_keeps(catalog, sha
     slots = {slot.name: slot for slot in catalog.optimizers["adafactor"].slots}
     for name in ("row_var", "col_var"):
         assert slot_bytes(slots[name], shape, weight.element_size()) == state[name].untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(("shape", "role"), [((6, 10), "hidden_matrix"), ((3, 4, 10), "expert_matrix"), ((7,), "norm")])
+def test_a_tensors_states_are_all_that_torchs_adafactor_keeps(catalog, shape, role):
+    """Means of rows and columns for whatever has rows; the whole square for a vector."""
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.randn(shape))
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.Adafactor([weight])
+    optimizer.step()
+    kept = {name: value.untyped_storage().nbytes() for name, value in optimizer.state[weight].items()}
+    config = replace(catalog.configs["fp32-adamw"], optimizer={"default": "adafactor"})
+    entry = tensor_states(resolve(config, catalog, "test"), ParameterTensor("w", shape, role), frozen=False)
+    assert entry.state_bytes == sum(size for name, size in kept.items() if name != "step")
+
+
+def test_a_frozen_tensor_has_a_weight_and_nothing_else(catalog):
+    config = replace(catalog.configs["mixed-adamw"], master_weights="fp32", weights={"default": "bf16"})
+    setup, tensor = resolve(config, catalog, "test"), ParameterTensor("w", (6, 10), "hidden_matrix")
+    trained, frozen = (tensor_states(setup, tensor, frozen=frozen) for frozen in (False, True))
+    names = ("master_bytes", "formed_bytes", "gradient_bytes", "state_bytes")
+    assert [getattr(trained, name) for name in names] == [4 * 60, 2 * 60, 2 * 60, 2 * 4 * 60]
+    assert [getattr(frozen, name) for name in (*names, "host_bytes")] == [0] * 5
+    assert frozen.weight_bytes == trained.weight_bytes == 2 * 60
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "each"),
+    [
+        ("bf16-adamw", "hidden_matrix", 0),
+        ("mixed-adamw", "norm", 0),
+        ("mixed-adamw", "hidden_matrix", 2),
+        ("tier1", "hidden_matrix", 2),
+    ],
+)
+def test_a_product_copies_a_weight_that_is_stored_otherwise(catalog, config, role, each):
+    entry = tensor_states(resolve(catalog.configs[config], catalog, config), ParameterTensor("w", (6, 64), role), False)
+    assert entry.copy_bytes == each * 6 * 64
 
 
 # ------------------------------------------------------------------ coded weights
@@ -102,3 +142,46 @@ def test_operations_are_six_for_each_parameter_and_token_and_eight_where_forward
     }
     tokens, attention = 24, 24 * 8 * 40 // 2
     assert times == {"none": 6 * tokens * 1000 + 3 * attention, "full": 8 * tokens * 1000 + 4 * attention}
+
+
+def planned(catalog, model, config: str, **keys):
+    setup = resolve(replace(catalog.configs[config], **keys), catalog, config)
+    plan = CompiledPlan(model, setup)
+    return setup, plan.states
+
+
+def test_attention_is_as_wide_as_the_heads_of_all_layers(catalog, model):
+    """Scores and weighted values, each over 32 heads of 128 in 32 layers."""
+    work = work_of(model("llama-8b"), *planned(catalog, model("llama-8b"), "bf16-adamw"))
+    assert work.attention_width == 32 * (32 * 128 + 32 * 128)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(None, 2), ("fp32", 2 + 2 + 4)])
+def test_a_gradient_is_written_once_or_read_and_written_again_in_its_own_dtype(catalog, model, dtype, each):
+    parameters = parameter_count(model("gpt2").inventory)
+    keys = {"gradients": Gradients(dtype), "optimizer": {"default": "adamw-int8"}, "sequence_length": 64}
+    work = work_of(model("gpt2"), *planned(catalog, model("gpt2"), "bf16-adamw", **keys))
+    assert work.gradient_bytes == each * parameters
+
+
+@pytest.mark.parametrize(("kernel", "passes"), [("foreach", 2 * 2 + 3 + 10), ("for-loop", 2 * 2 + 3 + 10)])
+def test_an_unfused_adamw_passes_over_moments_weights_and_gradients_again(catalog, model, kernel, passes):
+    """In fp32 numbers: both moments read and written; weights read and written and gradients read again; ten moments more."""
+    parameters = parameter_count(model("gpt2").inventory)
+    keys = {"kernels": Kernels(optimizer=kernel), "sequence_length": 64}
+    work = update_work(*planned(catalog, model("gpt2"), "fp32-adamw", **keys))
+    assert work.moved_bytes == 4 * passes * parameters
+    assert (work.operations, work.host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("kind", "cubes"), [("min", (6, 0)), ("fast", (4, 2))])
+def test_newton_schulz_takes_five_iterations_of_three_products(catalog, model, kind, cubes):
+    """For sides m <= n: X X^T and S X take 2 m^2 n each, the square 2 m^3; ``min`` goes by X three times instead."""
+    spec, by_n, by_m = model("smollm2-135m").spec, *cubes
+    shapes = [(576, 576), (192, 576), (192, 576), (576, 576), (576, 1536), (576, 1536), (576, 1536)]
+    keys = {
+        "kernels": Kernels(newton_schulz=kind),
+        "optimizer": {"hidden_matrix": "muon-fp32", "default": "adamw-fp32"},
+    }
+    work = update_work(*planned(catalog, model("smollm2-135m"), "bf16-adamw", **keys))
+    assert work.operations == 5 * spec.num_hidden_layers * sum(m * m * (by_n * n + by_m * m) for m, n in shapes)
