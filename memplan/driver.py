@@ -23,3 +23,9 @@ def asked(query: str) -> list[list[str]] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines()]
+
+
+def driver_version() -> str:
+    """Return the version of the driver, such as ``580.159.03``; nothing where none answers."""
+    rows = asked("--query-gpu=driver_version") or []
+    return next((version for row in rows for version in row if version[:1].isdigit()), "")

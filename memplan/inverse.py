@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, allowances_of, bytes_per_parameter, devices_for
+from memplan.planner import CompiledPlan, Device, MemoryPlan, allowances_of, bytes_per_parameter, devices_for
 from memplan.setup import TrainingSetup
 from memplan.training.config import MAXIMUM_GPUS
+
+MOST_RANKS = 2**12
+"""GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     GPU and so does what each costs, so that fitting is monotonic in their number.
     """
     setup = plan.setup
-    if setup.config.parallel.data > 1:
-        raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")
+    _refuse_parallel(setup)
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def fits(count: int) -> bool:
@@ -115,3 +118,100 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The fewest GPUs of one kind for a job.
+
+    Attributes:
+        device: One of them.
+        plan: What one of them holds; where memory is pooled, what all of them hold together.
+        pooled: Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out.
+    """
+
+    device: Device
+    count: int
+    plan: MemoryPlan
+    pooled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where a job fits, by kind of GPU.
+
+    Attributes:
+        rows: One for each kind that suffices.
+        refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
+    """
+
+    rows: tuple[Placement, ...]
+    refusal: str = ""
+
+
+def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: Sequence[Device]) -> Placements:
+    """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
+
+    Args:
+        model: The model.
+        setup_of: The setup for a number of GPUs, as ``memplan fit --gpus`` makes it.
+        devices: One GPU of each kind.
+
+    Raises:
+        CannotAnswerError: The config says itself how many GPUs it is for.
+    """
+
+    @cache
+    def compiled(count: int) -> CompiledPlan:
+        return CompiledPlan(model, setup_of(count))
+
+    alone = compiled(1)
+    _refuse_parallel(alone.setup)
+    refusal = _refusal(compiled)
+    rows = []
+    for device in devices_for(alone.setup, devices):
+        plan = alone.evaluate(device)
+        if plan.verdict == "fits":
+            rows.append(Placement(device, 1, plan))
+        elif refusal and (count := fewest_devices(alone, device)) is not None:
+            pooled = Device(device.gpu, device.name, count)
+            rows.append(Placement(device, count, alone.evaluate(pooled), pooled=True))
+        elif not refusal and (count := fewest_ranks(compiled, device)) is not None:
+            rows.append(Placement(device, count, compiled(count).evaluate(device)))
+    return Placements(tuple(rows), refusal)
+
+
+def _refusal(compiled: Callable[[int], CompiledPlan]) -> str:
+    """Return why a job is not planned on two GPUs, or nothing where it is."""
+    try:
+        compiled(2)
+    except MemplanError as error:
+        return str(error)
+    return ""
+
+
+def fewest_ranks(compiled: Callable[[int], CompiledPlan], device: Device) -> int | None:
+    """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
+
+    It is the first such number beyond a power of two, which is the fewest as long as shards shrink
+    with their number: they do until single rows of a tensor are left.
+    """
+
+    def fits(count: int) -> bool:
+        return compiled(count).evaluate(device).verdict == "fits"
+
+    high = 2
+    while not fits(high):
+        high *= 2
+        if high > MOST_RANKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _refuse_parallel(setup: TrainingSetup) -> None:
+    if setup.config.parallel.data > 1:
+        raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")

@@ -67,8 +67,6 @@ def assert_fits(
     compiled = CompiledPlan(found, find_setup(config, overrides, known, found))
     needed = figures(compiled, device, "", "")
     messages = [finding.message for finding in evaluated(job, needed, None).findings]
-    if limit is not None and needed.on(basis) > needed.usable_bytes:
-        messages.append(f"more than the {format_bytes(needed.usable_bytes)} usable on {device.name}")
     if messages:
         lines = [f"  {name}: {format_bytes(size)}" for name, size in needed.components.items()]
         head = f"{model} with {config} on {device.name} {'; '.join(messages)}"

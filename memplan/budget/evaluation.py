@@ -68,7 +68,8 @@ class Result:
 
     Attributes:
         figures: None where the job could not be evaluated at all.
-        limit_bytes: Most that its device total may be; 0 where it could not be evaluated.
+        limit_bytes: Most that its device total may be, which is never more than the GPU has; 0 where it could not be
+            evaluated.
         before: Its entry in the baseline, if any.
         findings: Worst first.
     """
@@ -99,13 +100,16 @@ class Result:
 def evaluated(job: Job, figures: Figures, baseline: Baseline | None) -> Result:
     """Return what there is to say about a job on a GPU.
 
+    A limit beyond what the GPU has is that of the GPU: a job that does not fit there is within no budget.
+
     Args:
         job: The job and its limits.
         figures: What it needs.
         baseline: What jobs needed before; None where there is no baseline.
     """
     before = None if baseline is None else baseline.entries.get((job.name, figures.device))
-    limit = figures.usable_bytes if job.limit_bytes is None else job.limit_bytes
+    usable = figures.usable_bytes
+    limit = usable if job.limit_bytes is None else min(job.limit_bytes, usable)
     findings = [*_over_limit(job, figures, limit), *_over_components(job, figures), *_increased(job, figures, before)]
     if any(f.rule != "cannot-evaluate" for f in findings):
         status: Status = "over" if job.level == "error" else "warn"
@@ -127,7 +131,7 @@ def _over_limit(job: Job, figures: Figures, limit: int) -> Iterator[Finding]:
         return
     largest = max(figures.components, key=lambda name: figures.components[name])
     kind = "" if job.basis == "expected" else " at the upper end"
-    allowed = f"the {format_bytes(limit)} usable on {figures.device}" if job.limit_bytes is None else _limit(limit)
+    allowed = _limit(limit) if limit == job.limit_bytes else f"the {format_bytes(limit)} usable on {figures.device}"
     message = (
         f"needs {format_bytes(needed)}{kind}, {format_bytes(needed - limit)} over {allowed}; "
         f"largest component: {largest} with {format_bytes(figures.components[largest])}"

@@ -73,7 +73,7 @@ class Job:
 
     Attributes:
         settings: ``key=value`` for keys of the training config to replace, sorted.
-        limit_bytes: Most that the device total may be; None for the GPU's usable memory.
+        limit_bytes: Most that the device total may be, as far as the GPU has it; None for all that it has.
         component_limits: Most that components may be, in bytes.
         own: Keys that the job gives itself, rather than by default.
     """

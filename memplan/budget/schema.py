@@ -24,7 +24,7 @@ class Defaults:
         set: Keys of the training config to replace, as ``--set`` does, such as ``micro_batch_size: 2``.
         gpu: One GPU of the catalog.
         gpus: Several, each checked by itself.
-        limit: Most that the device total may be; the GPU's usable memory where it is not given.
+        limit: Most that the device total may be; the GPU's usable memory where that is less, or none is given.
         components: Most that single components may be.
         max_increase: Most that the device total may grow over the baseline: ``3%`` or ``500 MiB``.
         level: ``error`` fails the check, ``warn`` only tells.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
@@ -13,8 +14,10 @@ from memplan.cli import options as o
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import Overrides, Shapes, catalog_model, find_devices, find_model, find_setup, open_catalog
 from memplan.errors import InvalidFileError
+from memplan.model.model import Model
 from memplan.planner import Device
 from memplan.report.document import Document
+from memplan.setup import TrainingSetup
 
 
 class Sought(StrEnum):
@@ -180,9 +183,10 @@ def where_command(
     quiet: o.QuietOption = False,
     catalog_path: o.CatalogOption = None,
 ) -> None:
-    """Which GPU, and how many? The fewest of each kind, with their memory pooled; with --price the cheapest.
+    """Which GPU, and how many? The fewest of each kind, as fit --gpus plans them; with --price the cheapest.
 
-    Without --config: bf16-adamw.
+    Without --config: bf16-adamw. Where a config is not planned on several GPUs, a bound from pooled memory is
+    shown, which is no answer. Exit code 0: it fits; 1: on none; 3: only bounds.
     """
     catalog = open_catalog(catalog_path)
     shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
@@ -194,11 +198,34 @@ def where_command(
         from memplan.report.accounting import where_by_notes
 
         raise typer.Exit(emit(where_by_notes(accounting.value, found, config, catalog), form, as_json, output, quiet))
-    setup = find_setup("bf16-adamw" if config is None else config, overrides, catalog, found)
-    devices = find_devices(gpu, gpu_memory, 1, catalog)
+    document = _where(
+        found,
+        config or "bf16-adamw",
+        overrides,
+        find_devices(gpu, gpu_memory, 1, catalog),
+        catalog,
+        price,
+        unit_text(units),
+    )
+    raise typer.Exit(emit(document, form, as_json, output, quiet))
+
+
+def _where(
+    model: Model,
+    config: str,
+    overrides: Overrides,
+    devices: list[Device],
+    catalog: Catalog,
+    price: Path | None,
+    unit: str,
+) -> Document:
     from memplan.cli.prices import load_prices
+    from memplan.inverse import placements
     from memplan.report.inverse import where_document
 
+    def setup_of(count: int) -> TrainingSetup:
+        return find_setup(config, replace(overrides, gpus=count), catalog, model)
+
     prices = None if price is None else load_prices(price, catalog)
-    document = where_document(found, setup, devices, catalog, unit_text(units), prices)
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    setup = setup_of(1)
+    return where_document(model, setup.name, placements(model, setup_of, devices), setup.config, unit, prices)

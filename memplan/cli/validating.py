@@ -192,6 +192,7 @@ def _facts(task: Task, measurement: Measurement) -> Facts:
         config=task.setup.label,
         device=measurement.device or task.device,
         torch_version=measurement.torch_version,
+        driver_version=measurement.driver_version if task.device == "cuda" else "",
         micro_batch_size=config.micro_batch_size,
         sequence_length=config.sequence_length,
         attention=task.setup.profile.attention,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from memplan.catalog.entries import Optimizer as OptimizerEntry
 from memplan.errors import CannotAnswerError
 from memplan.lab.gradients import Trained
-from memplan.muon import Muon, gradients, newton_schulz, quantised, steps, weight_formats
+from memplan.muon import Muon
+from memplan.muon.chunk_loops import first_turns
 from memplan.muon.formats import (
     ADAMW_EXEMPT_BELOW,
     ADAMW_FORMATS,
@@ -25,30 +26,13 @@ from memplan.muon.gradients import GRADIENT_FORMATS
 from memplan.muon.handles import Handle
 from memplan.training.kernels import KernelProfile
 
-_CHUNKED: tuple[Any, ...] = (steps, gradients, newton_schulz, quantised, weight_formats)
-"""Modules whose loops over chunks of a tensor are cut short."""
+TURNS = 2
+"""Turns of a loop over chunks that are traced: the second runs while what the first has left is there."""
 
 
-@contextmanager
-def short_loops() -> Iterator[None]:
-    """Run only the first two turns of the bundled optimizer's loops over chunks of a tensor.
-
-    Every turn takes and gives back the same memory, so that two show what all would: the second
-    runs while what the first has left is there. A tensor of a billion elements has 4000 turns.
-    """
-
-    def shortened(start: int, stop: int | None = None, step: int = 1) -> range:
-        if stop is None:
-            return range(start)
-        return range(start, min(stop, start + 2 * step), step)
-
-    for module in _CHUNKED:
-        module.range = shortened
-    try:
-        yield
-    finally:
-        for module in _CHUNKED:
-            del module.range
+def short_loops() -> AbstractContextManager[None]:
+    """Run only the first turns of the bundled optimizer's loops over chunks of a tensor."""
+    return first_turns(TURNS)
 
 
 class MetaMuon(Muon):

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memplan.muon.chunk_loops import starts
 from memplan.muon.errors import OptimizerError, unknown_choice
 
 GRADIENT_FORMATS = {
@@ -134,7 +135,7 @@ class GradientStore:
     def _add_plain(self, flat: Tensor, codes: Tensor, fresh: bool) -> None:
         total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)
         part = torch.empty_like(total)
-        for start in range(0, flat.numel(), self.chunk_elements):
+        for start in starts(flat.numel(), self.chunk_elements):
             codes[start : start + self.chunk_elements].copy_(self._sum(flat, codes, None, start, fresh, total, part))
 
     def _add_scaled(self, flat: Tensor, codes: Tensor, scale: Tensor, fresh: bool) -> None:
@@ -143,12 +144,12 @@ class GradientStore:
         largest = torch.zeros((), device=flat.device)
         here = torch.zeros((), device=flat.device)
         limit = torch.finfo(self.dtype).max
-        for start in range(0, flat.numel(), self.chunk_elements):
+        for start in starts(flat.numel(), self.chunk_elements):
             values = self._sum(flat, codes, scale, start, fresh, total, part)
             torch.linalg.vector_norm(values, ord=float("inf"), out=here)
             torch.maximum(largest, here, out=largest)
         largest.div_(limit).clamp_(min=_SMALLEST_SCALE)
-        for start in range(0, flat.numel(), self.chunk_elements):
+        for start in starts(flat.numel(), self.chunk_elements):
             values = self._sum(flat, codes, scale, start, fresh, total, part).div_(largest).clamp_(-limit, limit)
             codes[start : start + self.chunk_elements].copy_(values)
         scale.copy_(largest)

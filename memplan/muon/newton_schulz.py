@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from memplan.muon.chunk_loops import starts
 from memplan.muon.errors import OptimizerError, unknown_choice
 from memplan.muon.products import Products, default_products
 
@@ -177,7 +178,7 @@ def _minimal(x: Tensor, schedule: Schedule, chunk_columns: int, products: Produc
     gram, once, inner = _square(x), _chunk(x, width), _chunk(x, width)
     for a, b, c in schedule:
         products.gram(x, x.mT, gram)
-        for start in range(0, n, width):
+        for start in starts(n, width):
             part = x[..., start : start + width]
             through, mixed = once[..., : part.shape[-1]], inner[..., : part.shape[-1]]
             products.apply(gram, part, through)
@@ -240,7 +241,7 @@ def gram_segments(schedule: Schedule) -> list[Schedule]:
 def _apply_(x: Tensor, symmetric: Tensor, a: float, chunk: Tensor, products: Products) -> None:
     """Replace ``X`` by ``a*X + S@X``, a chunk of columns at a time."""
     width = chunk.shape[-1]
-    for start in range(0, x.shape[-1], width):
+    for start in starts(x.shape[-1], width):
         part = x[..., start : start + width]
         result = chunk[..., : part.shape[-1]]
         products.apply(symmetric, part, result, part, a)

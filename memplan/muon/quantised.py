@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memplan.muon.chunk_loops import starts
 from memplan.muon.errors import OptimizerError
 from memplan.muon.gradients import Gradient, GradientStore
 from memplan.muon.weight_codecs import weight_format
@@ -57,7 +58,7 @@ class QuantisedWeight(nn.Module):
         rows, columns = matrix.shape
         codes = torch.zeros(rows, chosen.row_bytes(columns), dtype=torch.uint8, device=matrix.device)
         step = max(DECODE_CHUNK // columns, 1)
-        for first in range(0, rows, step):
+        for first in starts(rows, step):
             part = matrix[first : first + step].detach().float().reshape(-1)
             chosen.encode_(part, codes[first : first + step].view(-1, chosen.block_bytes), generator)
         return cls(codes, format, columns)
@@ -88,7 +89,7 @@ class QuantisedWeight(nn.Module):
         exact = None
         if out.dtype != torch.float32:
             exact = torch.empty(min(step, out.shape[0]) * self.shape[1], device=out.device)
-        for first in range(0, out.shape[0], step):
+        for first in starts(out.shape[0], step):
             part = out[first : first + step]
             blocks = codes[first : first + step].view(-1, self.format.block_bytes)
             if exact is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from memplan.muon.chunk_loops import starts
 from memplan.muon.codecs import Codec, padded
 from memplan.muon.low_rank import accumulate_low_rank_
 from memplan.muon.newton_schulz import Workspace, newton_schulz_, newton_schulz_workspace_bytes
@@ -156,7 +157,7 @@ def accumulate_(
     length = chunk_length(elements, options.chunk_elements, codec.block_elements)
     scratch = codec.scratch(length, update.device)
     gradients = torch.empty(length, device=update.device)
-    for start in range(0, elements, length):
+    for start in starts(elements, length):
         count = min(length, elements - start)
         held, offset = stager.fetch(state, start, count)
         mean = codec.load(held, MOMENTUM, offset, count, scratch)
@@ -180,8 +181,8 @@ def orthogonalise_(update: Tensor, options: MuonOptions) -> None:
     """Orthogonalise ``(rows, columns)``, or ``(experts, rows, columns)`` a few experts at a time."""
     matrices = [update]
     if update.ndim == 3:
-        starts = range(0, update.shape[0], options.batch)
-        matrices = [update[start : start + options.batch].squeeze(0) for start in starts]
+        batches = starts(update.shape[0], options.batch)
+        matrices = [update[first : first + options.batch].squeeze(0) for first in batches]
     for matrix in matrices:
         newton_schulz_(
             matrix,
@@ -217,7 +218,7 @@ def apply_(
     exact = torch.empty(length, device=update.device)
     scratch = handle.scratch(length)
     noise = generator if options.stochastic_weights else None
-    for start in range(0, update.numel(), length):
+    for start in starts(update.numel(), length):
         part = update[start : start + length]
         handle.apply_(start, exact[: part.numel()].copy_(part), keep, rate, scratch, noise)
 
@@ -253,7 +254,7 @@ def adamw_step_(
     beta1, beta2 = options.betas
     correction = 1 / sqrt(1 - beta2**step)
     weight_noise = generator if options.stochastic_weights else None
-    for start in range(0, elements, length):
+    for start in starts(elements, length):
         count = min(length, elements - start)
         held, offset = stager.fetch(state, start, count)
         mean = first.load(held, FIRST, offset, count, scratches[0])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from memplan.muon.chunk_loops import starts
 from memplan.muon.errors import OptimizerError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class WeightFormat:
 
     def _stretches(self, blocks: Tensor, values: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         rows = values.view(-1, self.block_elements)
-        for first in range(0, blocks.shape[0], count):
+        for first in starts(blocks.shape[0], count):
             last = first + count
             yield blocks[first:last], rows[first:last]
 

@@ -27,7 +27,7 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
         unit: Unit of bytes in tables.
     """
     reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
-    blocks = (results_table(results, unit), reasons, notes(results), answer(results))
+    blocks = (results_table(results, unit), reasons, answer(results))
     return Document(check_data(results, file, catalog_hash), blocks, exit_code(results))
 
 
@@ -145,14 +145,6 @@ def _named(results: Sequence[Result], component: bool = False) -> str:
 def _component(result: Result) -> str:
     component = next((finding.component for finding in result.findings if finding.component), "")
     return f" ({component})" if component else ""
-
-
-def notes(results: Sequence[Result]) -> str:
-    """Return what a reader should know besides: jobs within a limit that is larger than their GPU."""
-    kept = [r for r in results if r.status == "within" and r.figures is not None and r.figures.verdict == "no"]
-    if not kept:
-        return ""
-    return f"Note: within the limit, but more than the GPU has: {_named(kept)}."
 
 
 def fingerprint(result: Result, finding: Finding) -> str:

@@ -8,15 +8,15 @@ from fractions import Fraction
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.inverse import LargestModel, fewest_devices, largest_models
+from memplan.inverse import MOST_RANKS, LargestModel, Placement, Placements, largest_models
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, devices_for
+from memplan.planner import Device
 from memplan.published.rounding import numbers
 from memplan.published.schema import Library
 from memplan.report.document import Document, Table
 from memplan.setup import TrainingSetup
-from memplan.training.config import MAXIMUM_GPUS
+from memplan.training.config import TrainingConfig
 from memplan.units import format_bytes, format_count, format_fraction
 
 PUBLISHED = "s000.t02"
@@ -74,7 +74,7 @@ def max_document(
     blocks: list[Table | str] = [head, Table(headers, rows), WHY]
     if any(device.count > 1 for device in devices):
         blocks.append(
-            "Memory of several GPUs is pooled: everything sharded evenly, nothing replicated, no communication buffers."
+            "Memory of several GPUs is pooled, which is an upper bound: everything sharded evenly, nothing replicated, no communication buffers."
         )
     blocks.append(_max_sentence(found))
     return Document({"schema": "memplan/max/1", "rows": data}, tuple(blocks))
@@ -117,8 +117,13 @@ def _max_sentence(rows: Sequence[LargestModel]) -> str:
     best = max(rows, key=lambda row: (row.largest_fitting_parameters, -row.device.memory_bytes))
     if best.largest_fitting is None:
         return "No catalog model fits on any of these GPUs."
-    on = best.device.name if best.device.count == 1 else f"{best.device.count} x {best.device.name}"
-    return f"The largest catalog model that fits is {best.largest_fitting} with {best.setup.name} on {on}."
+    with_config = f"{best.largest_fitting} with {best.setup.name}"
+    if best.device.count == 1:
+        return f"The largest catalog model that fits is {with_config} on {best.device.name}."
+    on = f"{best.device.count} x {best.device.name}"
+    return (
+        f"At most {with_config} on {on}: a bound, of pooled memory; memplan fit --gpus plans a job that is shared out."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,89 +145,97 @@ class Prices:
 
 
 def where_document(
-    model: Model,
-    setup: TrainingSetup,
-    devices: Sequence[Device],
-    catalog: Catalog,
-    unit: str,
-    prices: Prices | None = None,
+    model: Model, name: str, found: Placements, config: TrainingConfig, unit: str, prices: Prices | None = None
 ) -> Document:
-    """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest."""
-    del catalog
+    """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest.
+
+    Counts that are only bounds come last, whatever they cost, and are never the answer.
+
+    Args:
+        model: The model.
+        name: Of the training config.
+        found: Where the job fits.
+        config: For the batch and the sequence length.
+        unit: Unit of bytes in tables.
+        prices: What each GPU costs.
+    """
     hourly = prices.hourly if prices else {}
-    plan = CompiledPlan(model, setup)
-    found = [(device, fewest_devices(plan, device)) for device in devices_for(setup, devices)]
-    fitting = sorted(
-        ((device, count) for device, count in found if count is not None),
-        key=lambda item: (
-            item[0].name not in hourly,
-            item[1] * hourly.get(item[0].name, 0),
-            item[1],
-            item[0].gpu.cuda_total_bytes,
-            item[0].name,
-        ),
-    )
-    data = [_where_data(plan, device, count) for device, count in fitting]
-    costs = [count * hourly[device.name] if device.name in hourly else None for device, count in fitting]
-    rows = tuple(
-        (
-            *(() if prices is None else ("" if cost is None else prices.text(cost),)),
-            str(item["count"]),
-            str(item["gpu"]),
-            format_bytes(item["usable_bytes"], unit),
-            format_bytes(item["device_bytes"], unit),
-            format_bytes(item["upper_bytes"], unit),
-        )
-        for item, cost in zip(data, costs, strict=True)
-    )
+    ordered = sorted(found.rows, key=lambda row: _order(row, hourly))
+    costs = [row.count * hourly[row.device.name] if row.device.name in hourly else None for row in ordered]
+    data = [_where_data(row) for row in ordered]
     if prices is not None:
         data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
-    name = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}"
+    rows = tuple(_where_row(row, cost, unit, prices) for row, cost in zip(ordered, costs, strict=True))
+    job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {name}"
+    usable = ">usable in all" if found.refusal else ">usable each"
     blocks: list[Table | str] = [
-        f"{name}: the fewest GPUs of each kind, at micro-batch {setup.config.micro_batch_size}, sequence {setup.config.sequence_length}",
-        Table(
-            (*(() if prices is None else (">per hour",)), ">count", "gpu", ">usable in all", ">device", ">upper end"),
-            rows,
-        ),
-        "With more than one GPU the memory is pooled: everything sharded evenly, nothing replicated, no communication buffers. "
-        "Such a count is a lower bound.",
-        _where_sentence(name, fitting) if prices is None else _priced_sentence(name, fitting, costs, prices),
+        f"{job}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
+        Table((*(() if prices is None else (">per hour",)), ">count", "gpu", usable, ">device", ">upper end"), rows),
+        _how_shared(ordered, found.refusal),
+        _where_sentence(job, ordered, costs, prices),
     ]
     return Document(
-        {"schema": "memplan/where/1", "model": model.spec.name, "config": setup.name, "rows": data},
-        tuple(blocks),
-        0 if fitting else 1,
+        {"schema": "memplan/where/1", "model": model.spec.name, "config": name, "rows": data},
+        tuple(block for block in blocks if block),
+        _where_code(ordered),
     )
 
 
-def _where_data(plan: CompiledPlan, device: Device, count: int) -> dict[str, Any]:
-    answer = plan.evaluate(Device(device.gpu, device.name, count))
+def _order(row: Placement, hourly: Mapping[str, Fraction]) -> tuple[bool, bool, Fraction, int, int, str]:
+    name = row.device.name
+    cost = row.count * hourly.get(name, Fraction(0))
+    return row.pooled, name not in hourly, cost, row.count, row.device.gpu.cuda_total_bytes, name
+
+
+def _where_code(rows: Sequence[Placement]) -> int:
+    """Return 0 where the job fits somewhere, 3 where there are only bounds, 1 where there is nothing."""
+    return 1 if not rows else 3 if rows[0].pooled else 0
+
+
+def _where_data(row: Placement) -> dict[str, Any]:
     return {
-        "gpu": device.name,
-        "count": count,
-        "pooled": count > 1,
-        "usable_bytes": answer.usable_bytes,
-        "device_bytes": answer.device_bytes,
-        "upper_bytes": answer.upper_bytes,
-        "verdict": answer.verdict,
+        "gpu": row.device.name,
+        "count": row.count,
+        "pooled": row.pooled,
+        "usable_bytes": row.plan.usable_bytes,
+        "device_bytes": row.plan.device_bytes,
+        "upper_bytes": row.plan.upper_bytes,
+        "verdict": "bound" if row.pooled else row.plan.verdict,
     }
 
 
-def _where_sentence(name: str, fitting: Sequence[tuple[Device, int]]) -> str:
-    if not fitting:
-        return f"NO: {name} fits on no number of these GPUs up to {MAXIMUM_GPUS:,}."
-    device, count = fitting[0]
-    if count == 1:
-        return f"FITS: {name} fits on one {device.name}, the smallest single GPU that holds it."
-    return f"FITS: {name} fits on {count} x {device.name} with their memory pooled, the fewest; on no single GPU."
+def _where_row(row: Placement, cost: Fraction | None, unit: str, prices: Prices | None) -> tuple[str, ...]:
+    least = ">= " if row.pooled else ""
+    sizes = (row.plan.usable_bytes, row.plan.device_bytes, row.plan.upper_bytes)
+    price = () if prices is None else ("" if cost is None else f"{least}{prices.text(cost)}",)
+    return (*price, f"{least}{row.count}", row.device.name, *(format_bytes(size, unit) for size in sizes))
 
 
-def _priced_sentence(
-    name: str, fitting: Sequence[tuple[Device, int]], costs: Sequence[Fraction | None], prices: Prices
+def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
+    """Return what several GPUs mean in an answer that has them."""
+    if all(row.count == 1 for row in rows):
+        return ""
+    if refusal:
+        return (
+            f"Not planned on several GPUs: {refusal}. Counts beyond 1 are lower bounds (>=): their memory is pooled, "
+            "everything sharded evenly, nothing replicated, no communication buffers."
+        )
+    return (
+        "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
+        "memplan fit --gpus plans them; bytes are one GPU's."
+    )
+
+
+def _where_sentence(
+    job: str, rows: Sequence[Placement], costs: Sequence[Fraction | None], prices: Prices | None
 ) -> str:
-    """Return the cheapest, where any that fits has a price."""
-    if not fitting or costs[0] is None:
-        return _where_sentence(name, fitting)
-    device, count = fitting[0]
-    pooled = ", with their memory pooled" if count > 1 else ""
-    return f"FITS: {name} costs least on {count} x {device.name}{pooled}: {prices.text(costs[0])} an hour."
+    if not rows:
+        return f"NO: {job} fits on no number of these GPUs, up to {MOST_RANKS:,} of a kind."
+    first, cost = rows[0], costs[0]
+    if first.pooled:
+        return f"UNKNOWN: {job} fits on none of these GPUs alone, and is not planned on several."
+    if prices is not None and cost is not None:
+        return f"FITS: {job} costs least on {first.count} x {first.device.name}: {prices.text(cost)} an hour."
+    if first.count == 1:
+        return f"FITS: {job} fits on one {first.device.name}, the smallest single GPU that holds it."
+    return f"FITS: {job} fits on {first.count} x {first.device.name}, the fewest; on no single GPU."

@@ -237,6 +237,7 @@ def validation_schema() -> dict[str, Any]:
             "config": TEXT,
             "device": TEXT,
             "torch_version": TEXT,
+            "driver_version": TEXT,
             "status": {"enum": ["measured", "out of memory", "killed", "hung", "failed"]},
             "reason": TEXT,
             "rows": _array(row),

@@ -20,12 +20,17 @@ BOUNDARY = "boundary"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was run, on what, and how it ended."""
+    """What was run, on what, and how it ended.
+
+    Attributes:
+        driver_version: Of the GPU's driver, or ``unknown``; nothing on a CPU.
+    """
 
     model: str
     config: str
     device: str
     torch_version: str
+    driver_version: str
     micro_batch_size: int
     sequence_length: int
     attention: str
@@ -106,7 +111,7 @@ def _exit_code(facts: Facts) -> int:
 
 def _heading(facts: Facts) -> tuple[str, str]:
     return (
-        f"{facts.model}, {facts.config}: {facts.steps} training steps on {facts.device}, torch {facts.torch_version}",
+        f"{facts.model}, {facts.config}: {facts.steps} training steps on {_place(facts)}",
         f"micro-batch {facts.micro_batch_size}, sequence {facts.sequence_length}, attention {facts.attention}",
     )
 
@@ -211,7 +216,8 @@ def _boundary(found: Sequence[Found]) -> dict[str, int]:
 
 def _place(facts: Facts) -> str:
     """Return what a record was measured on; one that ran out of memory does not say the device."""
-    return f"{facts.device}, torch {facts.torch_version}"
+    driver = f", driver {facts.driver_version}" if facts.driver_version else ""
+    return f"{facts.device}, torch {facts.torch_version}{driver}"
 
 
 def _group(row: Comparison) -> str:

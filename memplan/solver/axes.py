@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from memplan.catalog.catalog import Catalog
+from memplan.chunks import CODING
 from memplan.errors import InvalidFileError, match_hint
 from memplan.setup import FLOAT_BYTES, TrainingSetup, resolve
 from memplan.solver.space import Space, WeightChoice
@@ -18,8 +19,11 @@ T = TypeVar("T")
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Micro-batches that are searched."""
 
-CODED_FORMATS = ("q8-0", "q6-k", "q5-k", "q4-k", "q4-0", "iq4-xs", "nf4", "iq3-xxs", "iq2-xxs")
-"""Block formats that weights are searched in; rows that do not divide stay in the compute dtype."""
+FROZEN_FORMATS = ("q8-0", "q6-k", "q5-k", "q4-k", "q4-0", "iq4-xs", "nf4", "nf4-dq", "iq3-xxs", "iq2-xxs")
+"""Block formats that weights below adapters are searched in; trained ones are in whatever the library codes.
+
+Rows that do not divide into blocks stay in the compute dtype.
+"""
 
 TRACED_ALGORITHMS = frozenset(("adamw", "muon"))
 """Optimizers that are searched: those whose updates have been traced, so that what fits is known to fit.
@@ -87,7 +91,7 @@ def _weight_choices(catalog: Catalog, base: TrainingConfig) -> tuple[WeightChoic
     rest = {"embedding": narrow, "head": narrow, "router": "bf16", "norm": "bf16" if base.adapter else "fp32"}
     coded = (
         WeightChoice(name, name, {"hidden_matrix": name, **rest}, "bf16", False, True)
-        for name in (*CODED_FORMATS, *(("nf4-dq",) if base.adapter is not None else ()))
+        for name in (CODING if base.adapter is None else FROZEN_FORMATS)
         if name in catalog.formats
     )
     return (*floats, *coded)

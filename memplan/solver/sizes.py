@@ -29,9 +29,14 @@ from memplan.solver.timing import (
     work_of,
 )
 from memplan.states import ModelStates, model_states
+from memplan.updates import tensor_temporaries
 
 NO_UPDATE = Optimizer("No update", "sgd", "Lower bound of a pass under any optimizer.", (), (), implementation="none")
 """An optimizer that keeps nothing, takes nothing and has any weights."""
+
+STORES_GRADIENTS = "adamw-int8"
+"""The same for coded weights and for gradients in a dtype of their own, which the bundled optimizer alone takes; its scratch
+memory is taken off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class Sizes:
         self._held: dict[tuple[str, str | None], Held] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
-        self._passing: dict[tuple[object, ...], tuple[CompiledPlan, dict[int, int]]] = {}
+        self._passing: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
 
@@ -109,10 +114,12 @@ class Sizes:
     def _plain(
         self, weights: WeightChoice, gradient: str | None, way: PassChoice | None = None, batch: int | None = None
     ) -> TrainingSetup:
-        """Return a pass without an update."""
-        state = StateChoice(weights, "none", gradient, {"default": "sgd"}, "fused", self.space.newton_schulz[0])
+        """Return a pass without an update, or with one whose scratch memory is taken off."""
+        stored = (weights.coded or gradient is not None) and self.space.base.adapter is None
+        name = STORES_GRADIENTS if stored else "sgd"
+        state = StateChoice(weights, "none", gradient, {"default": name}, "fused", self.space.newton_schulz[0])
         setup = self.setup(state, way, batch)
-        return replace(setup, optimizers=dict.fromkeys(setup.optimizers, NO_UPDATE))
+        return setup if stored else replace(setup, optimizers=dict.fromkeys(setup.optimizers, NO_UPDATE))
 
     def always_bytes(self, state: StateChoice) -> int:
         """Return the bytes that a combination holds at every instant, gradients left out."""
@@ -127,7 +134,8 @@ class Sizes:
 
     def _stepped_by(self, state: StateChoice, held: Held) -> Stepped:
         optimizer = tuple(state.optimizer.items())
-        key = (held.kind, optimizer, state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
+        ways = (state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
+        key = (held.kind, state.gradient, optimizer, ways)
         if key not in self._stepped:
             setup = self.setup(state)
             states = self.states(setup)
@@ -149,15 +157,16 @@ class Sizes:
     def passing_bytes(self, weights: WeightChoice, gradient: str | None, way: PassChoice, batch: int) -> int:
         """Return the least that forward, backward and their gradients need above what stays.
 
-        The plan's optimizer takes no memory while it steps; one serves all weights that look alike.
+        What the plan's own optimizer takes while it steps is taken off; one serves all weights that look alike.
         """
         again = self.space.steps(batch) > 1
         key = (self.held(weights, gradient).look, way.lifetime, way.checkpointing, way.loss, again)
         if key not in self._passing:
-            self._passing[key] = (self._compile(self._plain(weights, gradient, way, batch)), {})
-        plan, peaks = self._passing[key]
+            plan = self._compile(self._plain(weights, gradient, way, batch))
+            self._passing[key] = (plan, plan.constant_bytes + _scratch_bytes(plan), {})
+        plan, apart, peaks = self._passing[key]
         if batch not in peaks:
-            peaks[batch] = plan.requested_bytes(batch, self.length) - plan.constant_bytes
+            peaks[batch] = max(0, plan.requested_bytes(batch, self.length) - apart)
         return peaks[batch]
 
     def plan(self, state: StateChoice, way: PassChoice, batch: int) -> CompiledPlan:
@@ -191,7 +200,7 @@ class Run:
     def __init__(self, sizes: Sizes, weights: WeightChoice, gradient: str | None, way: PassChoice) -> None:
         space, length = sizes.space, sizes.length
         self.sizes, self.weights, self.gradient, self.way = sizes, weights, gradient, way
-        self.batches = [batch for batch in space.batches if space.allowed(weights, way, batch)]
+        self.batches = [batch for batch in space.batches if space.allowed(way, batch)]
         self.steps = [space.steps(batch) for batch in self.batches]
         self.tokens = [steps * batch * length for steps, batch in zip(self.steps, self.batches, strict=True)]
         self._peaks: dict[int, int] = {}
@@ -225,6 +234,12 @@ class Run:
     def token_femtoseconds(self, index: int, update: int) -> int:
         """Return the same for each token."""
         return self.step_picoseconds(index, update) * 1000 // self.tokens[index]
+
+
+def _scratch_bytes(plan: CompiledPlan) -> int:
+    """Return the most scratch memory that a plan's optimizer can take at any instant."""
+    trained = (entry for entry in plan.states.tensors if entry.trainable)
+    return max((tensor_temporaries(plan.setup, entry).bytes for entry in trained), default=0)
 
 
 def _key(state: StateChoice) -> tuple[object, ...]:

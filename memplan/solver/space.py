@@ -186,15 +186,9 @@ class Space:
         for parts in product(self.lifetimes, self.checkpointing, self.losses, self.allocators):
             yield PassChoice(*parts)
 
-    def allowed(self, weights: WeightChoice, way: PassChoice, batch: int) -> bool:
-        """Tell whether weights and a batch go with a pass.
-
-        Gradients that are released at once cannot accumulate. Beside codes their updates inside
-        backward have not been traced, so that pass is taken only where nothing else may be.
-        """
-        if way.lifetime == "step":
-            return True
-        return self.steps(batch) == 1 and not (weights.coded and len(self.lifetimes) > 1)
+    def allowed(self, way: PassChoice, batch: int) -> bool:
+        """Tell whether a batch goes with a pass: gradients that are released at once cannot accumulate."""
+        return way.lifetime == "step" or self.steps(batch) == 1
 
 
 def optimizer_names(optimizer: Mapping[str, str], catalog: Catalog) -> tuple[str, ...]:

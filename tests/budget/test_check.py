@@ -147,11 +147,24 @@ def test_without_a_limit_the_gpu_is_the_limit(cli, budget):
     assert all(row["limit_bytes"] == row["usable_bytes"] for row in ran.data["rows"])
 
 
-def test_a_limit_beyond_the_gpu_is_kept_but_noted(cli, budget):
-    budget("version: 1\nbudgets: [{name: a, model: llama-8b, config: bf16-adamw, gpu: rtx4090, limit: 100 GiB}]\n")
-    ran = cli("check")
-    assert ran.exit_code == 0
-    assert "Note: within the limit, but more than the GPU has: a on rtx4090." in ran.out
+@pytest.mark.parametrize("basis", ["expected", "upper"])
+def test_a_job_that_does_not_fit_its_gpu_is_within_no_limit(cli, budget, basis):
+    budget(
+        f"version: 1\ndefaults: {{model: llama-8b, limit: 100 GiB, basis: {basis}}}\nbudgets:\n"
+        "  - {name: full, config: bf16-adamw, gpus: [rtx4090, h100]}\n  - {name: warned, config: tier1, gpu: rtx4090, level: warn}\n"
+    )
+    ran = cli("check", "--json")
+    rows = {(row["name"], row["gpu"]): row for row in ran.data["rows"]}
+    fits = {"expected": "within", "upper": "over"}[basis]
+    assert ran.exit_code == 1
+    assert {key: row["status"] for key, row in rows.items()} == {
+        ("full", "rtx4090"): "over",
+        ("full", "h100-sxm-80gb"): fits,
+        ("warned", "rtx4090"): "warn",
+    }
+    assert rows["full", "rtx4090"]["limit_bytes"] == rows["full", "rtx4090"]["usable_bytes"] < 100 * 2**30
+    assert "over the 23.65 GiB usable on rtx4090" in rows["full", "rtx4090"]["findings"][0]["message"]
+    assert not any(row["status"] == "within" and row["verdict"] == "no" for row in rows.values())
 
 
 def test_a_component_over_its_limit_is_named(cli, one):

@@ -168,7 +168,7 @@ def test_a_job_that_fits_gives_its_plan():
     ("keys", "said"),
     [
         ({"gpu": "rtx4090"}, "usable on rtx4090"),
-        ({"gpu": "rtx4090", "limit": "500 GiB"}, "more than the 23.65 GiB usable on rtx4090"),
+        ({"gpu": "rtx4090", "limit": "500 GiB"}, "over the 23.65 GiB usable on rtx4090"),
         ({"limit": "10 GiB"}, "over its limit of 10.00 GiB"),
         ({"components": {"weights": "1 GiB"}}, "weights: 14.96 GiB, 13.96 GiB over its limit of 1.00 GiB"),
     ],

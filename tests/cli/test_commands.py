@@ -206,11 +206,36 @@ def test_max_shows_the_notes_bound_beside_the_true_one(cli):
         assert part in text
 
 
-def test_where_pools_several_gpus_and_says_so(cli):
-    ran = cli(*ANSWERS["where"], "--json").data
-    assert all(row["pooled"] == (row["count"] > 1) for row in ran["rows"])
-    assert all(row["verdict"] == "fits" for row in ran["rows"])
-    assert "pooled" in cli(*ANSWERS["where"]).out
+@pytest.mark.parametrize("job", [("llama-8b",), ("gpt2-xl", "-b", "4"), ("qwen3-30b-a3b", "--checkpointing", "full")])
+def test_where_answers_what_fit_agrees_with_and_one_gpu_fewer_does_not_hold(cli, job):
+    data = cli("where", *job, "--json").data
+    several = [row for row in data["rows"] if row["count"] > 1]
+    assert len({row["count"] for row in several}) > 1
+    for row in {row["count"]: row for row in data["rows"]}.values():
+        on = ("--gpu", row["gpu"], "--config", "bf16-adamw", "--strict")
+        assert not row["pooled"]
+        assert cli("fit", *job, *on, "--gpus", row["count"]).exit_code == 0
+        assert row["count"] == 1 or cli("fit", *job, *on, "--gpus", row["count"] - 1).exit_code == 1
+
+
+def test_where_never_recommends_a_bound_from_pooled_memory(cli, write):
+    prices = write("prices.yaml", "{rtx4090: 0.40, h100-sxm-80gb: 2.50}")
+    ask = ("where", "llama-8b", "--config", "tier1", "--price", prices)
+    assert cli("fit", "llama-8b", "--config", "tier1", "--gpu", "rtx4090", "--gpus", "2").exit_code == 3
+    ran, data = cli(*ask), cli(*ask, "--json").data
+    first, bound = data["rows"][0], next(row for row in data["rows"] if row["gpu"] == "rtx4090")
+    assert (first["gpu"], first["count"], first["verdict"]) == ("h100-sxm-80gb", 1, "fits")
+    assert (bound["count"], bound["pooled"], bound["verdict"]) == (2, True, "bound")
+    assert [row["pooled"] for row in data["rows"]] == sorted(row["pooled"] for row in data["rows"])
+    assert ran.exit_code == 0
+    assert "costs least on 1 x h100-sxm-80gb" in ran.out
+    assert "Not planned on several GPUs: tier1: weights: q4-0, q8-0 cannot be reduced" in ran.out
+
+
+def test_where_only_bounds_are_left_the_answer_is_unknown(cli):
+    ran = cli("where", "llama-70b", "--config", "tier1", "--gpu", "h100")
+    assert ran.exit_code == 3
+    assert ran.out.splitlines()[-1].startswith("UNKNOWN: ")
 
 
 # ------------------------------------------------------------------ formats

@@ -170,7 +170,7 @@ def test_a_family_that_is_not_supported_exits_with_3(refused, write):
 def test_max_and_where_answer_for_several_gpus(cli):
     ran = cli("max", "--config", "tier3", "--gpu", "rtx4090", "--gpus", "4")
     assert ran.exit_code == 0
-    assert ran.out.splitlines()[-1].endswith("with tier3 on 4 x rtx4090.")
+    assert " with tier3 on 4 x rtx4090: a bound, of pooled memory;" in ran.out.splitlines()[-1]
     assert "pooled" in ran.out
 
 

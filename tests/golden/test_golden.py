@@ -19,7 +19,7 @@ CASES = {
     "fit-config.json": ("fit", "gpt2", "--gpu", "t4", "--config", "tier1", "--json"),
     "max.txt": ("max", "--config", "tier3", "--gpu", "rtx4090"),
     "max.json": ("max", "--gpu", "rtx4090", "--json"),
-    "where.txt": ("where", "llama-70b", "--config", "tier1", "--gpu", "h100"),
+    "where.txt": ("where", "llama-70b", "--checkpointing", "full", "--gpu", "h100"),
     "explain.txt": ("explain", "gpt2", "--config", "tier1"),
     "tables.txt": ("tables", "s000.t15"),
     "max-accounting.txt": ("max", "--config", "tier3", "--accounting", "notes-scale"),

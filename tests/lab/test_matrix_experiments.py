@@ -126,6 +126,40 @@ def test_findings_follow_from_the_rows():
     assert records["variance"]["findings"] == variance.findings(rows["variance"])
 
 
+@pytest.mark.parametrize("name", ["precision", "precision-h200"])
+def test_the_table_of_precisions_has_the_speeds_that_the_findings_say(name):
+    record = shipped(name)
+    table = {(row[0], row[1], row[2]): row[-1] for row in reporter_of(record).blocks(record)[0].rows}
+    said = [text for text in record["findings"] if text.startswith("Speed against fp32")]
+    compared = 0
+    for sentence in said:
+        width = re.search(r"at (\d+)x", sentence)[1]
+        for precision_name, speed in re.findall(r"(bf16|int8-native) ([\d.]+x)", sentence):
+            assert table[width, precision_name, "input"] == speed
+            compared += 1
+    assert compared == 4
+    assert table["1024", "fp32", "input"] == "1x"
+
+
+def test_the_first_run_of_a_kernel_is_not_timed(monkeypatch):
+    """Here the first run at each size and precision takes a minute, as where kernels are loaded."""
+    ran, now = set(), [0.0]
+
+    def slow_at_first(precision_name, which):
+        def step(x, coefficients):
+            key = (precision_name, which, tuple(x.shape))
+            now[0] += 1.0 if key in ran else 60.0
+            ran.add(key)
+            return iterated(x, coefficients)
+
+        return step
+
+    monkeypatch.setattr(precision, "step_of", slow_at_first)
+    monkeypatch.setattr(precision, "clock", lambda device: now[0])
+    outcome = precision.run((0, 1), quiet, (32, 48), ("bf16", "fp16"), iterations=3)
+    assert {row["seconds"]["high"] for row in outcome.rows if row["iterations"] == 3} == {3.0}
+
+
 def test_a_cubic_gives_the_printed_errors_for_any_matrix():
     x = normalised(gaussian(512, 512, seed=7), torch.bfloat16)
     values = []

@@ -65,7 +65,7 @@ def everything(search: Search) -> list[Found]:
     found = []
     for state, standing in search.states:
         for way in search.space.passes():
-            for batch in (b for b in search.space.batches if search.space.allowed(state.weights, way, b)):
+            for batch in (b for b in search.space.batches if search.space.allowed(way, b)):
                 setup = resolve(search.space.config(state, way, batch), search.catalog, "exhaustive")
                 plan = CompiledPlan(search.model, setup)
                 if plan.evaluate(search.device, batch, search.length).verdict == "fits":
@@ -137,7 +137,7 @@ def test_the_nearest_miss_is_the_least_of_all(catalog, model, spaces, name):
         for state, _ in search.states
         for way in search.space.passes()
         for batch in search.space.batches
-        if search.space.allowed(state.weights, way, batch)
+        if search.space.allowed(way, batch)
     )
     miss = search.nearest_miss()
     assert miss.plan.upper_bytes == least
@@ -184,6 +184,16 @@ def test_every_byte_of_offloaded_states_crosses_the_link_twice(catalog, model):
 
 def test_the_whole_space_has_a_hundred_thousand_combinations(catalog):
     assert full_space(catalog.configs["bf16-adamw"], catalog, (1, 2)).size >= 100_000
+
+
+def test_weights_are_trained_in_what_the_bundled_library_codes_and_in_no_other_format(catalog):
+    pytest.importorskip("torch")
+    from memplan.muon.weight_codecs import WEIGHT_FORMATS
+
+    space = full_space(catalog.configs["bf16-adamw"], catalog, (1,))
+    frozen = full_space(catalog.configs["lora"], catalog, (1,))
+    assert {choice.dtype for choice in space.weights if choice.coded} == set(WEIGHT_FORMATS)
+    assert {choice.dtype for choice in frozen.weights if choice.coded} > {"q4-k", "iq4-xs", "nf4", "nf4-dq"}
 
 
 @pytest.mark.parametrize("experimental", [False, True])

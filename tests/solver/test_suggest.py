@@ -62,6 +62,16 @@ def test_answers_follow_the_schema(cli):
     jsonschema.validate(cli(*ON_4090, "--experimental", "--json").data, schema)
 
 
+def test_coded_weights_whose_gradients_are_released_layer_by_layer_are_searched(cli):
+    """What ``fit`` says fits, ``suggest`` does not call impossible."""
+    job = ("qwen3-14b", "--gpu-memory", "24.5GiB", "--config", "tier1")
+    fit = cli("fit", *job, "--set", "gradients.lifetime=layer", "--checkpointing", "full")
+    kept = [part for axis in ("weights", "optimizer", "offload", "gradients") for part in ("--keep", axis)]
+    ran = cli("suggest", *job, *kept, "--experimental", "--json")
+    assert (fit.exit_code, ran.exit_code) == (0, 0)
+    assert {row["training"]["gradients"]["lifetime"] for row in ran.data["rows"]} == {"layer"}
+
+
 # ------------------------------------------------------------------ what is asked is kept
 def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
     job = (*ON_4090, "--keep", "offload")

@@ -8,11 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.driver import driver_version  # noqa: E402
 from memplan.lab.validate.driver_memory import context_bytes, used_bytes  # noqa: E402
 from memplan.units import GIB, MIB  # noqa: E402
 
 DRIVER = """#!/bin/sh
 case "$1" in
+  --query-gpu=driver_version) printf '{version}' ;;
   --query-gpu=memory.used) echo "{used}" ;;
   --query-compute-apps=*) printf '{apps}' ;;
 esac
@@ -25,9 +27,9 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 12 * GIB))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def install(used="", apps=""):
+    def install(used="", apps="", version=""):
         path = tmp_path / "nvidia-smi"
-        path.write_text(DRIVER.format(used=used, apps=apps).replace("\n", "\n"))
+        path.write_text(DRIVER.format(used=used, apps=apps, version=version).replace("\n", "\n"))
         path.chmod(0o755)
 
     return install
@@ -53,3 +55,13 @@ def test_without_a_driver_nothing_is_known_of_others(driver):
 def test_a_driver_that_answers_with_words_is_not_believed(driver):
     driver(used="Unknown Error")
     assert used_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [("580.159.03\\n580.159.03\\n", "580.159.03"), ("", ""), ("[N/A]\\n", ""), ("Failed to initialize NVML\\n", "")],
+)
+def test_the_version_of_the_driver_is_what_the_driver_says(driver, answer, version):
+    assert driver_version() == ""
+    driver(version=answer)
+    assert driver_version() == version

@@ -57,6 +57,35 @@ def test_a_record_that_is_changed_by_a_percent_disagrees(place, catalog):
     assert not replayed(changed).agrees
 
 
+CUDA_SAMPLE = RECORDS / "cuda" / "cuda-smollm2-135m-bf16-adamw-b2-s1024.json"
+
+
+@pytest.mark.parametrize(
+    ("sample", "place"),
+    [
+        (SAMPLE, "components"),
+        (SAMPLE, "totals"),
+        (SAMPLE, "instants"),
+        (SAMPLE, "instants.optimizer step"),
+        (SAMPLE, "instants.layer 1 backward"),
+        (SAMPLE, "components.optimizer_states"),
+        (SAMPLE, "components.master_weights"),
+        (CUDA_SAMPLE, "totals.reserved"),
+        (CUDA_SAMPLE, "counters.history"),
+        (CUDA_SAMPLE, "counters.context_bytes"),
+    ],
+    ids=lambda value: value.parent.name if isinstance(value, Path) else value,
+)
+def test_a_record_that_lacks_what_is_compared_is_refused_and_the_figure_is_named(refused, tmp_path, sample, place):
+    data = json.loads(sample.read_text())
+    section, _, name = place.partition(".")
+    measured = data["measurement"]
+    measured[section] = {key: size for key, size in measured[section].items() if name and key != name}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data))
+    assert (name or section) in refused("validate", "--replay", path, "--quiet")
+
+
 def test_a_formula_without_one_of_its_terms_disagrees(catalog, monkeypatch):
     record = read_record(SAMPLE, catalog)
     compile_step = memplan.phases.compile_step
@@ -118,3 +147,19 @@ def test_a_record_with_a_negative_size_is_refused(tmp_path, catalog):
     path.write_text(json.dumps(data))
     with pytest.raises(InvalidFileError, match="whole bytes"):
         read_record(path, catalog)
+
+
+def test_a_driver_that_was_not_recorded_is_shown_as_unknown(cli, tmp_path):
+    data = json.loads(CUDA_SAMPLE.read_text())
+    assert data["measurement"]["counters"].pop("driver_cuda_version") == 0
+    later = tmp_path / "later.json"
+    later.write_text(json.dumps(data))
+    for path, version in ((CUDA_SAMPLE, "unknown"), (later, "580.159.03")):
+        if version != "unknown":
+            data["measurement"]["counters"]["driver_version"] = version
+            later.write_text(json.dumps(data))
+        assert f"torch 2.11.0+cu130, driver {version} against" in " ".join(
+            cli("validate", "--replay", path).out.split()
+        )
+    cpu = cli("validate", "--replay", SAMPLE, "--json", "-q").data["records"][0]
+    assert (cpu["device"], cpu["driver_version"]) == ("cpu", "")

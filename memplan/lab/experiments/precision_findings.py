@@ -108,7 +108,7 @@ def _fp8(rows: Sequence[Row], width: int, last: int) -> str:
 
 
 def _times(rows: Sequence[Row], width: int, last: int) -> str:
-    """Return speeds by the least time of any seed: the first also loads a GPU's kernels."""
+    """Return speeds by the least time of any seed, as the table does: in older records the first also loads kernels."""
     reference = _least(found(rows, precision="fp32", rows=width, iterations=last))
     cells = [
         f"{name} {reference / seconds:.2g}x"

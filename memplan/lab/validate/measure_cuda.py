@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.driver import driver_version
 from memplan.lab.session import Session
 from memplan.lab.validate.driver_memory import context_bytes, used_bytes
 from memplan.lab.validate.holdings import component_bytes
@@ -127,7 +128,7 @@ def _measurement(task: Task, session: Session, reader: PeakReader, others: int) 
         "total_bytes": torch.cuda.mem_get_info()[1],
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cublas_workspace_bytes": _cublas_workspace_bytes(f"{properties.major}.{properties.minor}"),
-        "driver_cuda_version": int(getattr(torch._C, "_cuda_getDriverVersion", int)()),
+        "driver_version": driver_version(),
         "cuda_version": str(torch.version.cuda),
         "attention": task.setup.profile.attention,
         "allocator_backend": torch.cuda.get_allocator_backend(),

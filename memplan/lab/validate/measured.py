@@ -45,6 +45,11 @@ class Measurement:
     totals: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def driver_version(self) -> str:
+        """The GPU driver's version, or ``unknown``: records until November 2026 have a 0 in another counter's place."""
+        return str(self.counters.get("driver_version") or "unknown")
+
 
 def measurement_of(data: Mapping[str, Any], where: str) -> Measurement:
     """Return a measurement from its JSON.

@@ -12,6 +12,7 @@ import memplan
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
 from memplan.escaping import json_text
+from memplan.lab.validate.completeness import missing_figures, other_instants
 from memplan.lab.validate.measured import Measurement, measurement_of
 from memplan.lab.validate.prediction import predict
 from memplan.lab.validate.rows import Row, rows_of
@@ -116,6 +117,9 @@ def read_record(path: Path, catalog: Catalog) -> Record:
         raise InvalidFileError(
             [f"{shown_path(path)}: measurement.totals: {unknown[0]!r} is not measured on a {task.device}"]
         )
+    if missing := list(missing_figures(task, measurement)):
+        names = ", ".join(missing)
+        raise InvalidFileError([f"{shown_path(path)}: measurement: a record of such a run has {names}; this has not"])
     return Record(str(path), task, measurement, *(str(data.get(key, "")) for key in ("date", "command")))
 
 
@@ -130,6 +134,14 @@ def replay_records(
 
 
 def replayed(record: Record) -> Replayed:
-    """Return a record beside today's predictions."""
+    """Return a record beside today's predictions.
+
+    Raises:
+        InvalidFileError: An instant of the step was not recorded, or one that the step does not have was.
+    """
     prediction = predict(record.task, record.measurement)
+    if names := list(other_instants(prediction, record.measurement)):
+        raise InvalidFileError(
+            [f"{record.name}: measurement.instants: {', '.join(names)}: not both in the record and in a step"]
+        )
     return Replayed(record, tuple(rows_of(record.task, prediction, record.measurement)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from memplan.budget.evaluation import Result
 from memplan.escaping import escaped, markdown
-from memplan.report.checks import WORDS, answer, cells, notes, sentence
+from memplan.report.checks import WORDS, answer, cells, sentence
 from memplan.units import format_bytes
 
 MOST_BYTES = 59_000
@@ -28,8 +28,6 @@ def markdown_text(results: Sequence[Result]) -> str:
     headers = ("budget", "job", "GPU", "needs", "limit", "headroom", "basis", "fits")
     rows = [row(cells(result)) for result in results]
     head = [MARKER.format("check"), "### memplan check", "", cell(answer(results), LONGEST_MESSAGE), ""]
-    if notes(results):
-        head += [cell(notes(results), LONGEST_MESSAGE), ""]
     details = [line for r in results[:MOST_DETAILS] if r.status != "within" for line in _details(r)]
     table = [row(headers), row(("---", "---", "---", "---:", "---:", "---:", "---", "---"))]
     return trimmed([*head, *table], rows, details)

@@ -1,0 +1,79 @@
+"""Each instant of the formula is that of the trace, to the byte: not the peak alone, and at lengths beside every threshold."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from memplan.forms import WIDTH, Part, Quantity
+from memplan.lab.agreement import compare
+from memplan.lab.workspaces import kernel_workspaces
+from memplan.model.model import Model
+from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
+from memplan.planner import CompiledPlan
+from memplan.setup import resolve
+from memplan.training.config import TrainingConfig
+from memplan.training.kernels import Kernels
+
+
+def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96) -> Model:
+    """A Llama whose attention outweighs its MLP and its head, so that instants are attention's."""
+    layer = Layer(Attention(heads, groups, width, width), Mlp(8), Norm())
+    spec = ModelSpec("narrow", "llama", vocab, 32, (LayerRun(layer, 2),), Norm())
+    return Model.from_spec(spec, "test")
+
+
+def differing(model: Model, config: TrainingConfig, catalog) -> set[str]:
+    """Instants that formula and trace give other bytes; of forward the formula knows the end alone."""
+    return set(compare("instants", model, config, catalog).differences) - {"forward"}
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 127), (2, 129), (5, 3)])
+def test_instants_at_odd_lengths(catalog, attention, batch, length):
+    config = TrainingConfig(
+        "", micro_batch_size=batch, sequence_length=length, kernels=Kernels(attention=attention, norm="composite")
+    )
+    assert differing(narrow(), config, catalog) == set()
+
+
+@pytest.mark.parametrize("keys", [{}, {"kernels": Kernels(loss="bf16")}, {"zero_gradients": "fill"}], ids=str)
+def test_evaluation_holds_hidden_states_and_logits(catalog, keys):
+    config = TrainingConfig("", micro_batch_size=3, sequence_length=65, evaluation=True, **keys)
+    model = narrow(vocab=4000)
+    plan = CompiledPlan(model, resolve(config, catalog, "test"))
+    assert "evaluation" in {instant.name for instant in plan.candidates}
+    assert differing(model, config, catalog) == set()
+
+
+@pytest.mark.parametrize(("length", "padded"), [(1, 128), (127, 128), (128, 128), (129, 256), (257, 384)])
+def test_flash_attention_pads_lengths_to_a_hundred_and_twenty_eight(catalog, length, padded):
+    """By hand, from mha_bwd in flash_api.cpp: softmax_d and dq_accum, 1 + 64 fp32 numbers for each head and padded token."""
+    plan = CompiledPlan(narrow(), resolve(TrainingConfig("", sequence_length=length), catalog, "test"))
+    attention = [instant for instant in plan.candidates if "attention" in instant.operation and "layer" in instant.name]
+    values = plan.values(1, length)
+    scratch = [
+        sum(values[q] * instant.form[part * WIDTH + q] for part in Part for q in (Quantity.PADDED_TOKENS,))
+        for instant in attention
+    ]
+    assert set(scratch) == {4 * 4 * (1 + 64) * padded}
+
+
+@pytest.mark.parametrize(("tokens", "sorted_tokens"), [(3071, 0), (3072, 0), (3073, 3073)])
+def test_the_embeddings_backward_sorts_beyond_3072_tokens(catalog, tokens, sorted_tokens):
+    """Embedding.cu: ``num_indices <= 3072`` takes the kernel without sorting."""
+    import torch
+
+    vocab, width = 96, 32
+    touched = min(sorted_tokens, vocab)
+    parts = sorted_tokens // 10 + touched
+    expected = 24 * sorted_tokens + 16 * touched + (8 + 4 * width) * parts
+    rows, index = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (((tokens, width), torch.bfloat16), ((tokens,), torch.long))
+    )
+    assert sum(kernel_workspaces("embedding_dense_backward.default", (rows, index, vocab, -1, False))) == expected
+    plan = CompiledPlan(narrow(), resolve(TrainingConfig("", sequence_length=tokens), catalog, "test"))
+    names = (Quantity.SORTED_TOKENS, Quantity.TOUCHED_ROWS, Quantity.PARTIAL_SUMS)
+    assert tuple(plan.values(1, tokens)[name] for name in names) == (sorted_tokens, touched, parts)
