@@ -173,6 +173,6 @@ class AttentionOperations(Operations):
 
         Flash and cuDNN allocate the result like the query; joining the heads copies it then.
         """
-        eager = part is not None and (part.sinks or part.logit_softcap)
+        eager = part is not None and (part.sinks or part.logit_softcap > 0)
         composite = part is None or self.profile.rotary == "composite"
         return composite and not eager and self.profile.attention in ("flash", "cudnn")

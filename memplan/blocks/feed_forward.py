@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.blocks.base import ONE, TOKENS, Operations
 from memplan.forms import Part
 from memplan.model.spec import MixtureOfExperts, Mlp
-from memplan.tape import NEW, SAME, Value
+from memplan.tape import NEW, SAME, VIEW, Value
 
 
 class DenseOperations(Operations):
@@ -63,17 +63,38 @@ class MixtureOperations(DenseOperations):
         return out
 
     def _routed(self, x: Value, part: MixtureOfExperts, name: str) -> Value:
-        """Return the weights of the chosen experts, in the compute dtype."""
+        """Return the scores of the chosen experts, in fp32 or the compute dtype."""
         tape, used = self.tape, part.experts_per_token
-        logits = self.cast(self.linear(x, name, part.num_experts), 4)
+        indices = tape.value(TOKENS, used, 8, needs_gradient=False)
+        logits = self._router_logits(x, part, name)
+        if part.softmax_of_chosen:
+            top = tape.apply("topk", [(logits, NEW)], self.fresh(logits, used), [indices])
+            share = self.fresh(top)
+            return tape.apply("softmax", [(top, NEW)], share, [share], workspace=[(TOKENS, top.coefficient)])
+        logits = self.cast(logits, 4)
         scores = self.fresh(logits)
         tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
-        indices = tape.value(TOKENS, used, 8, needs_gradient=False)
-        top = tape.apply("topk", [(scores, NEW)], self.fresh(scores, used), [indices])
-        total = tape.apply("sum", [(top, SAME)], self.fresh(top, 1))
-        scratch = [(TOKENS, top.coefficient)]
-        share = tape.apply("div", [(top, NEW), (total, NEW)], self.fresh(top), [top, total], workspace=scratch)
-        return self.cast(share, self.compute)
+        if part.groups > 1 and not part.score_correction:
+            scores = self.pointwise("groups that take part", scores, (self.fresh(scores, element_bytes=1),))
+        share = tape.apply("topk", [(scores, NEW)], self.fresh(scores, used), [indices])
+        if part.normalised:
+            total = tape.apply("sum", [(share, SAME)], self.fresh(share, 1))
+            ways, scratch = [(share, NEW), (total, NEW)], [(TOKENS, share.coefficient)]
+            share = tape.apply("div", ways, self.fresh(share), [share, total], workspace=scratch)
+        if part.score_scale != 1.0:
+            share = self.pointwise("scale", share)
+        return share if part.fp32_scores else self.cast(share, self.compute)
+
+    def _router_logits(self, x: Value, part: MixtureOfExperts, name: str) -> Value:
+        """Return the router's product; in fp32 it reads copies of its input and of its weight, and keeps both."""
+        weight = self.weight(f"{name}.weight")
+        if not part.fp32_router or self.setup.autocast or weight.copy_bytes:
+            return self.linear(x, name, part.num_experts)
+        wide, tape = self.cast(x, 4), self.tape
+        saves = [wide] if weight.trainable else []
+        if weight.element_bytes < 4:
+            saves.append(tape.value(ONE, 4 * part.num_experts * self.spec.hidden_size, 1, part=Part.TEMPORARIES))
+        return tape.apply(f"linear {name}", [(wide, VIEW)], tape.value(TOKENS, part.num_experts, 4), saves, [weight])
 
     def _experts(self, x: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
         """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
@@ -96,10 +117,14 @@ class MixtureOperations(DenseOperations):
             hidden = self.multiply(self.activated(gate), up)
         out = self._grouped(hidden, f"{name}.down_proj", x.width * used, experts, offsets)
         weights = tape.apply("gather weights", [(chosen, NEW)], self.fresh(chosen), [order])
-        full = [(TOKENS, out.coefficient)]
-        scaled = tape.apply("mul", [(out, NEW), (weights, NEW)], self.fresh(out), [out, weights], workspace=full)
+        scaled = self.fresh(out, element_bytes=max(out.element_bytes, chosen.element_bytes))
+        # A wider product has a wider gradient for either factor before it is cast to the factor's dtype.
+        wider = 2 if scaled.element_bytes > out.element_bytes else 1
+        scratch = [(TOKENS, wider * scaled.coefficient)]
+        tape.apply("mul", [(out, NEW), (weights, NEW)], scaled, [out, weights], workspace=scratch)
         ordered = tape.apply("gather back", [(scaled, NEW)], self.fresh(scaled), [back])
-        return tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, x.width))
+        summed = tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, x.width))
+        return self.cast(summed, rows.element_bytes)
 
     def _grouped(self, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
         """Return each row times the matrix of its expert."""

@@ -131,14 +131,14 @@ class Trace:
 
     @cached_property
     def persistent_bytes(self) -> int:
-        """Weights, master weights, gradients kept until the step, and optimizer states, when the step begins.
-
-        Within the step an optimizer lets gradients go one after the other.
-        """
-        steady = range(self.steady_from, len(self.events))
-        begins = next((index for index in steady if self.events[index].instant == "optimizer step"), len(self.events))
-        alive = map(self.storages.__getitem__, self.alive_after(begins - 1))
-        return sum(storage.bytes for storage in alive if storage.component in PERSISTENT)
+        """Weights, master weights, gradients kept until the step, and optimizer states, before an update uses any up."""
+        steps = (i for i in range(self.steady_from, len(self.events)) if self.events[i].instant == "optimizer step")
+        first = next(steps, len(self.events))
+        if first == len(self.events) and "optimizer step" in self.instants:
+            components = self.instants["optimizer step"].components
+            return sum(components.get(name, 0) for name in PERSISTENT)
+        alive = self.alive_after(first - 1)
+        return sum(s.bytes for s in map(self.storages.__getitem__, alive) if s.component in PERSISTENT)
 
     def alive_after(self, event: int) -> set[int]:
         """Return the storages that are alive after the event with that index."""
