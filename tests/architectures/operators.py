@@ -75,7 +75,7 @@ SAME = {
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name, shape of the result, and numbers among the arguments."""
+    """Counts operators by name, shape and dtype of the result, and numbers among the arguments."""
 
     def __init__(self, batch: int, tokens: int, skipped: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Operators(TorchDispatchMode):
         if name in LAYOUT or self._skipped() or not isinstance(first, Tensor) or not first.is_floating_point():
             return result
         name = SAME.get(name, name)
-        self.counts[name, shape_of(name, first, *self._tokens), *_numbers(name, args, kwargs or {})] += 1
+        self.counts[name, shape_of(name, first, *self._tokens), first.dtype, *_numbers(name, args, kwargs or {})] += 1
         return result
 
 
@@ -119,10 +119,12 @@ def _numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(round(float(a), 6) for a in args if isinstance(a, int | float) and not isinstance(a, bool))
 
 
-def difference(one: Operators, other: Operators) -> dict[tuple[Any, ...], int]:
-    """Return by how many times each operator occurs more in ``one`` than in ``other``."""
-    keys = one.counts.keys() | other.counts.keys()
-    apart = {key: one.counts[key] - other.counts[key] for key in keys}
+def difference(one: Operators, other: Operators, *, dtypes: bool = True) -> dict[tuple[Any, ...], int]:
+    """Return by how many times each operator occurs more in ``one`` than in ``other``; dtypes may be overlooked."""
+    apart: Counter[tuple[Any, ...]] = Counter()
+    for counts, sign in ((one.counts, 1), (other.counts, -1)):
+        for (name, shape, dtype, *numbers), count in counts.items():
+            apart[name, shape, dtype if dtypes else None, *numbers] += sign * count
     return {key: apart[key] for key in sorted(apart, key=str) if apart[key]}
 
 
