@@ -17,7 +17,7 @@ from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
 from memplan.planner import CompiledPlan, Device  # noqa: E402
 from memplan.setup import resolve  # noqa: E402
 
-from .conftest import shipped_catalog, shrunk_layer  # noqa: E402
+from .conftest import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 
 CATALOG = shipped_catalog()
 CONFIGS = list(CATALOG.configs.entries)
@@ -38,7 +38,28 @@ DISAGREEMENTS = {
 }
 """What is known to disagree, with the difference of formula and trace; an entry that agrees fails its test."""
 
-WIDE_DISAGREEMENTS: dict[tuple[str, str], str] = {}
+FP16_MUON = "the optimizer step of Muon on FP16 matrices takes more than the formula has: "
+MIXTRAL_EXPERTS = "the update of stacked experts in codes, from FP8 gradients, takes more than the formula has: "
+
+WIDE_DISAGREEMENTS = {
+    ("deepseek_v2", "fp16-muon"): f"{FP16_MUON}-1.401 %",
+    ("deepseek_v3", "fp16-muon"): f"{FP16_MUON}-1.229 %",
+    ("gpt_neox", "fp16-muon"): f"{FP16_MUON}-0.448 %",
+    ("gpt_oss", "fp16-muon"): f"{FP16_MUON}-1.491 %",
+    ("mistral", "fp16-muon"): f"{FP16_MUON}-1.728 %",
+    ("mixtral", "fp16-muon"): f"{FP16_MUON}-6.643 %",
+    ("mixtral", "iq2-fp8-muon-int4"): f"{MIXTRAL_EXPERTS}-1.857 %",
+    ("mixtral", "q4-fp8-muon-int8"): f"{MIXTRAL_EXPERTS}-1.443 %",
+    ("mixtral", "q8-fp8-muon-int8"): f"{MIXTRAL_EXPERTS}-1.268 %",
+    ("mixtral", "tier2"): f"{MIXTRAL_EXPERTS}-1.675 %",
+    ("mixtral", "tier3"): f"{MIXTRAL_EXPERTS}-1.797 %",
+    ("olmo2", "fp16-muon"): f"{FP16_MUON}-0.681 %",
+    ("phi", "fp16-muon"): f"{FP16_MUON}-0.996 %",
+    ("phi3", "fp16-muon"): f"{FP16_MUON}-2.340 %",
+    ("qwen2_moe", "fp16-muon"): f"{FP16_MUON}-0.971 %",
+    ("qwen3_moe", "fp16-muon"): f"{FP16_MUON}-0.547 %",
+    ("stablelm", "fp16-muon"): f"{FP16_MUON}-0.398 %",
+}
 """The same at the full width of released models."""
 
 
@@ -64,8 +85,7 @@ def with_eight_experts(layer):
     part = layer.feed_forward
     if not isinstance(part, MixtureOfExperts):
         return layer
-    few = replace(part, num_experts=min(8, part.num_experts), experts_per_token=min(2, part.experts_per_token))
-    return replace(layer, feed_forward=few)
+    return replace(layer, feed_forward=replace(part, **few_experts(part)))
 
 
 @cache
