@@ -161,8 +161,8 @@ class StepCompiler(HeadSections):
     def buffers(self) -> Form:
         """Return token ids, targets, positions and rotary tables."""
         form = single_form(Part.ACTIVATIONS, TOKENS, 16)
-        part = self.spec.runs[0].layer.attention
-        width = part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+        parts = [run.layer.attention for run in self.spec.runs]
+        width = max(part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim for part in parts)
         tables = 2 * width * self.setup.compute_bytes * self.spec.rotary_tables if width else 0
         positions = 8 if self.spec.learned_positions else 0
         scale = self._constant(Part.ACTIVATIONS, LOSS_SCALE_BYTES if self.setup.config.loss_scaling else 0)
@@ -331,4 +331,4 @@ def _ends(places: Sequence[_Place]) -> Iterator[_Place]:
 
 def _steps_through_scores(part: Attention | LatentAttention) -> bool:
     """Whether attention runs step by step, which takes a mask of one byte per pair of positions."""
-    return isinstance(part, Attention) and (part.sinks or part.logit_softcap)
+    return isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0)

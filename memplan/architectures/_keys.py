@@ -56,6 +56,7 @@ MEMORY_KEYS: Mapping[str, str] = {
     "num_key_value_heads": "grouped queries",
     "multi_query": "grouped queries",
     "qk_rope_head_dim": "latent attention",
+    "clip_qkv": "clipped queries, keys and values",
 }
 """Keys that change memory: a family that does not read one refuses a config that sets it."""
 
@@ -69,12 +70,49 @@ MEMORY_PREFIXES: Mapping[str, str] = {
 }
 
 NEUTRAL_ONE = frozenset(
-    {"partial_rotary_factor", "rotary_pct", "moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step"}
+    {
+        "scale_attn_weights",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "moe_layer_freq",
+        "decoder_sparse_step",
+        "interleave_moe_layer_step",
+    }
 )
 """Keys for which 1 means the ordinary case."""
 
+ARITHMETIC_KEYS = frozenset(
+    {
+        "apply_residual_connection_post_layernorm",
+        "attention_chunk_size",
+        "dim_model_base",
+        "logit_scale",
+        "logits_scaling",
+        "n_group",
+        "norm_topk_prob",
+        "query_pre_attn_scalar",
+        "reorder_and_upcast_attn",
+        "resid_scale",
+        "residual_scale",
+        "routed_scaling_factor",
+        "router_jitter_noise",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+        "scale_depth",
+        "scale_emb",
+        "scoring_func",
+        "swiglu_alpha",
+        "swiglu_limit",
+        "topk_group",
+        "topk_method",
+        "use_bidirectional_attention",
+    }
+)
+ARITHMETIC_PARTS = ("multiplier", "softcap")
+"""Keys, and parts of keys, that change what is computed: a family that does not read one refuses a config that
+sets it, for the tensors of an operation that nobody models are in no figure. A factor of 1 means nothing."""
+
 NOTED_KEYS: Mapping[str, str] = {
-    "clip_qkv": "queries, keys and values are clipped, which activations do not count",
     "num_nextn_predict_layers": "multi-token prediction modules are left out, as transformers leaves them out",
     "vision_config": "the vision tower is left out: text only",
     "audio_config": "the audio tower is left out: text only",
@@ -84,31 +122,31 @@ NOTED_KEYS: Mapping[str, str] = {
 # fmt: off
 HARMLESS_KEYS = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
-    "_sliding_window_pattern", "apply_residual_connection_post_layernorm", "architecture", "architectures",
-    "attention_chunk_size", "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids",
+    "_sliding_window_pattern", "architecture", "architectures",
+    "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids",
     "begin_suppress_tokens", "beta_fast", "beta_slow", "bos_token_id", "cache_implementation",
     "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
-    "description", "diversity_penalty", "do_sample", "dtype", "early_stopping", "embedding_multiplier",
+    "description", "diversity_penalty", "do_sample", "dtype", "early_stopping",
     "encoder_no_repeat_ngram_size", "eoi_token_index", "eos_token_id", "ep_size",
     "exponential_decay_length_penalty", "finetuning_task", "first_last_layers", "forced_bos_token_id",
     "forced_eos_token_id", "gradient_checkpointing", "head_dim_original", "id2label", "initial_context_length",
     "initializer_factor", "initializer_range", "is_decoder", "is_llama_config", "keys_to_ignore_at_inference",
     "label2id", "layer_norm_eps", "layer_norm_epsilon", "layer_types", "length_penalty", "max_length",
     "max_new_tokens", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "model_type",
-    "n_ctx", "n_group", "no_repeat_ngram_size", "norm_eps", "norm_topk_prob", "num_beam_groups", "num_beams",
+    "n_ctx", "no_repeat_ngram_size", "norm_eps", "num_beam_groups", "num_beams",
     "num_labels", "num_return_sequences", "original_max_position_embeddings", "output_attentions",
     "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "position_embedding_type",
     "prefix", "pretraining_tp", "problem_type", "pruned_heads", "qk_head_dim", "quantization_config",
-    "query_pre_attn_scalar", "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty",
-    "resid_scale", "return_dict", "return_dict_in_generate", "rms_norm_eps", "rope_interleave", "rope_interleaved",
+    "remove_invalid_values", "repetition_penalty",
+    "return_dict", "return_dict_in_generate", "rms_norm_eps", "rope_interleave", "rope_interleaved",
     "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta", "rotary", "rotary_emb_base",
-    "routed_scaling_factor", "router_aux_loss_coef", "router_jitter_noise", "scale_attn_by_inverse_layer_idx",
-    "scale_attn_weights", "scoring_func", "sep_token_id", "seq_aux", "seq_length", "sliding_window",
+    "router_aux_loss_coef",
+    "sep_token_id", "seq_aux", "seq_length", "sliding_window",
     "sliding_window_pattern", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "suppress_tokens", "swiglu_alpha", "swiglu_limit", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "topk_group",
-    "topk_method", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_bidirectional_attention", "use_cache",
+    "summary_type", "summary_use_proj", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
+    "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
     "use_mrope", "use_sliding_window", "zloss_coef",
 })
 # fmt: on
@@ -116,8 +154,14 @@ HARMLESS_KEYS = frozenset({
 
 
 def is_neutral(key: str, value: Any) -> bool:
-    """Tell whether ``value`` leaves a memory key without effect."""
-    return not value or (key in NEUTRAL_ONE and value == 1)
+    """Tell whether ``value`` leaves a key of memory or arithmetic without effect."""
+    factor = changes_arithmetic(key) and not isinstance(value, bool)
+    return not value or (value == 1 and (factor or key in NEUTRAL_ONE))
+
+
+def changes_arithmetic(key: str) -> bool:
+    """Tell whether a key is known to change what a model computes."""
+    return key in ARITHMETIC_KEYS or key.startswith("mup_") or any(part in key for part in ARITHMETIC_PARTS)
 
 
 def memory_reason(key: str) -> str | None:

@@ -20,9 +20,6 @@ from memplan.model.spec import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LAYER_NORM = Norm("layer", bias=True)
-"""LayerNorm with scale and shift, as ``torch.nn.LayerNorm`` is by default."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -91,6 +88,16 @@ def even_rotary(config: ConfigValues, rotated: int) -> int:
     if rotated % 2:
         config.conflict("head_dim", f"{rotated} dimensions of a head are rotated, and they come in pairs")
     return rotated
+
+
+def rms_norm(config: ConfigValues, default: float = 1e-6, *, unit_offset: bool = False) -> Norm:
+    """Return a root-mean-square norm; ``default`` is the epsilon that a missing ``rms_norm_eps`` means."""
+    return Norm(unit_offset=unit_offset, epsilon=config.number("rms_norm_eps", default=default))
+
+
+def layer_norm(config: ConfigValues) -> Norm:
+    """Return LayerNorm with scale and shift; a missing epsilon is that of ``torch.nn.LayerNorm``."""
+    return Norm("layer", bias=True, epsilon=config.number("layer_norm_eps", "layer_norm_epsilon", default=1e-5))
 
 
 def attention(config: ConfigValues, common: Shape, rotated: int | None = None, **options: Any) -> Attention:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from memplan.architectures._keys import HARMLESS_KEYS, NOTED_KEYS, is_neutral, memory_reason
+from memplan.architectures._keys import HARMLESS_KEYS, NOTED_KEYS, changes_arithmetic, is_neutral, memory_reason
 from memplan.errors import CannotAnswerError, InvalidFileError
 
 if TYPE_CHECKING:
@@ -110,12 +110,20 @@ class ConfigValues:
         """Return the largest dropout probability under any of ``keys``."""
         return max(self.number(key, default=default) for key in keys)
 
-    def cap(self, key: str, default: bool) -> bool:
-        """Tell whether a soft cap is set: a null says that it is not, an absent key means ``default``."""
+    def cap(self, key: str, default: float) -> float:
+        """Return a soft cap: a null says that there is none, which is 0.0, and an absent key means ``default``."""
         self._read.add(key)
         if key not in self._config:
             return default
-        return self.number(key, default=0.0, maximum=1e9) > 0
+        return self.number(key, default=0.0, maximum=1e9)
+
+    def text(self, key: str, default: str) -> str:
+        """Return the text under ``key``, or ``default`` where it is absent or null."""
+        for _, value in self._given((key,)):
+            if isinstance(value, str):
+                return value
+            self.problem(key, f"expected a text, got {value!r:.60}")
+        return default
 
     def activation(self, *keys: str, default: str = "silu") -> Activation:
         """Return the activation function that the first of ``keys`` that is present names."""
@@ -166,6 +174,13 @@ class ConfigValues:
             if isinstance(given, bool) or given != value:
                 self.refuse(key, f"is {given!r:.40}, and family {self.family!r} has {value} only")
 
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse a config whose ``key`` is present and none of ``values``, which are all that the family computes."""
+        for _, given in self._given((key,)):
+            if given not in values:
+                allowed = " or ".join(repr(value) for value in values)
+                self.refuse(key, f"is {given!r:.40}, and family {self.family!r} is modelled with {allowed} only")
+
     def divides(self, divisor_key: str, divisor: int, key: str, value: int) -> None:
         """Note a problem unless ``divisor`` divides ``value``."""
         if value % divisor:
@@ -199,16 +214,30 @@ class ConfigValues:
             raise InvalidFileError(self._problems)
         for key, value in self._unread():
             reason = memory_reason(key)
-            if reason and not is_neutral(key, value):
+            if is_neutral(key, value):
+                continue
+            if reason:
                 self.refuse(key, f"{reason} change memory, and family {self.family!r} does not model them")
+            elif changes_arithmetic(key):
+                self.refuse(key, f"changes what is computed, and family {self.family!r} does not model it")
+            elif key in ("rope_parameters", "rope_scaling") and self._rotates_partly(value):
+                self.refuse(key, f"partly rotated heads change memory, and family {self.family!r} does not model them")
         if self._refused:
             raise CannotAnswerError("\n".join(self._refused))
+
+    @staticmethod
+    def _rotates_partly(value: Any) -> bool:
+        return isinstance(value, dict) and value.get("partial_rotary_factor") not in (None, 1)
 
     def notes(self) -> tuple[str, ...]:
         """Return the notes, with one for all keys that were ignored though nobody knows them."""
         left_out = [f"{key}: {NOTED_KEYS[key]}" for key, value in self._unread() if key in NOTED_KEYS and value]
         known = HARMLESS_KEYS | NOTED_KEYS.keys()
-        unknown = [key for key, _ in self._unread() if key not in known and memory_reason(key) is None]
+        unknown = [
+            key
+            for key, _ in self._unread()
+            if key not in known and memory_reason(key) is None and not changes_arithmetic(key)
+        ]
         return (*self._notes, *left_out, *ignored_keys(unknown))
 
     def _given(self, keys: Sequence[str]) -> list[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures.deepseek_v2 import deepseek
+from memplan.architectures.deepseek_v2 import deepseek, grouped
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 
 if TYPE_CHECKING:
@@ -27,5 +27,10 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         activation=config.activation("hidden_act"),
         shared_intermediate_size=inner * config.integer("n_shared_experts", default=1),
         score_correction=True,
+        normalised=config.flag("norm_topk_prob", default=True),
+        fp32_router=True,
+        fp32_scores=True,
     )
-    return deepseek(config, mixture, dense=3)
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    return deepseek(config, grouped(config, mixture, groups=8, used=4), dense=3, scale=2.5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import LAYER_NORM, Shape, attention, model, whole_heads
+from memplan.architectures._parts import Shape, attention, layer_norm, model, whole_heads
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     return model(
         config,
         common,
-        Layer(heads, mlp, LAYER_NORM, placement="parallel" if parallel else "pre", parallel_norms=norms),
+        Layer(heads, mlp, layer_norm(config), placement="parallel" if parallel else "pre", parallel_norms=norms),
         tied=True,
         dropout=("attention_dropout", "hidden_dropout"),
         names=names,

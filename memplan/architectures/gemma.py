@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, model, shape
-from memplan.model.spec import Activation, Layer, Mlp, ModelSpec, Norm
+from memplan.architectures._parts import attention, model, rms_norm, shape
+from memplan.model.spec import Activation, Layer, Mlp, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
-
-GEMMA_NORM = Norm(unit_offset=True)
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:
@@ -21,8 +19,8 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     common = shape(config, head_dim=256)
     bias = config.flag("attention_bias")
     heads = attention(config, common, qkv_bias=bias, output_bias=bias)
-    layer = Layer(heads, gemma_mlp(config), GEMMA_NORM)
-    return model(config, common, layer, tied=True, embedding_scale=True)
+    layer = Layer(heads, gemma_mlp(config), rms_norm(config, unit_offset=True))
+    return model(config, common, layer, tied=True, embedding_scale=common.hidden_size**0.5)
 
 
 def gemma_mlp(config: ConfigValues) -> Mlp:
@@ -30,3 +28,16 @@ def gemma_mlp(config: ConfigValues) -> Mlp:
     named = config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     activation: Activation = "gelu-tanh" if named == "gelu" else named
     return Mlp(config.integer("intermediate_size"), activation)
+
+
+def query_scale(config: ConfigValues) -> float:
+    """Return the factor of attention scores in Gemma 2 and 3, which do not take the width of a head for it.
+
+    Formula:
+        ``query_pre_attn_scalar ** -0.5``; a missing key means 256, as in transformers.
+    """
+    scalar = config.number("query_pre_attn_scalar", default=256.0, maximum=2.0**24)
+    if scalar:
+        return float(scalar**-0.5)
+    config.problem("query_pre_attn_scalar", "expected a number above 0, got 0")
+    return 1.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, model, shape, sliding_window
-from memplan.architectures.gemma import GEMMA_NORM, gemma_mlp
+from memplan.architectures._parts import attention, model, rms_norm, shape, sliding_window
+from memplan.architectures.gemma import gemma_mlp, query_scale
 from memplan.model.spec import Layer, ModelSpec
 
 if TYPE_CHECKING:
@@ -21,16 +21,25 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Gemma 3 text config."""
     common = shape(config, heads=8, key_value_heads=4, head_dim=256, vocab_size=262_208)
-    bias = config.flag("attention_bias")
+    bias, norm = config.flag("attention_bias"), rms_norm(config, unit_offset=True)
     sliding_window(config)
-    capped = config.cap("attn_logit_softcapping", default=False)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=GEMMA_NORM, logit_softcap=capped)
+    capped = config.cap("attn_logit_softcapping", default=0.0)
+    config.only("use_bidirectional_attention", False)
+    heads = attention(
+        config,
+        common,
+        qkv_bias=bias,
+        output_bias=bias,
+        query_key_norm=norm,
+        logit_softcap=capped,
+        scale=query_scale(config),
+    )
     return model(
         config,
         common,
-        Layer(heads, gemma_mlp(config), GEMMA_NORM, placement="sandwich"),
+        Layer(heads, gemma_mlp(config), norm, placement="sandwich"),
         tied=True,
-        embedding_scale=True,
-        final_logit_softcap=config.cap("final_logit_softcapping", default=False),
+        embedding_scale=common.hidden_size**0.5,
+        final_logit_softcap=config.cap("final_logit_softcapping", default=0.0),
         rotary_tables=2,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import LAYER_NORM, attention, model, whole_heads
+from memplan.architectures._parts import attention, layer_norm, model, whole_heads
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
 
 if TYPE_CHECKING:
@@ -31,14 +31,17 @@ NAMES = TensorNames(
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a GPT-2 config."""
     common = whole_heads(config)
-    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only("reorder_and_upcast_attn", False)
+    scale = None if config.flag("scale_attn_weights", default=True) else 1.0
+    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
     inner = config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size)
     activation = config.activation("activation_function", default="gelu_new")
     mlp = Mlp(inner, activation, gated=False, bias=True)
     return model(
         config,
         common,
-        Layer(heads, mlp, LAYER_NORM),
+        Layer(heads, mlp, layer_norm(config)),
         tied=True,
         dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         default_dropout=0.1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import LAYER_NORM, attention, model, rotary_dim, whole_heads
+from memplan.architectures._parts import attention, layer_norm, model, rotary_dim, whole_heads
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
 
 if TYPE_CHECKING:
@@ -35,5 +35,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     activation = config.activation("hidden_act", default="gelu")
     mlp = Mlp(config.integer("intermediate_size"), activation, gated=False, bias=True)
     parallel = config.flag("use_parallel_residual", default=True)
-    layer = Layer(heads, mlp, LAYER_NORM, placement="parallel" if parallel else "pre", parallel_norms=2)
+    layer = Layer(heads, mlp, layer_norm(config), placement="parallel" if parallel else "pre", parallel_norms=2)
     return model(config, common, layer, dropout=("attention_dropout", "hidden_dropout"), names=NAMES)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, experts, model, shape, sliding_window
-from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, Norm, TensorNames
+from memplan.architectures._parts import attention, experts, model, rms_norm, shape, sliding_window
+from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, TensorNames
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -21,6 +21,8 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     sliding_window(config)
     heads = attention(config, common, qkv_bias=bias, output_bias=bias, sinks=True)
     config.activation("hidden_act")
+    config.only("swiglu_limit", 7.0)
+    config.only("swiglu_alpha", 1.702)
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_local_experts", "num_experts", default=128),
         experts_per_token=config.integer("num_experts_per_tok", "experts_per_token", default=4),
@@ -29,6 +31,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         transposed=True,
         router_bias=True,
         expert_bias=True,
+        softmax_of_chosen=True,
     )
-    layer = Layer(heads, experts(config, mixture), Norm())
+    layer = Layer(heads, experts(config, mixture), rms_norm(config, 1e-5))
     return model(config, common, layer, names=TensorNames(router="router"))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, gated_mlp, model, shape
-from memplan.model.spec import Layer, ModelSpec, Norm
+from memplan.architectures._parts import attention, gated_mlp, model, rms_norm, shape
+from memplan.model.spec import Layer, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -19,4 +19,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     common = shape(config)
     bias = config.flag("attention_bias")
     heads = attention(config, common, qkv_bias=bias, output_bias=bias)
-    return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), Norm()))
+    return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))

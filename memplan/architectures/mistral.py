@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, gated_mlp, model, shape, sliding_window
-from memplan.model.spec import Layer, ModelSpec, Norm
+from memplan.architectures._parts import attention, gated_mlp, model, rms_norm, shape, sliding_window
+from memplan.model.spec import Layer, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -18,4 +18,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Mistral config."""
     common = shape(config, key_value_heads=8)
     sliding_window(config)
-    return model(config, common, Layer(attention(config, common), gated_mlp(config), Norm()))
+    return model(config, common, Layer(attention(config, common), gated_mlp(config), rms_norm(config)))

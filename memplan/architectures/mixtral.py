@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, experts, model, shape, sliding_window
-from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, Norm
+from memplan.architectures._parts import attention, experts, model, rms_norm, shape, sliding_window
+from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -18,10 +18,13 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Mixtral config."""
     common = shape(config, key_value_heads=8)
     sliding_window(config)
+    config.only("router_jitter_noise", 0.0)
+    config.only("norm_topk_prob", True)
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_local_experts", "num_experts", default=8),
         experts_per_token=config.integer("num_experts_per_tok", default=2),
         intermediate_size=config.integer("intermediate_size"),
         activation=config.activation("hidden_act"),
+        fp32_scores=True,
     )
-    return model(config, common, Layer(attention(config, common), experts(config, mixture), Norm()))
+    return model(config, common, Layer(attention(config, common), experts(config, mixture), rms_norm(config, 1e-5)))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, gated_mlp, model, shape
-from memplan.model.spec import Layer, ModelSpec, Norm
+from memplan.architectures._parts import attention, gated_mlp, model, rms_norm, shape
+from memplan.model.spec import Layer, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -19,6 +19,11 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     common = shape(config)
     bias = config.flag("attention_bias")
     heads = attention(
-        config, common, qkv_bias=bias, output_bias=bias, query_key_norm=Norm(), query_key_norm_scope="full"
+        config,
+        common,
+        qkv_bias=bias,
+        output_bias=bias,
+        query_key_norm=rms_norm(config, 1e-5),
+        query_key_norm_scope="full",
     )
-    return model(config, common, Layer(heads, gated_mlp(config), Norm(), placement="post"))
+    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config, 1e-5), placement="post"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import LAYER_NORM, attention, model, rotary_dim, shape
+from memplan.architectures._parts import attention, layer_norm, model, rotary_dim, shape
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         rotary_dim(config, common.head_dim, default=0.5),
         qkv_bias=True,
         output_bias=True,
-        query_key_norm=LAYER_NORM if config.flag("qk_layernorm") else None,
+        query_key_norm=layer_norm(config) if config.flag("qk_layernorm") else None,
     )
     activation = config.activation("hidden_act", default="gelu_new")
     mlp = Mlp(config.integer("intermediate_size"), activation, gated=False, bias=True)
     return model(
         config,
         common,
-        Layer(heads, mlp, LAYER_NORM, placement="parallel"),
+        Layer(heads, mlp, layer_norm(config), placement="parallel"),
         dropout=("resid_pdrop", "embd_pdrop", "attention_dropout"),
         head_bias=True,
         names=NAMES,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, model, rotary_dim, shape, sliding_window
-from memplan.model.spec import Layer, Mlp, ModelSpec, Norm
+from memplan.architectures._parts import attention, model, rms_norm, rotary_dim, shape, sliding_window
+from memplan.model.spec import Layer, Mlp, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -21,4 +21,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     heads = attention(config, common, rotary_dim(config, common.head_dim), fused_qkv=True)
     mlp = Mlp(config.integer("intermediate_size"), config.activation("hidden_act"), fused_gate_up=True)
     dropout = ("resid_pdrop", "embd_pdrop", "attention_dropout")
-    return model(config, common, Layer(heads, mlp, Norm()), dropout=dropout)
+    return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)), dropout=dropout)

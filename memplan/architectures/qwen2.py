@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import attention, gated_mlp, model, shape, sliding_window
-from memplan.model.spec import Layer, ModelSpec, Norm
+from memplan.architectures._parts import attention, gated_mlp, model, rms_norm, shape, sliding_window
+from memplan.model.spec import Layer, ModelSpec
 
 if TYPE_CHECKING:
     from memplan.architectures._values import ConfigValues
@@ -19,4 +19,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     common = shape(config)
     sliding_window(config, optional=True)
     heads = attention(config, common, qkv_bias=True)
-    return model(config, common, Layer(heads, gated_mlp(config), Norm()))
+    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)))

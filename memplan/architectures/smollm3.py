@@ -5,9 +5,9 @@ Source: ``transformers/models/smollm3/modeling_smollm3.py``.
 
 from __future__ import annotations
 
-from memplan.architectures._parts import attention, gated_mlp, model, shape, sliding_window
+from memplan.architectures._parts import attention, gated_mlp, model, rms_norm, shape, sliding_window
 from memplan.architectures._values import MAXIMUM_LAYERS, ConfigValues
-from memplan.model.spec import Layer, ModelSpec, Norm
+from memplan.model.spec import Layer, ModelSpec
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:
@@ -16,8 +16,8 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     bias = config.flag("attention_bias")
     mlp = gated_mlp(config, bias=config.flag("mlp_bias"))
     sliding_window(config, optional=True)
-    rotated = Layer(attention(config, common, qkv_bias=bias, output_bias=bias), mlp, Norm())
-    plain = Layer(attention(config, common, 0, qkv_bias=bias, output_bias=bias), mlp, Norm())
+    rotated = Layer(attention(config, common, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
+    plain = Layer(attention(config, common, 0, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
     layers = [rotated if rotates else plain for rotates in _rotating(config, common.num_hidden_layers)]
     return model(config, common, layers, tied=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.architectures._parts import LAYER_NORM, attention, gated_mlp, model, rotary_dim, shape
+from memplan.architectures._parts import attention, gated_mlp, layer_norm, model, rotary_dim, shape
 from memplan.model.spec import Layer, ModelSpec, Placement
 
 if TYPE_CHECKING:
@@ -22,5 +22,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     rotated = rotary_dim(config, common.head_dim, default=0.25)
     heads = attention(config, common, rotated, qkv_bias=config.flag("use_qkv_bias"))
     placement: Placement = "parallel" if config.flag("use_parallel_residual") else "pre"
-    layer = Layer(heads, gated_mlp(config), LAYER_NORM, placement=placement)
+    layer = Layer(heads, gated_mlp(config), layer_norm(config), placement=placement)
     return model(config, common, layer, dropout=("attention_dropout", "hidden_dropout"))

@@ -275,7 +275,7 @@ class AttentionOperations(Operations):
         """
         if part.num_heads == 1:
             return False
-        eager = part.sinks or part.logit_softcap
+        eager = part.sinks or part.logit_softcap > 0
         if not eager and self.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
             return True
         partial = 0 < part.rotary_dim < part.head_dim and self.profile.rotary == "composite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.blocks.base import ONE, TOKENS, Operations
 from memplan.forms import Part
 from memplan.model.spec import MixtureOfExperts, Mlp
-from memplan.tape import NEW, SAME, Value
+from memplan.tape import NEW, SAME, VIEW, Value
 from memplan.units import round_up
 
 GROUPED_ROW_BYTES = 16
@@ -82,31 +82,76 @@ class MixtureOperations(DenseOperations):
             return tape.apply("mul", ways, self.fresh(shared), [shared, open_], workspace=full)
 
     def _routed(self, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
-        """Return weights and numbers of the chosen experts, the weights in the compute dtype."""
+        """Return scores and numbers of the chosen experts, the scores in fp32 or the compute dtype."""
         tape, used = self.tape, part.experts_per_token
-        logits = self.cast(self.plain_linear(x, name, part.num_experts), 4)
-        scores, indices = self.fresh(logits), tape.value(TOKENS, used, 8, needs_gradient=False)
+        indices = tape.value(TOKENS, used, 8, needs_gradient=False)
+        logits = self._router_logits(x, part, name)
+        with tape.holding(logits, indices):
+            if part.softmax_of_chosen:
+                top = self._topk(logits, indices, used)
+                with tape.holding(top):
+                    share, scratch = self.fresh(top), [(TOKENS, top.coefficient)]
+                    return tape.apply("softmax", [(top, NEW)], share, [share], workspace=scratch), indices
+            share = self._chosen(self.cast(logits, 4), indices, part)
+            if part.normalised:
+                share = self._normalised(share)
+            if part.score_scale != 1.0:
+                share = self.pointwise("scale", share)
+            return share if part.fp32_scores else self.cast(share, self.compute), indices
+
+    def _router_logits(self, x: Value, part: MixtureOfExperts, name: str) -> Value:
+        """Return the router's product; in fp32 it reads copies of its input and of its weight, and keeps both."""
+        tape, weight = self.tape, self.weight(f"{name}.weight")
+        if not part.fp32_router or self.setup.autocast or weight.coded:
+            return self.plain_linear(x, name, part.num_experts)
+        wide = self.cast(x, 4)
+        saves = [wide] if weight.trainable else []
+        copies = []
+        if weight.element_bytes < 4:
+            copies = [tape.make("cast weight", self.constant(part.num_experts * self.spec.hidden_size, 4))]
+        saves += copies if wide.needs_gradient else []
+        out = tape.value(TOKENS, part.num_experts, 4)
+        packs = wide.needs_gradient or weight.trainable
+        tape.apply(f"linear {name}", [(wide, VIEW)], out, saves, [weight], packs=packs, product=True)
+        tape.touch(*copies)
+        return out
+
+    def _topk(self, scores: Value, indices: Value, used: int) -> Value:
+        top = self.fresh(scores, used)
+        self.tape.apply("topk", [(scores, NEW)], (top, indices), [indices])
+        indices.needs_gradient = False
+        return top
+
+    def _chosen(self, logits: Value, indices: Value, part: MixtureOfExperts) -> Value:
+        """Return the scores of the chosen experts; experts of groups that take no part are masked."""
+        tape, used, scores = self.tape, part.experts_per_token, self.fresh(logits)
         with tape.holding(logits):
             tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
-            if part.score_correction:
+            if not part.score_correction:
+                if part.groups > 1:
+                    mask = self.fresh(scores, element_bytes=1)
+                    with tape.holding(scores):
+                        scores = self.pointwise("groups that take part", scores, (mask,))
                 with tape.holding(scores):
-                    corrected = tape.make("add", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
-                    top = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES)
-                    tape.make("topk", top, corrected)
-                    tape.make("topk indices", indices, corrected)
-                    top = tape.apply("gather", [(scores, NEW)], self.fresh(scores, used), [indices])
-            else:
-                top = self.fresh(scores, used)
-                tape.apply("topk", [(scores, NEW)], (top, indices), [indices])
-                indices.needs_gradient = False
-            with tape.holding(top, indices):
-                total = tape.apply("sum", [(top, SAME)], self.fresh(top, 1), packs=False)
-                scratch = [(TOKENS, top.coefficient)]
-                ways = [(top, NEW), (total, NEW)]
-                share = tape.apply("div", ways, self.fresh(top), [top, total], workspace=scratch)
-            weights = self.cast(share, self.compute)
-            tape.touch(indices)
-            return weights, indices
+                    return self._topk(scores, indices, used)
+            with tape.holding(scores):
+                choice = tape.make("add", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
+                if part.groups > 1:
+                    masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
+                    choice = tape.make("groups that take part", masked, choice)
+                values = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES)
+                tape.make("topk", values, choice)
+                tape.make("topk", indices, choice)
+                with tape.holding(choice):
+                    return tape.apply("gather", [(scores, NEW)], self.fresh(scores, used), [indices])
+
+    def _normalised(self, share: Value) -> Value:
+        """Return the scores of a token's experts divided by their sum."""
+        tape = self.tape
+        with tape.holding(share):
+            total = tape.apply("sum", [(share, SAME)], self.fresh(share, 1), packs=False)
+            ways, scratch = [(share, NEW), (total, NEW)], [(TOKENS, share.coefficient)]
+            return tape.apply("div", ways, self.fresh(share), [share, total], workspace=scratch)
 
     def _experts(self, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
         """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
@@ -144,14 +189,18 @@ class MixtureOperations(DenseOperations):
         tape = self.tape
         with tape.holding(out):
             taken = tape.apply("gather weights", [(weights, NEW)], self.fresh(weights), [order])
-            full = [(TOKENS, out.coefficient)]
+            scaled = self.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
+            # A wider product has wide gradients for both factors; that of the rows is cast when the other is summed.
+            size = scaled.coefficient
+            scratch = [(TOKENS, size if size == out.coefficient else 2 * size - out.coefficient)]
             ways = [(out, NEW), (taken, NEW)]
-            scaled = tape.apply("mul", ways, self.fresh(out), [out, taken], workspace=full)
+            tape.apply("mul", ways, scaled, [out, taken], workspace=scratch)
         back = self._indices(order.width)
         tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
         with tape.holding(scaled, back):
             ordered = tape.apply("gather back", [(scaled, NEW)], self.fresh(scaled), [back])
-            return tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, width), packs=False)
+            total = tape.apply("sum over experts", [(ordered, NEW)], self.fresh(ordered, width), packs=False)
+            return self.cast(total, out.element_bytes)
 
     def _grouped(self, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
         """Return each row times the matrix of its expert."""

@@ -61,9 +61,10 @@ def _tables(spec: ModelSpec, tokens: int, options: ReferenceOptions, device: str
 
 
 def _eager(part: Attention) -> bool:
-    return part.sinks or part.logit_softcap
+    return part.sinks or part.logit_softcap > 0
 
 
 def _rotary_width(spec: ModelSpec) -> int:
-    part = spec.runs[0].layer.attention
-    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+    """Return how many dimensions of a head are rotated, in layers that rotate any."""
+    parts = [run.layer.attention for run in spec.runs]
+    return max(part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim for part in parts)

@@ -25,7 +25,7 @@ class AttentionPart(nn.Module):
 
         queries, keys = part.query_size, part.key_value_size
         self._sinks_name = names.sinks
-        self._eager = part.sinks or part.logit_softcap
+        self._eager = part.sinks or part.logit_softcap > 0
         if part.sinks:
             self.register_parameter(names.sinks, parameter((part.num_heads,), "bias", run, device))
         if part.fused_qkv:
@@ -89,7 +89,15 @@ class AttentionPart(nn.Module):
         if self._eager and tables.mask is not None:
             sinks = self.get_parameter(self._sinks_name) if part.sinks else None
             return eager_attention(
-                query, key, value, tables.mask, run, softcap=part.logit_softcap, sinks=sinks, dropout=dropout
+                query,
+                key,
+                value,
+                tables.mask,
+                run,
+                scale=part.scale,
+                softcap=part.logit_softcap,
+                sinks=sinks,
+                dropout=dropout,
             )
         kernel = options.profile.attention
-        return attention(query, key, value, kernel=kernel, target=options.target, dropout=dropout)
+        return attention(query, key, value, kernel=kernel, target=options.target, dropout=dropout, scale=part.scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.lab.activations import gated
@@ -10,6 +11,9 @@ from memplan.lab.options import Runtime
 from memplan.lab.parts import Linear, MlpPart, attach, parameter
 from memplan.lab.storage import Weight
 from memplan.model.spec import MixtureOfExperts, Mlp, ModelSpec
+
+LEAST_SIGMOIDS = 1e-20
+"""Added to the sum of sigmoids, which may vanish (``DeepseekV3TopkRouter`` in transformers 5)."""
 
 
 class Router(nn.Module):
@@ -28,16 +32,51 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the chosen experts, (tokens, experts per token) each."""
+        part, logits = self.part, self._logits(x)
+        if part.softmax_of_chosen:
+            weights, chosen = logits.topk(part.experts_per_token, -1)
+            return weights.softmax(-1), chosen
+        weights, chosen = self._chosen(logits.float())
+        if part.normalised:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if self.offset is None else total + LEAST_SIGMOIDS)
+        if part.score_scale != 1.0:
+            weights = weights * part.score_scale
+        return weights if part.fp32_scores else weights.to(self.run.options.compute_dtype), chosen
+
+    def _logits(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.run.lowered(self.bias)
-        logits = self.stored.product(self.run.lowered(x), bias).float()
+        if self.part.fp32_router and not self.stored.quantized and not self.run.options.autocast:
+            return F.linear(x.float(), self.stored.tensor.float())
+        return self.stored.product(self.run.lowered(x), bias)
+
+    def _chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and numbers of the chosen experts; groups that take no part are masked."""
+        used = self.part.experts_per_token
         if self.offset is None:
-            weights, chosen = logits.softmax(-1).topk(self.part.experts_per_token, -1)
-        else:
-            scores = logits.sigmoid()
-            chosen = (scores + self.offset).topk(self.part.experts_per_token, -1).indices
-            weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(self.run.options.compute_dtype), chosen
+            scores = logits.softmax(-1)
+            if self.part.groups > 1:
+                scores = scores.masked_fill(~self._open_groups(scores, 1), 0.0)
+            weights, chosen = scores.topk(used, -1)
+            return weights, chosen
+        scores = logits.sigmoid()
+        choice = scores + self.offset
+        if self.part.groups > 1:
+            choice = choice.masked_fill(~self._open_groups(choice, 2), float("-inf"))
+        chosen = choice.topk(used, -1).indices
+        return scores.gather(1, chosen), chosen
+
+    def _open_groups(self, scores: Tensor, best: int) -> Tensor:
+        """Return where experts may be chosen: in the groups whose ``best`` highest scores have the largest sum.
+
+        Source:
+            ``DeepseekV2TopkRouter`` (the highest) and ``DeepseekV3TopkRouter`` (the two highest) in transformers 5.
+        """
+        part = self.part
+        grouped = scores.view(len(scores), part.groups, -1)
+        groups = grouped.topk(best, -1).values.sum(-1).topk(part.groups_per_token, -1).indices
+        mask = torch.zeros_like(grouped[..., 0]).scatter(1, groups, 1.0)
+        return mask.bool()[..., None].expand_as(grouped).reshape(scores.shape)
 
 
 class Experts(nn.Module):
@@ -77,7 +116,7 @@ class Experts(nn.Module):
         out = out * weights.reshape(-1)[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return out[back].view(len(x), used, -1).sum(1)
+        return out[back].view(len(x), used, -1).sum(1).to(rows.dtype)
 
     def _product(self, rows: Tensor, which: int, offsets: Tensor, experts: Tensor) -> Tensor:
         """Return each row times the matrix of its expert, plus that expert's bias."""

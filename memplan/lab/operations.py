@@ -127,7 +127,8 @@ def eager_attention(
     mask: Tensor,
     run: Runtime,
     *,
-    softcap: bool,
+    scale: float | None,
+    softcap: float,
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
@@ -137,9 +138,9 @@ def eager_attention(
         ``eager_attention_forward`` in transformers 5, models gemma2 and gpt_oss.
     """
     key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
-    scores = torch.matmul(query, key.transpose(2, 3)) * (1 / math.sqrt(query.shape[-1]))
+    scores = torch.matmul(query, key.transpose(2, 3)) * (scale or 1 / math.sqrt(query.shape[-1]))
     if softcap:
-        scores = torch.tanh(scores / 50.0) * 50.0
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(mask, float("-inf"))
     if sinks is not None:
         column = run.lowered(sinks).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)

@@ -32,9 +32,6 @@ class Tables(NamedTuple):
     mask: Tensor | None = None
 
 
-EPSILON = 1e-5
-
-
 def attach(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
     """Register ``module`` under the dotted ``path`` below ``root`` and return it."""
     *parents, name = path.split(".")
@@ -112,17 +109,17 @@ class NormPart(nn.Module):
         x = self.run.full(x)
         weight, bias = _like(self.weight, x), _like(self.bias, x)
         if self.norm.kind == "layer":
-            return F.layer_norm(x, (self.size,), weight, bias, EPSILON)
+            return F.layer_norm(x, (self.size,), weight, bias, self.norm.epsilon)
         if self.run.options.profile.norm == "composite":
             return self._composite(x, weight)
         if self.norm.unit_offset and weight is not None:
             weight = 1 + weight
-        return rms_norm(x, weight, EPSILON, self.run.options.target)
+        return rms_norm(x, weight, self.norm.epsilon, self.run.options.target)
 
     def _composite(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the norm as Python code writes it, with the square in fp32."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.norm.epsilon)
         if weight is None:
             return wide.to(x.dtype)
         if self.norm.unit_offset:

@@ -146,6 +146,11 @@ class ReferenceModel(nn.Module):
             self.run.probe.section("head")
             return self._loss(x, targets)
 
+    def logits(self, ids: Tensor, tables: tuple[Tables, ...], positions: Tensor | None = None) -> Tensor:
+        """Return the logits (batch, tokens, vocabulary); arguments as in :meth:`forward`."""
+        with self.run.autocast_region():
+            return self._logits(self._final_norm[0](self._hidden(ids, tables, positions)))
+
     def _hidden(self, ids: Tensor, tables: tuple[Tables, ...], positions: Tensor | None) -> Tensor:
         """Return the residual stream after the last layer."""
         options, probe = self.run.options, self.run.probe
@@ -153,7 +158,7 @@ class ReferenceModel(nn.Module):
         if self._positions and positions is not None:
             x = x + self._positions[0](positions)
         if self.spec.embedding_scale:
-            x = x * self.spec.hidden_size**0.5
+            x = x * self.spec.embedding_scale
         x = dropped(x, options.dropout if self.training else 0.0, options.target)
         probe.backward_reaches(x, "end of backward")
         for number, layer in enumerate(self._layers, start=1):
@@ -198,8 +203,9 @@ class ReferenceModel(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self._head[0](x)
         self.run.probe.backward_reaches(logits, "head backward")
-        if self.spec.final_logit_softcap:
-            logits = torch.tanh(logits / 30.0) * 30.0
+        cap = self.spec.final_logit_softcap
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
         return logits
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:

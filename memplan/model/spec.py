@@ -23,12 +23,14 @@ class Norm:
         weight: Whether it has a learned scale; OLMo 1 has none.
         bias: Whether it has a learned shift.
         unit_offset: Scale is ``1 + weight``, computed in fp32, as in Gemma.
+        epsilon: What is added to the variance.
     """
 
     kind: Literal["rms", "layer"] = "rms"
     weight: bool = True
     bias: bool = False
     unit_offset: bool = False
+    epsilon: float = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Attention:
         query_key_norm: Norm of queries and keys, or None.
         query_key_norm_scope: ``head`` normalises each head, ``full`` all heads together.
         sinks: One learned logit per head that takes part in the softmax (gpt-oss).
-        logit_softcap: Scores pass through a scaled tanh, which flash kernels of torch lack.
+        logit_softcap: Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
+        scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
     """
 
     num_heads: int
@@ -59,7 +62,8 @@ class Attention:
     query_key_norm: Norm | None = None
     query_key_norm_scope: Literal["head", "full"] = "head"
     sinks: bool = False
-    logit_softcap: bool = False
+    logit_softcap: float = 0.0
+    scale: float | None = None
 
     @property
     def query_size(self) -> int:
@@ -79,6 +83,7 @@ class LatentAttention:
     Attributes:
         q_lora_rank: Width of the compressed query; 0 projects queries directly.
         kv_lora_rank: Width of the compressed key and value.
+        scale: Factor of the scores; None for ``1 / sqrt(qk_head_dim)``.
     """
 
     num_heads: int
@@ -89,6 +94,7 @@ class LatentAttention:
     v_head_dim: int
     norm: Norm = Norm()
     bias: bool = False
+    scale: float | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -128,7 +134,14 @@ class MixtureOfExperts:
         router_bias: Bias on the router's projection.
         expert_bias: Biases inside the experts (gpt-oss).
         score_correction: One offset per expert that only steers the choice (DeepSeek-V3). It is
-            a buffer, adjusted without gradients, and so no parameter tensor.
+            a buffer, adjusted without gradients, and so no parameter tensor. Scores are sigmoids then.
+        softmax_of_chosen: Scores are a softmax over the chosen experts' logits alone (gpt-oss).
+        normalised: The chosen experts' scores are divided by their sum.
+        score_scale: Factor of the chosen experts' scores (DeepSeek).
+        groups: Groups of experts, of which only some take part in the choice (DeepSeek); 1 for no groups.
+        groups_per_token: Groups that take part.
+        fp32_router: The router's product is formed in fp32 (DeepSeek).
+        fp32_scores: Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek).
     """
 
     num_experts: int
@@ -141,6 +154,13 @@ class MixtureOfExperts:
     router_bias: bool = False
     expert_bias: bool = False
     score_correction: bool = False
+    softmax_of_chosen: bool = False
+    normalised: bool = True
+    score_scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    fp32_router: bool = False
+    fp32_scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +248,8 @@ class ModelSpec:
         head_bias: Bias on the head.
         learned_positions: Rows of a learned position embedding; 0 for none.
         max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
-        embedding_scale: Embeddings are multiplied by sqrt(hidden_size) (Gemma).
-        final_logit_softcap: Logits pass through a scaled tanh (Gemma 2).
+        embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
+        final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
         dropout: Dropout probability of the released config.
@@ -247,8 +267,8 @@ class ModelSpec:
     head_bias: bool = False
     learned_positions: int = 0
     max_position_embeddings: int = 0
-    embedding_scale: bool = False
-    final_logit_softcap: bool = False
+    embedding_scale: float = 0.0
+    final_logit_softcap: float = 0.0
     rotary_tables: int = 1
     transposed_linear: bool = False
     dropout: float = 0.0

@@ -178,3 +178,50 @@ def test_soft_caps_follow_the_released_defaults():
 def test_spec_is_named_and_sourced():
     found = model_spec(LLAMA, "Tiny", "somewhere")
     assert (found.name, found.architecture, found.source) == ("Tiny", "llama", "somewhere")
+
+
+ARITHMETIC = {
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.0078125,
+    "mup_scale": 2.0,
+    "query_pre_attn_scalar": 144,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attn_logit_softcapping": 50.0,
+    "router_logit_softcapping": 30.0,
+    "partial_rotary_factor": 0.5,
+    "clip_qkv": 8.0,
+    "scale_emb": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("key", ARITHMETIC)
+def test_a_key_of_arithmetic_that_a_family_does_not_read_is_refused_by_its_name(key):
+    with pytest.raises(CannotAnswerError, match=rf"{key}: .*family 'llama' does not model"):
+        spec({"model_type": "llama"} | GROUPED | {key: ARITHMETIC[key]})
+
+
+@pytest.mark.parametrize("key", [key for key in ARITHMETIC if not isinstance(ARITHMETIC[key], dict)])
+@pytest.mark.parametrize("value", [None, 0, False])
+def test_a_key_of_arithmetic_without_effect_is_let_pass(key, value):
+    assert spec({"model_type": "llama"} | GROUPED | {key: value}) == spec({"model_type": "llama"} | GROUPED)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("gpt_oss", "swiglu_limit", 5.0),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "reorder_and_upcast_attn", True),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("mixtral", "router_jitter_noise", 0.1),
+    ],
+)
+def test_arithmetic_that_a_family_fixes_is_refused_where_it_differs(family, key, value):
+    config = next(config for architecture, config in CASES.values() if architecture == family)
+    with pytest.raises(CannotAnswerError, match=f"{key}: is {value!r}"):
+        spec({"model_type": family} | config | {key: value})

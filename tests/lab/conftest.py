@@ -81,10 +81,16 @@ def _shrunk_attention(part: Attention | LatentAttention) -> Attention | LatentAt
     return replace(part, num_heads=8, num_key_value_heads=groups, head_dim=32, rotary_dim=32 if part.rotary_dim else 0)
 
 
-def _shrunk_layer(layer: Layer) -> Layer:
+def few_experts(part: MixtureOfExperts) -> dict[str, int]:
+    """Eight experts, in two groups where there are groups."""
+    used = min(2, part.experts_per_token)
+    return {"num_experts": 8, "experts_per_token": used, "groups": min(2, part.groups), "groups_per_token": 1}
+
+
+def shrunk_layer(layer: Layer) -> Layer:
     part = layer.feed_forward
     if isinstance(part, MixtureOfExperts):
-        part = replace(part, num_experts=8, experts_per_token=2, intermediate_size=128)
+        part = replace(part, intermediate_size=128, **few_experts(part))
         part = replace(part, shared_intermediate_size=128 if part.shared_intermediate_size else 0)
     else:
         part = replace(part, intermediate_size=768)
@@ -95,7 +101,7 @@ def _shrunk_layer(layer: Layer) -> Layer:
 def shrunk() -> Callable[[Model], Model]:
     def made(model: Model) -> Model:
         """The same family with two layers of width 256, so that it can really be trained here."""
-        runs = tuple(LayerRun(_shrunk_layer(run.layer), 2, 2 * i) for i, run in enumerate(model.spec.runs[:2]))
+        runs = tuple(LayerRun(shrunk_layer(run.layer), 2, 2 * i) for i, run in enumerate(model.spec.runs[:2]))
         positions = min(model.spec.learned_positions, 512)
         spec = replace(model.spec, vocab_size=16000, hidden_size=256, runs=runs, learned_positions=positions)
         return Model.from_spec(spec, "test")

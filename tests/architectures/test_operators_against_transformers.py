@@ -1,0 +1,210 @@
+"""Forward and backward of the reference model run the operators of transformers' model, family by family.
+
+Both run on tensors without memory, in bf16, by the same attention kernel; what is left apart is what one of
+:data:`DELIBERATE` says, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from memplan.lab.cuda_kernels import cuda_kernels  # noqa: E402
+from memplan.lab.data import batch_of  # noqa: E402
+from memplan.lab.huggingface import without_packing  # noqa: E402
+from memplan.lab.options import ReferenceOptions  # noqa: E402
+from memplan.lab.reference import ReferenceModel  # noqa: E402
+from memplan.model.spec import Attention, ModelSpec  # noqa: E402
+from memplan.training.kernels import Kernels  # noqa: E402
+
+from .operators import Operators, difference, inside  # noqa: E402
+from .tiny import CASES  # noqa: E402
+from .twins import BATCH, TOKENS, real_config, spec_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROFILE = Kernels(norm="composite").profile()
+"""Norms step by step, as transformers writes them; the other kernels are the lab's."""
+
+Key = tuple[Any, ...]
+
+
+def part_of(spec: ModelSpec) -> Any:
+    return spec.runs[0].layer.attention
+
+
+def steps_through_scores(spec: ModelSpec) -> bool:
+    part = part_of(spec)
+    return isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0)
+
+
+def rotated(spec: ModelSpec) -> int:
+    part = part_of(spec)
+    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+
+
+def stream(spec: ModelSpec) -> tuple[int, int]:
+    """Return the shape of the residual stream, of which no rule hides a product or a sum."""
+    return BATCH * TOKENS, spec.hidden_size
+
+
+def of_rotation(spec: ModelSpec, key: Key) -> bool:
+    """Sums and products of rotated dimensions, or half of them; none is of the residual stream."""
+    name, shape, _, *numbers = key
+    width = rotated(spec)
+    turns = name in ("add", "mul", "sub", "neg") and bool({width, width // 2} & set(shape)) and shape != stream(spec)
+    return name == "cat" or (turns and set(numbers) <= {1.0})
+
+
+def of_fused_rows(spec: ModelSpec, key: Key) -> bool:
+    """Sums of gradients of parts of a fused projection, and joining them."""
+    part = part_of(spec)
+    fused = part.query_size + 2 * part.key_value_size
+    name, shape = key[0], key[1]
+    size = torch.Size(shape).numel()
+    whole = {
+        BATCH * TOKENS * fused,
+        *(BATCH * TOKENS * 2 * run.layer.feed_forward.intermediate_size for run in spec.runs),
+    }
+    halves = {
+        BATCH * TOKENS * part.num_heads * part.rotary_dim,
+        BATCH * TOKENS * part.num_key_value_heads * part.rotary_dim,
+    }
+    return name == "cat" or (name == "add" and len(key) == 3 and size in whole | halves)
+
+
+def of_falcon(spec: ModelSpec, key: Key) -> bool:
+    name, shape = key[0], key[1]
+    apart = ("mm", "addmm", "add") if part_of(spec).qkv_bias else ()
+    if shape == stream(spec) and name not in apart:
+        return False
+    kernels = ("attention", "attention_backward", "_scaled_dot_product_efficient_attention")
+    copies = ("index", "index_put", "sum", "cat", "masked_fill", "mm", "addmm", "neg", "add", "mul")
+    return name in (*kernels, f"{kernels[-1]}_backward", *copies) and len(key) <= 4
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Operators that differ on purpose.
+
+    Attributes:
+        families: Whose.
+        covers: Tells whether an operator is one of them.
+        reason: Why it may differ.
+    """
+
+    families: tuple[str, ...]
+    covers: Callable[[ModelSpec, Key], bool]
+    reason: str
+
+
+DELIBERATE = (
+    Rule(
+        ("gemma", "gemma2", "gemma3_text"),
+        lambda spec, key: (key[:2], key[3:]) in {(("mul", stream(spec)), n) for n in ((), (spec.hidden_size**0.5,))},
+        "the scale of the embeddings is a tensor without dimensions there, a number here; values are compared elsewhere",
+    ),
+    Rule(
+        ("gemma2", "gpt_oss"),
+        lambda spec, key: key[0] in ("add", "masked_fill", "where") and key[1][-2:] == (TOKENS, BATCH * TOKENS),
+        "a mask is added there and filled in here, which has a gradient of its own: as many bytes at each moment",
+    ),
+    Rule(
+        ("phi", "gpt2"),
+        lambda spec, key: (
+            spec.runs[0].layer.feed_forward.intermediate_size in key[1]
+            and key[0].startswith(("add", "mul", "gelu", "pow", "tanh"))
+        ),
+        "gelu_new is eight operators in transformers, one kernel here",
+    ),
+    Rule(
+        ("gpt_oss", "deepseek_v2", "deepseek_v3"),
+        of_rotation,
+        "halves, interleaved pairs or complex numbers are rotated there, halves that are formed as tensors here",
+    ),
+    Rule(
+        ("phi3",),
+        of_fused_rows,
+        "parts of a fused projection are sliced there, which fills a gradient for each with zeros; split here",
+    ),
+    Rule(
+        ("falcon",),
+        of_falcon,
+        "Falcon copies and repeats keys and values out of the fused projection, gives the kernel a mask, which only "
+        "the efficient one takes, and adds biases apart; the planner has the fused product and the kernel asked for",
+    ),
+)
+
+
+WIDER = {
+    "olmo": "norms and rotated positions are computed in fp32 there, in the compute dtype here",
+    "olmo2": "scales of norms and rotated positions are multiplied in fp32 there, in the compute dtype here",
+    "gpt_oss": "scales of norms are multiplied in fp32 there, in the compute dtype here",
+}
+"""Families whose operators are equal but for dtypes, with the reason."""
+
+
+def real_operators(case: str) -> Operators:
+    config = real_config(*CASES[case])
+    config.pad_token_id = None  # else GPT-2 looks for padding, in values that there are none of
+    attention = "eager" if steps_through_scores(spec_of(case)) else "sdpa"
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    real = real.to(torch.bfloat16).eval()
+    ids = torch.zeros((BATCH, TOKENS), dtype=torch.long, device="meta")
+    operators = Operators(BATCH, TOKENS, inside(real, frozenset({"rotary_emb"})))
+    with without_packing(), cuda_kernels(PROFILE), operators:
+        logits = real(input_ids=ids, use_cache=False).logits
+        logits.backward(torch.empty_like(logits))
+    return operators
+
+
+def reference_operators(spec: ModelSpec) -> Operators:
+    options = ReferenceOptions(profile=PROFILE)
+    model, batch = ReferenceModel(spec, options).eval(), batch_of(spec, options, BATCH, TOKENS, "meta")
+    operators = Operators(BATCH, TOKENS)
+    with cuda_kernels(PROFILE), operators:
+        logits = model.logits(batch.ids, batch.tables, batch.positions)
+        logits.backward(torch.empty_like(logits))
+    return operators
+
+
+def unexplained(case: str, spec: ModelSpec) -> dict[Key, int]:
+    """Return the operators that occur more often on one side, but for those that differ on purpose."""
+    rules = [rule for rule in DELIBERATE if spec.architecture in rule.families]
+    apart = difference(real_operators(case), reference_operators(spec), dtypes=spec.architecture not in WIDER)
+    return {key: count for key, count in apart.items() if not any(rule.covers(spec, key) for rule in rules)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operators_equal_those_of_transformers(case):
+    assert not unexplained(case, spec_of(case))
+
+
+@pytest.mark.parametrize("rule", DELIBERATE, ids=[rule.families[0] for rule in DELIBERATE])
+def test_every_rule_is_needed(rule):
+    for family in rule.families:
+        spec, case = next((spec_of(case), case) for case in CASES if CASES[case][0] == family)
+        apart = difference(real_operators(case), reference_operators(spec))
+        assert any(rule.covers(spec, key) for key in apart), family
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "falcon-grouped", "deepseek-v3", "gpt-oss", "phi3", "gpt2"])
+def test_a_multiplier_of_the_residual_stream_is_seen(case):
+    """No rule hides a product of the residual stream, and its factor is compared as a number."""
+    spec = spec_of(case)
+    found = unexplained(case, replace(spec, embedding_scale=3.0))
+    assert any(key[:2] == ("mul", stream(spec)) and key[3:] == (3.0,) for key in found)
+
+
+@pytest.mark.parametrize("family", WIDER)
+def test_every_family_whose_dtypes_are_overlooked_has_some_apart(family):
+    case = next(case for case in CASES if CASES[case][0] == family)
+    one, other = real_operators(case), reference_operators(spec_of(case))
+    assert len(difference(one, other)) > len(difference(one, other, dtypes=False))
