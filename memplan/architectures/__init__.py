@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAXIMUM_PARAMETERS = 10**15
 """Larger models are refused: none is within a factor of a hundred, so it is a slip."""
+MAXIMUM_RUNS = 128
+"""Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
+model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
 
 
 @cache
@@ -62,6 +65,9 @@ def read_config(
     build = cast("Callable[[ConfigValues], ModelSpec]", import_module(f"{__name__}.{family}").model_spec)
     spec = build(values)
     values.finish()
+    if len(spec.runs) > MAXIMUM_RUNS:
+        kinds = f"{len(spec.runs):,} changes between kinds of layers; at most {MAXIMUM_RUNS} are planned"
+        raise CannotAnswerError(f"{source}: {kinds}")
     parameters = parameter_count(inventory_of(spec))
     if parameters > MAXIMUM_PARAMETERS:
         raise InvalidFileError([f"{source}: {parameters:,} parameters follow from these shapes, which no model has"])

@@ -13,6 +13,7 @@ from memplan.cli.experiments import PlotOption
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import open_catalog
 from memplan.errors import InvalidFileError, MemplanError, printable
+from memplan.report.document import Document
 
 
 def show_record(
@@ -52,7 +53,16 @@ def show_record(
         save_figure(figure, plot)
     with _as_written(asked):
         document = training_record_document(record, unit_text(units)) if trained else record_document(record)
+        _require_text(document)
     raise typer.Exit(emit(document, form, as_json, output, quiet))
+
+
+def _require_text(document: Document) -> None:
+    """Raise a TypeError where a record put something else than text into a table."""
+    for block in document.blocks:
+        rows = () if isinstance(block, str) else block.rows
+        if not all(isinstance(cell, str) for row in rows for cell in row):
+            raise TypeError("a name is no text")
 
 
 @contextmanager

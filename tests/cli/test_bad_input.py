@@ -216,6 +216,16 @@ def test_a_model_and_shapes_are_one_too_many(refused):
     assert "give one of them" in refused("fit", "gpt2", "--layers", "3", *GPU)
 
 
+def test_a_model_of_thousands_of_kinds_of_layers_is_refused_at_once(refused, write):
+    config = {
+        "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 10_000, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 100, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2,
+    }  # fmt: skip
+    path = write("config.json", json.dumps(config))
+    assert "10,000 changes between kinds of layers; at most 128 are planned" in refused("fit", path, *GPU, code=3)
+
+
 # ------------------------------------------------------------------ shapes
 GOOD = {"layers": 2, "hidden": 256, "heads": 4}
 

@@ -11,6 +11,12 @@ from memplan.catalog.catalog import data_directory
 FOLDER = data_directory() / "configs" / "evidence"
 
 
+WITHOUT_A_NAME = [
+    {**row, **{key: 1 for key, value in row.items() if isinstance(value, str)}}
+    for row in json.loads((FOLDER / "lab-weight-bits.json").read_text())["rows"]
+]
+
+
 def test_without_a_name_every_record_is_listed(cli):
     ran = cli("lab", "show")
     names = [path.stem.removeprefix("train-") for path in FOLDER.glob("train-*.json")]
@@ -61,6 +67,7 @@ def test_a_file_that_is_no_record_is_refused(refused, write, content, why):
         ("lab-orthogonality", "rows", 3),
         ("lab-orthogonality", "experiment", "../x"),
         ("lab-precision", "seeds", None),
+        ("lab-weight-bits", "rows", WITHOUT_A_NAME),
     ],
 )
 def test_a_record_whose_figures_are_others_than_memplan_writes_is_refused(refused, write, name, key, value):
