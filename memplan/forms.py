@@ -27,6 +27,7 @@ class Quantity(IntEnum):
     SORTED_TOKENS = 8
     TOUCHED_ROWS = 9
     PARTIAL_SUMS = 10
+    ALIGNED_TOKENS = 11
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -41,6 +42,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.SORTED_TOKENS: "n",
     Quantity.TOUCHED_ROWS: "min(n, V)",
     Quantity.PARTIAL_SUMS: "(n//10 + min(n, V))",
+    Quantity.ALIGNED_TOKENS: "b*ceil32(t)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
@@ -78,13 +80,13 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
         vocab: Rows of the embedding.
     """
     tokens = batch * length
-    rounded = batch * round_up(length, 128)
+    rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
     chunk = -(-tokens // chunks)
     scores, square = tokens * length, length * length
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
-    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, many, touched, partial)
+    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, many, touched, partial, aligned)
 
 
 def add_forms(*forms: Form) -> Form:

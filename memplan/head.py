@@ -330,13 +330,15 @@ class HeadSections(Sections):
         around = add_forms(around, self._constant(Part.TEMPORARIES, 4))
         if several and plain:  # those of codes are part of the chunk's own instants
             sums = self._constant(Part.GRADIENTS, 2 * plain)
-            form = add_forms(around, norm, rows, summed, sums, scale_form(rows_of_chunk, 2))
+            first = ZERO if self.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
+            form = add_forms(around, norm, first, summed, sums, scale_form(rows_of_chunk, 2))
             yield Instant("head backward", "sum of two chunks' head gradients", form)
         heads = [weight for weight in self._head_weights() if weight.trainable and not weight.coded]
         if size := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
             form = add_forms(around, norm, parts, summed, self._constant(Part.GRADIENTS, size))
             yield Instant("head backward", "gradient of the head", form)
-        kept = self._constant(Part.GRADIENTS, self._head_left(mode) - self._left(self.head.tape, mode))
+        left = self._head_left(mode) - self._left(self.head.tape, mode)
+        kept = self._constant(Part.GRADIENTS, left or self._delayed_bytes())
         for instant in played.backward:
             # The gradients of the chunks' rows are joined into one, and let go.
             joined = parts if instant.operation == "start" else ZERO

@@ -232,9 +232,6 @@ class _Player:
     def run(self, node: Node) -> None:
         """Run the backward of one operation; the first that needs what was not kept has it computed again."""
         arrived = [g for g in (self.gradients.pop(id(value), None) for value in node.outputs) if g is not None]
-        if node.packs and self.to_recompute and arrived:
-            self.recompute(node.instant)
-            self.to_recompute = False
         if arrived:
             self.form(node, arrived)
         else:
@@ -254,6 +251,10 @@ class _Player:
 
     def form(self, node: Node, arrived: list[int]) -> None:
         """Form the gradients of a node's inputs and weights."""
+        # A product with codes asks for what it kept only once its input's gradient is there (memplan/lab/storage.py).
+        late = any(w.coded for w in node.weights)
+        if not late:
+            self.recompute_for(node)
         if decoding := sum(w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes):
             self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoding)])
         formed: list[tuple[Value, int]] = []
@@ -266,14 +267,22 @@ class _Player:
                 formed.append((value, self.new(value.quantity, size, self.gradient_part(value))))
                 if how is VIEW:
                     self.views.add(formed[-1][1])
+        if decoded := sum(w.copy_bytes for w in node.weights if not w.copy_kept):
+            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
+        if late:
+            self.recompute_for(node)
         self.finish(node, arrived, formed)
 
+    def recompute_for(self, node: Node) -> None:
+        """Compute again what was not kept, where a node is the first to need any of it."""
+        if node.packs and self.to_recompute:
+            self.recompute(node.instant)
+            self.to_recompute = False
+
     def finish(self, node: Node, arrived: list[int], formed: list[tuple[Value, int]]) -> None:
+        """Form the gradients of a node's weights, then let go of what it kept and hand its gradients on."""
         scratch = [(Part.TEMPORARIES, *item) for item in node.workspace]
-        decoded = sum(w.copy_bytes for w in node.weights if not w.copy_kept)
         trained = [w for w in node.weights if w.trainable]
-        if decoded:
-            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
         for weight in trained:
             self.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
         again = self.checkpointing != "none"
@@ -308,7 +317,7 @@ class _Player:
 
     def store(self, node: Node, weight: Weight) -> None:
         """Keep, add or use up a weight's gradient, which has just been formed."""
-        mode = "first" if weight.delayed else "again" if weight.shared else weight.own_mode(self.mode)
+        mode = "first" if weight.delayed else "again" if weight.shared and self.mode != "layer" else weight.own_mode(self.mode)
         if extra := weight.storing_bytes(mode):
             self.add(Part.GRADIENTS, Quantity.ONE, extra)
             self.note(node.instant, f"{weight.name} gradient")

@@ -79,7 +79,9 @@ class AttentionOperations(Operations):
         """Return attention by one kernel, which keeps its inputs, its result and one number per row of scores."""
         tape = self.tape
         out = self.fresh(query, heads * (value.width // groups))
-        statistics = tape.value(TOKENS, heads, 4)
+        # The efficient kernel keeps its statistics in rows of a multiple of 32 (kAlignLSE in mem_eff_attention).
+        rows = Quantity.ALIGNED_TOKENS if self.profile.attention == "efficient" else TOKENS
+        statistics = tape.value(rows, heads, 4)
         random = tape.value(ONE, RANDOM_STATE_BYTES[self.profile.attention], 1)
         ways = [(query, NEW), (key, NEW), (value, NEW)]
         saves = [query, key, value, out, statistics, random]

@@ -201,6 +201,7 @@ class Operations:
             self.cast_weight(self.weight(f"{name}.{part}.weight"))
         low = tape.make("linear", self.constant(columns * down.rows, width), read, product=True)
         product = tape.make("linear", self.constant(columns * rows, width), low, product=True)
+        tape.touch(read)  # kept for a backward that never comes, until the product is cut off from it
         product.foreign = down.foreign and not self.setup.autocast
         norm = self._norm_of_sum(product, self.weight(f"{name}.weight"), rows * columns, rows, down)
         tape.touch(eye, product)

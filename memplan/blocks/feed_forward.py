@@ -190,9 +190,9 @@ class MixtureOperations(DenseOperations):
         with tape.holding(out):
             taken = tape.apply("gather weights", [(weights, NEW)], self.fresh(weights), [order])
             scaled = self.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
-            # A wider product has wide gradients for both factors; that of the rows is cast when the other is summed.
+            # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
             size = scaled.coefficient
-            scratch = [(TOKENS, size if size == out.coefficient else 2 * size - out.coefficient)]
+            scratch = [(TOKENS, size if size == out.coefficient else 2 * size)]
             ways = [(out, NEW), (taken, NEW)]
             tape.apply("mul", ways, scaled, [out, taken], workspace=scratch)
         back = self._indices(order.width)

@@ -123,7 +123,7 @@ class Experts(nn.Module):
         stored = (self._up, self._down)[which]
         out = stored.grouped_product(rows, offsets, transposed=self.part.transposed)
         if self._biases:
-            bias = self.run.lowered(self.get_parameter(self._biases[which]))[experts]
+            bias = self.run.lowered(self.get_parameter(self._biases[which])).to(out.dtype)[experts]
             # Selective checkpointing keeps the product and forbids changing it in place.
             out = out + bias if self.run.options.checkpointing == "selective" else out.add_(bias)
         return out
