@@ -242,7 +242,7 @@ class HeadSections(Sections):
             return
         profile = self.setup.profile
         positions = self.weights.get(f"{self.spec.names.positions}.weight")
-        others = positions.formed_bytes if positions else 0
+        others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
         if not self._head_weight(weight).converted and not (profile.loss == "chunked" and not self.regime.one_chunk):
             form = add_forms(around, self._constant(Part.GRADIENTS, 2 * weight.formed_bytes + others))
             yield Instant("end of backward", "sum of the tied gradients", form)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memplan.blocks.base import Regime
 from memplan.chunks import GRID_TABLE_BYTES
-from memplan.forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
+from memplan.forms import EMBEDDING_DIRECT_INDICES, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.head import HeadSections, Section
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfExperts
@@ -59,9 +59,10 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     tokens, chunks = batch * length, setup.profile.loss_chunks
     eager = any(_steps_through_scores(run.layer.attention) for run in model.spec.runs)
     return Regime(
-        one_sequence=batch == 1 and (eager or setup.profile.attention == "math"),
+        one_sequence=batch == 1 and (eager or setup.profile.attention == "math" or model.spec.learned_positions > 0),
         one_token=length == 1,
         one_chunk=setup.profile.loss == "chunked" and ceil_div(tokens, chunks) == tokens,
+        sorts_positions=model.spec.learned_positions > 0 and length > EMBEDDING_DIRECT_INDICES,
     )
 
 
@@ -120,12 +121,18 @@ class StepCompiler(HeadSections):
             table = builder.weight(f"{names.positions}.weight")
             rows = tape.value(Quantity.POSITIONS, self.spec.hidden_size, self.setup.residual_bytes)
             with tape.holding(x):
-                tape.apply("position embedding", [], rows, weights=[table])
-                x = tape.apply("add", [(x, SAME), (rows, NEW)], builder.fresh(x), packs=False)
+                tape.apply("position embedding", [], rows, weights=[table], workspace=self._position_sums())
+                ways = [(x, SAME), (rows, SAME if self.regime.one_sequence else NEW)]
+                x = tape.apply("add", ways, builder.fresh(x), packs=False)
         if self.spec.embedding_scale:
             x = builder.pointwise("scale", x)
         x = builder.dropped(x)
         return Section(tape, entry, x, self._gradients(tape))
+
+    def _position_sums(self) -> list[tuple[Quantity, int]]:
+        """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
+        sums = 8 + 4 * self.spec.hidden_size
+        return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))] if self.regime.sorts_positions else []
 
     def _add_runs(self) -> None:
         """Put every run of equal layers on tape; a first layer whose input needs no gradient may stand alone."""

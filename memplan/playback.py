@@ -286,12 +286,13 @@ class _Player:
         for weight in trained:
             self.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
         again = self.checkpointing != "none"
-        self.with_scratch(node.instant, node.name, scratch, None if again else node.reduces)
+        uncast = [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.casts] if again else []
+        self.with_scratch(node.instant, node.name, [*scratch, *uncast], None if again else node.reduces)
         for weight in trained:
             if weight.coded:
                 self.store(node, weight)
         self.release(node)
-        if again and node.reduces is not None:
+        if again and (node.reduces is not None or node.casts):
             # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
             self.with_scratch(node.instant, node.name, scratch, node.reduces)
         self._drop_all(arrived)

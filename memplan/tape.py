@@ -163,6 +163,7 @@ class Node:
         packs: Whether it keeps any tensor, weights and tables included: under checkpointing, the first such node that
             backward reaches has the part computed again.
         reduces: The sum over rows that forms a weight's gradient, or None.
+        casts: Gradients that are cast from wider ones, in the workspace, when the operation's own backward is done.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Node:
     instant: str
     packs: bool
     reduces: Reduction | None
+    casts: tuple[tuple[Quantity, int], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +260,7 @@ class Tape:
         custom: bool = False,
         product: bool = False,
         reduces: Reduction | None = None,
+        casts: Sequence[tuple[Quantity, int]] = (),
     ) -> Value:
         """Record an operation and return its (first) output.
 
@@ -274,6 +277,7 @@ class Tape:
             custom: Whether it is a function written in Python, which keeps its tensors when it is done.
             product: Whether selective checkpointing keeps its results.
             reduces: The sum over rows that forms a weight's gradient.
+            casts: Gradients that are cast from wider ones in the workspace.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
         needs = any(value.needs_gradient for value, _ in inputs) or any(w.trainable for w in weights)
@@ -285,7 +289,7 @@ class Tape:
             used = tuple((value, how) for value, how in inputs if value.needs_gradient)
             storages = tuple(dict.fromkeys(value.storage for value in saves))
             packed = bool(storages) or any(not w.coded for w in weights) if packs is None else packs
-            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed, reduces)
+            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed, reduces, tuple(casts))
             self.nodes.append(node)
         last = custom or any(value.storage in new for value in saves)
         self.operations.append(Operation(name, new, tuple(scratch), tuple(weights), node, product, last))

@@ -21,11 +21,13 @@ class Regime:
         one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
         one_token: Sequences of one token: exchanging dimensions moves nothing.
         one_chunk: A loss over chunks has one.
+        sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
     one_sequence: bool = False
     one_token: bool = False
     one_chunk: bool = False
+    sorts_positions: bool = False
 
 
 def promoted(x: Value, y: Value) -> int:

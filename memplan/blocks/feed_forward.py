@@ -193,8 +193,9 @@ class MixtureOperations(DenseOperations):
             # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
             size = scaled.coefficient
             scratch = [(TOKENS, size if size == out.coefficient else 2 * size)]
+            casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
             ways = [(out, NEW), (taken, NEW)]
-            tape.apply("mul", ways, scaled, [out, taken], workspace=scratch)
+            tape.apply("mul", ways, scaled, [out, taken], workspace=scratch, casts=casts)
         back = self._indices(order.width)
         tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
         with tape.holding(scaled, back):

@@ -91,7 +91,7 @@ class Linear(nn.Module):
         if not self.transposed or self.stored.quantized:
             return self.stored.product(x, bias, transposed=self.transposed)
         rows, weight = x.reshape(-1, x.shape[-1]), self.run.lowered(self.stored.tensor)
-        product = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        product = torch.mm(rows, weight) if bias is None else torch.addmm(bias.to(weight.dtype), rows, weight)
         return product.view(*x.shape[:-1], self.rows)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from memplan.adapters import projections
 from memplan.catalog.catalog import Catalog
-from memplan.chunks import CODING
 from memplan.model.model import Model
 from memplan.setup import FLOAT_BYTES
 
@@ -16,6 +15,10 @@ Keys = dict[str, Any]
 LENGTHS = (1, 2, 7, 17, 64, 100, 127, 128, 129, 255, 300, 512, 700, 1000, 1024, 1537, 2048, 3071, 3072, 3073, 4100)
 EAGER_LENGTHS = tuple(length for length in LENGTHS if length <= 1024)
 """Lengths for attention that keeps its scores: a matrix of them is as large as their square."""
+
+
+BUNDLED = ("muon-", "adamw-bf16", "adamw-fp32", "adamw-int8")
+"""How the names of optimizers begin that the bundled library steps by: these take codes, and states in host memory."""
 
 
 def config_keys(rng: Random, model: Model, catalog: Catalog) -> Keys:
@@ -52,7 +55,8 @@ def _weights(rng: Random, catalog: Catalog, *, adapted: bool) -> Keys:
     if kind < 0.6:
         return {"compute_dtype": rng.choice(("bf16", "fp16")), "weights": {"default": "fp32"}}
     frozen = [name for name, entry in catalog.formats.entries.items() if entry.storable and name not in FLOAT_BYTES]
-    codes = sorted(frozen) if adapted else sorted(CODING)
+    trained = [name for name in frozen if catalog.formats[name].codec is not None]
+    codes = sorted(frozen if adapted else trained)
     hidden = rng.choice(codes)
     weights = {"default": compute, "hidden_matrix": hidden}
     if rng.random() < 0.4:
@@ -97,23 +101,34 @@ def _kernels(rng: Random) -> Keys:
 def _optimizer(rng: Random, keys: Keys, catalog: Catalog) -> Keys:
     """Return an optimizer, or two: any of the catalog, of those that step codes where codes are trained."""
     coded = "adapter" not in keys and keys["weights"].get("hidden_matrix", "fp32") not in FLOAT_BYTES
-    bundled = ("muon-", "adamw-bf16", "adamw-fp32", "adamw-int8")
-    names = [name for name in sorted(catalog.optimizers.entries) if not coded or name.startswith(bundled)]
+    names = [name for name in sorted(catalog.optimizers.entries) if not coded or name.startswith(BUNDLED)]
     if rng.random() < 0.3:
         return {}
     optimizer = {"default": rng.choice(names)}
     if rng.random() < 0.2:
         optimizer["hidden_matrix"] = rng.choice(names)
-    master = {"master_weights": rng.choice(("fp32", "bf16"))} if "adapter" not in keys and rng.random() < 0.2 else {}
-    host = {"offload": {"optimizer_states": "cpu"}} if not master and rng.random() < 0.12 else {}
-    return {"optimizer": optimizer, **master, **host}
+    if keys.get("kernels", {}).get("newton_schulz") == "torch" and (coded or _other_momentum(optimizer, keys)):
+        del keys["kernels"]["newton_schulz"]
+    drawn: Keys = {"optimizer": optimizer}
+    if "adapter" not in keys and not coded and rng.random() < 0.2:
+        return {**drawn, "master_weights": rng.choice(("fp32", "bf16"))}
+    torch_muon = keys.get("kernels", {}).get("newton_schulz") == "torch"
+    if rng.random() < 0.2 and not torch_muon and all(name.startswith(BUNDLED) for name in optimizer.values()):
+        drawn["offload"] = {"optimizer_states": "cpu"}
+    return drawn
+
+
+def _other_momentum(optimizer: Keys, keys: Keys) -> bool:
+    """Tell whether a momentum has another dtype than its gradient, which torch's own Muon does not keep."""
+    own = keys["adapter"].get("dtype", "bf16") if "adapter" in keys else keys["weights"]["default"]
+    return any(name.startswith("muon-") and name != f"muon-{own}" for name in optimizer.values())
 
 
 def _gradients(rng: Random, keys: Keys) -> Keys:
-    """Return how gradients are kept: their dtype, lifetime, accumulation and zeroing."""
+    """Return how gradients are kept: in another dtype where their optimizer stores them, for how long, how often."""
     gradients: Keys = {}
-    if rng.random() < 0.25:
-        gradients["dtype"] = rng.choice(("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2"))
+    if rng.random() < 0.35 and all(name.startswith(BUNDLED) for name in keys.get("optimizer", {}).values()):
+        gradients["dtype"] = rng.choice(("fp32", "bf16", "fp8-e4m3", "fp8-e5m2"))
     if rng.random() < 0.25:
         gradients["lifetime"] = "layer"
         return {"gradients": gradients}
