@@ -121,5 +121,6 @@ def total_bytes(form: Form, values: Sequence[int]) -> int:
 
 def with_totals(form: Form) -> Form:
     """Return the coefficients of all parts together, one for each quantity."""
-    first, second, third, fourth = (form[start : start + WIDTH] for start in range(0, len(form), WIDTH))
+    first, second = form[:WIDTH], form[WIDTH : 2 * WIDTH]
+    third, fourth = form[2 * WIDTH : 3 * WIDTH], form[3 * WIDTH :]
     return tuple(map(add, map(add, first, second), map(add, third, fourth)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import ge
+from operator import ge, itemgetter
 from typing import Literal
 
 from memplan.forms import WIDTH, ZERO, Form, Part, Quantity, add_forms, with_totals
@@ -353,12 +353,10 @@ def dominant(instants: Sequence[Instant]) -> list[Instant]:
 
 def _highest(instants: Sequence[Instant]) -> list[Instant]:
     """Return the instants of one name that none of the others covers."""
-    totals = sorted(((with_totals(instant.form), index) for index, instant in enumerate(instants)), reverse=True)
+    distinct = {(with_totals(instant.form), instant.reduces): instant for instant in reversed(instants)}
     chosen: list[tuple[Form, Reduction | None]] = []
-    indices: list[int] = []
-    for total, index in totals:
-        own = instants[index].reduces
+    for key in sorted(distinct, key=itemgetter(0), reverse=True):
+        total, own = key
         if not any((own is None or own == other) and all(map(ge, form, total)) for form, other in chosen):
-            chosen.append((total, own))
-            indices.append(index)
-    return [instants[index] for index in indices]
+            chosen.append(key)
+    return [distinct[key] for key in chosen]

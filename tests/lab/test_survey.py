@@ -1,89 +1,116 @@
-"""Formula against trace where no grid looks: settings drawn at random, the same ones every time.
+"""Formula against trace on jobs drawn at random: every family, odd shapes, every key of a training config.
 
-What differs still: selective checkpointing with adapters (by up to 2 %), and updates by way of
-master weights that the trace leaves out and says so, such as the bundled Muon's. From 1021 tokens on
-the trace knows partial sums that the formula leaves out, so there are fewer.
+The seed is fixed here. ``python -m memplan.lab.survey --jobs 300 --shrink`` draws others, a new seed each day, and
+prints what differs as the smallest job that still does; ``--job`` takes one back. ``pytest -m slow tests/lab/test_survey.py``
+runs three hundred jobs of the seed in ``MEMPLAN_SURVEY_SEED``, of the day without one.
 """
 
 from __future__ import annotations
 
-import random
+import json
+import os
+import time
+from random import Random
 
 import pytest
 
 pytest.importorskip("torch")
 
-from memplan.errors import MemplanError
-from memplan.lab.agreement import compare
-from memplan.lab.validate.task import Scale, scaled_model
-from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.architectures import families, model_spec
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.lab.survey.__main__ import main
+from memplan.lab.survey.jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
+from memplan.lab.survey.models import model_values
+from memplan.lab.survey.shrinking import shrunk
 
-SEEDS = range(8)
-DRAWN = 12
-WORST = 0.025
-SAME = 0.001
-
-MODELS = (
-    "smollm2-135m", "gpt2", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-2b", "pythia-160m", "olmo-1b", "stablelm-2-1.6b", "phi-1.5"
-)  # fmt: skip
-OPTIMIZERS = ("adamw-bf16", "adamw-fp32", "adamw-int8", "muon-fp32", "muon-bf16", "muon-int8", "muon-int4", "sgd")
-WEIGHTS = (
-    {},
-    {"default": "fp32"},
-    {"hidden_matrix": "q4-0", "default": "bf16"},
-    {"hidden_matrix": "q8-0", "default": "q8-0", "norm": "fp32"},
-)
+SEED = 20_261_121
+TOGETHER = 15
+BATCHES = range(10)
+WORST_PEAK = 0.01
+MOST_REFUSED = 0.10
 
 
-def drawn(rng):
-    """Return a model's name and a config, drawn by ``rng``; some contradict themselves, and are refused."""
-
-    def one_in(count, value, otherwise):
-        return value if rng.randrange(count) == 0 else otherwise
-
-    optimizer = rng.choice(OPTIMIZERS)
-    weights = rng.choice(WEIGHTS)
-    kernels = Kernels(
-        attention=rng.choice(("flash", "math", "efficient")),
-        norm=rng.choice(("fused", "composite")),
-        optimizer=rng.choice(("foreach", "fused", "for-loop")) if optimizer.startswith("adamw") else "foreach",
-        loss=rng.choice(("fp32", "bf16", "chunked")),
-        newton_schulz=rng.choice(("min", "fast")),
-    )
-    gradients = Gradients(
-        dtype=rng.choice((None, "fp32", "bf16", "fp8-e4m3")), lifetime=rng.choice(("step", "step", "layer"))
-    )
-    keys = {
-        "activation_checkpointing": rng.choice(("none", "none", "full", "selective")),
-        "gradient_accumulation_steps": rng.choice((1, 1, 2)),
-        "gradients": one_in(3, gradients, Gradients()),
-        "master_weights": one_in(4, "fp32", "none"),
-        "clip_gradients": one_in(4, True, False),
-        "offload": one_in(4, Offload(optimizer_states="cpu"), Offload()),
-        "adapter": one_in(5, Adapter(), None),
-        "optimizer": {"default": optimizer},
-        "micro_batch_size": 1,
-        "sequence_length": rng.choice((512, 700, 900)),
-        "kernels": kernels,
-        **({"weights": weights} if weights else {}),
-    }
-    return rng.choice(MODELS), TrainingConfig("drawn at random", **keys)
+def verdicts(seed, numbers, catalog):
+    return [verdict(drawn_job(seed, number, catalog), catalog) for number in numbers]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_formula_and_trace_agree_wherever_one_looks(seed, catalog):
-    rng = random.Random(seed)
-    shares = []
-    for _ in range(DRAWN):
-        name, config = drawn(rng)
-        model = scaled_model(name, Scale(layers=3), catalog)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
+    """No job crashes, states are equal to the byte, no peak is off by more than 1 %, and one at most by 0.1 %."""
+    found = verdicts(SEED, range(batch * TOGETHER, (batch + 1) * TOGETHER), catalog)
+    assert not [(v.job.text, v.reason) for v in found if v.outcome == "crashed"]
+    answered = [v for v in found if v.outcome != "refused"]
+    assert not [(v.job.text, dict(v.differences)) for v in answered if not v.exact_states or v.peak_share > WORST_PEAK]
+    far = [(v.job.text, dict(v.differences)) for v in answered if v.peak_share > PEAK_SHARE or v.instant_share > INSTANT_SHARE]
+    assert len(far) <= 1, far
+    assert len(answered) >= TOGETHER - 4
+
+
+@pytest.mark.slow
+def test_a_new_seed_agrees_as_well(catalog):
+    seed = int(os.environ.get("MEMPLAN_SURVEY_SEED", int(time.time()) // 86400))
+    found = verdicts(seed, range(300), catalog)
+    answered = [v for v in found if v.outcome != "refused"]
+    assert not [(seed, v.job.text, v.reason) for v in found if v.outcome == "crashed"]
+    assert not [(seed, v.job.text, dict(v.differences)) for v in answered if not v.exact_states]
+    near = [v for v in answered if v.peak_share <= PEAK_SHARE]
+    assert len(near) >= 0.99 * len(answered), seed
+    assert max(v.peak_share for v in answered) <= WORST_PEAK, seed
+    assert len(answered) >= (1 - MOST_REFUSED) * len(found), seed
+
+
+def test_every_family_is_drawn_and_every_model_is_one():
+    from memplan.catalog.catalog import Catalog, data_directory
+
+    catalog = Catalog(data_directory())
+    drawn = [model_values(Random(number), catalog) for number in range(600)]
+    assert {values["model_type"] for values in drawn} == set(families())
+    for values in drawn:
+        model_spec(values, "drawn", "test")
+
+
+def test_a_job_is_drawn_again_alone(catalog):
+    assert drawn_job(3, 17, catalog) == drawn_job(3, 17, catalog)
+    assert drawn_job(3, 17, catalog) != drawn_job(3, 18, catalog)
+
+
+def test_most_draws_are_possible_and_refusals_have_a_reason(catalog):
+    refused = []
+    for number in range(200):
+        job = drawn_job(7, number, catalog)
         try:
-            found = compare(f"{name}, {config}", model, config, catalog)
-        except MemplanError:
-            continue
-        share = abs(found.difference_bytes) / found.traced_bytes
-        assert share <= WORST, (share, found.name, dict(found.differences))
-        shares.append(share)
-    assert len(shares) >= DRAWN // 2
-    assert sorted(shares)[len(shares) * 3 // 4 - 1] <= SAME
+            resolved(job, catalog)
+        except (CannotAnswerError, InvalidFileError) as error:
+            refused.append(str(error))
+    assert len(refused) <= MOST_REFUSED * 200
+    assert all(refused)
+
+
+def test_what_fails_is_shrunk_to_what_matters(catalog, monkeypatch):
+    """A formula that loses a byte under composite norms is found by a job that has little else."""
+    import memplan.lab.survey.jobs as jobs
+
+    honest = jobs.CompiledPlan.evaluate
+
+    def forgetful(plan, device, *rest):
+        answer = honest(plan, device, *rest)
+        if plan.setup.profile.norm == "composite":
+            from dataclasses import replace
+
+            return replace(answer, persistent_bytes=answer.persistent_bytes - 1)
+        return answer
+
+    monkeypatch.setattr(jobs.CompiledPlan, "evaluate", forgetful)
+    numbers = (number for number in range(200) if "composite" in drawn_job(1, number, catalog).text)
+    failing = next(v for v in (verdict(drawn_job(1, n, catalog), catalog) for n in numbers) if v.outcome == "differs")
+    small = shrunk(failing, catalog).job
+    assert small.training["kernels"] == {"norm": "composite"}
+    assert small.training["sequence_length"] == 64 or small.training["sequence_length"] < 64
+    assert len(small.training) < len(failing.job.training)
+
+
+def test_the_command_takes_a_job_back(catalog, capsys):
+    job = drawn_job(SEED, 0, catalog)
+    assert Job(**json.loads(job.text)) == job
+    main(["--job", job.text])
+    assert "1 jobs" in capsys.readouterr().out

@@ -156,14 +156,15 @@ def test_more_width_never_costs_less(shape, config, size, change):
 @laws
 @given(shapes, configs, sizes)
 def test_checkpointing_never_keeps_more_activations_at_the_peak_of_the_forward_pass(shape, config, size):
-    """Selective checkpointing keeps every product's result; under adapters plain autograd keeps fewer of them."""
+    """Selective checkpointing keeps every product's result; under adapters and without a kernel plain autograd keeps fewer."""
 
     def forward(kind: str) -> int:
         changed = replace(config, activation_checkpointing=kind)
         return dict(plan(shape, changed).evaluate(GPU, *size).instants)["forward"]
 
     assert forward("full") <= min(forward("selective"), forward("none"))
-    assert config.adapter is not None or forward("selective") <= forward("none")
+    math = config.kernels.profile().attention == "math"
+    assert config.adapter is not None or math or forward("selective") <= forward("none")
 
 
 @laws
