@@ -80,14 +80,13 @@ def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> 
 
 
 def printable(text: str, longest: int = 80) -> str:
-    r"""Return outside text fit for one line of a message: cut where it is long, control characters escaped.
+    r"""Return outside text fit for one line of a message: cut where it is long, then escaped.
 
     Example:
         >>> print(printable("a\x1b[31m\n"), printable("x" * 100, 10))
-        a\x1b[31m\n xxxxxxx...
+        a\u001b[31m\n xxxxxxx...
     """
-    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
+    return escaped(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
 def normalised_name(name: str) -> str:

@@ -57,8 +57,6 @@ def guarded_streams() -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if (got := os.open(os.devnull, os.O_RDWR)) != wanted:  # the lowest that is free
                     os.close(got)
-        if sys.stdin is None:
-            sys.stdin = stack.enter_context(open(os.devnull, encoding="utf-8"))
         stack.enter_context(contextlib.redirect_stdout(_Stream(sys.stdout, _put_answer)))
         stack.enter_context(contextlib.redirect_stderr(_Stream(sys.stderr, _put_remark)))
         yield

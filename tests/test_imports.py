@@ -18,6 +18,7 @@ RANKS = [
     {"readers", "architectures", "parallel", "setup"},
     {
         "forms",
+        "reductions",
         "tape",
         "playback",
         "steppers",

@@ -240,7 +240,7 @@ def test_a_part_that_is_nothing_is_not_taken_for_the_whole():
 
 def test_keys_are_fit_to_print():
     (problem,) = problems('name: a\ninner: {size: 1}\n"a\\nb\\e[31m": 1\n')
-    assert problem.startswith(r"file.yaml:3: a\nb\x1b[31m: unknown key")
+    assert problem.startswith(r"file.yaml:3: a\nb\u001b[31m: unknown key")
 
 
 def test_more_values_than_any_honest_file_has_are_refused_before_they_are_all_in_memory():

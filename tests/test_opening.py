@@ -127,7 +127,7 @@ def hostile(tmp_path, write):
         tmp_path / ("x" * 300): "not a usable path: File name too long",
         tmp_path / "nul\0": "not a usable path: embedded null byte",
         tmp_path / "half\udc80": "not a usable path: its name is not UTF-8",
-        tmp_path / "line\nbreak\x1b[31m": r"line\nbreak\x1b[31m: no such file",
+        tmp_path / "line\nbreak\x1b[31m": r"line\nbreak\u001b[31m: no such file",
         Path("/dev/zero"): "is a device",
         Path("/dev/tty"): "is a device",
     }

@@ -266,6 +266,8 @@ OF_MODULES = {
 REASONS = {
     "writing.py": "it is the writer",
     "cli/main.py": "typer.echo prints the version through the guarded stream",
+    "opening.py": "it opens for reading, and says with which flags",
+    "lab/survey/__main__.py": "a tool of those who work on memplan, no command of it",
     "report/document.py": "rich prints into memory",
     "report/figures.py": "matplotlib draws into memory, and the writer saves that",
     "muon/checkpoints.py": "torch writes to the writer's file; the library makes its folder, and removes old files",

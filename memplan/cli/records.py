@@ -13,7 +13,7 @@ from memplan.cli.experiments import PlotOption
 from memplan.cli.output import emit, unit_text
 from memplan.cli.resolve import open_catalog
 from memplan.errors import InvalidFileError, MemplanError, printable
-from memplan.report.document import Document
+from memplan.report.document import Document, Table
 
 
 def show_record(
@@ -60,7 +60,7 @@ def show_record(
 def _require_text(document: Document) -> None:
     """Raise a TypeError where a record put something else than text into a table."""
     for block in document.blocks:
-        rows = () if isinstance(block, str) else block.rows
+        rows = block.rows if isinstance(block, Table) else ()
         if not all(isinstance(cell, str) for row in rows for cell in row):
             raise TypeError("a name is no text")
 

@@ -11,7 +11,7 @@ import pytest
 from memplan.catalog.catalog import data_directory
 from memplan.cli.resolve import Overrides, find_setup
 from memplan.errors import InvalidFileError
-from memplan.report.evidence import evidence_line, evidence_path, evidence_text, read_evidence
+from memplan.report.evidence import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.report.schemas import schema_of
 
 FOLDER = data_directory() / "configs" / "evidence"
@@ -163,7 +163,7 @@ def test_show_says_where_the_evidence_is_and_what_it_says(cli):
 
 
 def test_an_evidence_of_ones_own_is_only_named(catalog):
-    assert evidence_text("https://example.org/run", catalog.root) == "Evidence: https://example.org/run"
+    assert evidence_lines("https://example.org/run", catalog.root) == ("Evidence: https://example.org/run",)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", json.dumps({"schema": "memplan/plan/1"})])

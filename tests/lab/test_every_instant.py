@@ -77,3 +77,13 @@ def test_the_embeddings_backward_sorts_beyond_3072_tokens(catalog, tokens, sorte
     plan = CompiledPlan(narrow(), resolve(TrainingConfig("", sequence_length=tokens), catalog, "test"))
     names = (Quantity.SORTED_TOKENS, Quantity.TOUCHED_ROWS, Quantity.PARTIAL_SUMS)
     assert tuple(plan.values(1, tokens)[name] for name in names) == (sorted_tokens, touched, parts)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lion", "adam-mini", "adamw-8bit-bnb"])
+def test_the_optimizer_step_is_what_the_optimizers_own_code_allocates(catalog, name):
+    """Matrices far larger than activations, so that the step is told apart."""
+    layer = Layer(Attention(4, 2, 64, 64), Mlp(400), Norm())
+    model = Model.from_spec(ModelSpec("wide", "llama", 96, 256, (LayerRun(layer, 2),), Norm()), "test")
+    config = TrainingConfig("", sequence_length=16, optimizer={"default": name})
+    found = compare(name, model, config, catalog)
+    assert "optimizer step" not in found.differences, found.differences

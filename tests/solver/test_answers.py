@@ -144,12 +144,14 @@ def test_nothing_fits_is_one(cli):
 
 
 def test_the_cheapest_comes_first(cli, write):
-    path = write("prices.yaml", "currency: EUR\nprices: {h100: 2.5, 4090: 0.1, a100-sxm-80gb: 1.25}\n")
+    path = write("prices.yaml", "currency: EUR\nprices: {h100: 2.5, l40s: 0.8, 4090: 0.1, a100-sxm-80gb: 1.25}\n")
     ran = cli("where", "llama-8b", "--config", "tier1", "--price", path, "--json")
     priced = [row for row in ran.data["rows"] if row["price_per_hour"] is not None]
-    assert priced == ran.data["rows"][:3]
-    assert [row["price_per_hour"] for row in priced] == [0.2, 1.25, 2.5]
-    assert "0.20 EUR an hour" in cli("where", "llama-8b", "--config", "tier1", "--price", path).out
+    *fits, bound = priced
+    assert fits == ran.data["rows"][:3]
+    assert [row["price_per_hour"] for row in fits] == [0.8, 1.25, 2.5]
+    assert (bound["verdict"], bound["count"], bound["price_per_hour"]) == ("bound", 2, 0.2)
+    assert "0.80 EUR an hour" in cli("where", "llama-8b", "--config", "tier1", "--price", path).out
 
 
 @pytest.mark.parametrize(
