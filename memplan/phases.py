@@ -22,7 +22,7 @@ from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
 from memplan.tape import NEW, SAME, Mode
 from memplan.units import ceil_div
-from memplan.updates import clipping_bytes, step_temporaries, stored_names
+from memplan.updates import average_bytes, clipping_bytes, step_temporaries, stored_names
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
 LOSS_SCALE_BYTES = 8
@@ -283,6 +283,9 @@ class StepCompiler(HeadSections):
             scratch = self._constant(Part.TEMPORARIES, clipping_bytes(self.states.tensors))
             yield Instant("gradient clipping", "norms", add_forms(gradients, scratch))
         kept = self._constant(Part.GRADIENTS, self._filled_bytes()) if config.zero_gradients == "fill" else ZERO
+        if config.weight_average != "none" and config.gradients.lifetime == "step":
+            scratch = self._constant(Part.TEMPORARIES, average_bytes(self.setup, self.states.tensors))
+            yield Instant("optimizer step", "moving average", add_forms(kept, scratch))
         if config.evaluation:
             yield from self._evaluation(kept)
         if config.save_checkpoint:

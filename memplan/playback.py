@@ -318,7 +318,13 @@ class _Player:
 
     def store(self, node: Node, weight: Weight) -> None:
         """Keep, add or use up a weight's gradient, which has just been formed."""
-        mode = "first" if weight.delayed else "again" if weight.shared and self.mode != "layer" else weight.own_mode(self.mode)
+        mode = (
+            "first"
+            if weight.delayed
+            else "again"
+            if weight.shared and self.mode != "layer"
+            else weight.own_mode(self.mode)
+        )
         if extra := weight.storing_bytes(mode):
             self.add(Part.GRADIENTS, Quantity.ONE, extra)
             self.note(node.instant, f"{weight.name} gradient")

@@ -289,7 +289,18 @@ class Tape:
             used = tuple((value, how) for value, how in inputs if value.needs_gradient)
             storages = tuple(dict.fromkeys(value.storage for value in saves))
             packed = bool(storages) or any(not w.coded for w in weights) if packs is None else packs
-            node = Node(name, used, made, storages, tuple(weights), tuple(workspace), self.instant, packed, reduces, tuple(casts))
+            node = Node(
+                name,
+                used,
+                made,
+                storages,
+                tuple(weights),
+                tuple(workspace),
+                self.instant,
+                packed,
+                reduces,
+                tuple(casts),
+            )
             self.nodes.append(node)
         last = custom or any(value.storage in new for value in saves)
         self.operations.append(Operation(name, new, tuple(scratch), tuple(weights), node, product, last))

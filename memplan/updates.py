@@ -232,6 +232,22 @@ def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     return Temporaries(moments + weight + staged, f"{text}, and two stretches of its states" if staged else text)
 
 
+def average_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
+    """Return the scratch memory of moving the averaged weights: one weight in the average's dtype, decoded first.
+
+    The weight that was decoded before it is still named then.
+    """
+    name = setup.config.weight_average
+    trained = [entry for entry in tensors if entry.trainable]
+    decoded = [entry.tensor.elements * setup.compute_bytes if entry.quantized else 0 for entry in trained]
+    found = 0
+    for index, entry in enumerate(trained):
+        own = setup.config.compute_dtype if entry.quantized else entry.format_name
+        cast = 0 if own == name else entry.tensor.elements * FLOAT_BYTES[name]
+        found = max(found, decoded[index] + max(cast, decoded[index - 1] if entry.quantized else 0))
+    return found
+
+
 FOREACH_CHUNK_ELEMENTS = 2**16
 """Elements whose norm one block of ``_foreach_norm`` takes (aten/src/ATen/native/cuda/MultiTensorApply.cuh)."""
 

@@ -51,9 +51,9 @@ class AttentionOperations(Operations):
 
     # -------------------------------------------------------------- kernels
     def attend(
-        self, query: Value, key: Value, value: Value, heads: int, groups: int, width: int, part: Attention | None = None
+        self, query: Value, key: Value, value: Value, heads: int, groups: int, part: Attention | None = None
     ) -> Value:
-        """Return attention; ``width`` is that of a head, ``groups`` the key and value heads."""
+        """Return attention; ``groups`` are the key and value heads."""
         query, key, value = self.lowered(query), self.lowered(key), self.lowered(value)
         with self.tape.holding(query, key, value):
             if part is not None and (part.sinks or part.logit_softcap):
@@ -97,9 +97,9 @@ class AttentionOperations(Operations):
         widths = query.width // heads, key.width // groups, value.width // groups
         padded = round_up(max(widths), FLASH_WIDTH_MULTIPLE)
         given = ((query, heads, widths[0]), (key, groups, widths[1]), (value, groups, widths[2]))
-        parts = [v if width == padded else self._padded(v, count * padded) for v, count, width in given]
-        out = self._kernel(*parts, heads, groups, self._flash_workspace(heads, groups, padded))
-        tape.touch(*parts)
+        query, key, value = (v if width == padded else self._padded(v, count * padded) for v, count, width in given)
+        out = self._kernel(query, key, value, heads, groups, self._flash_workspace(heads, groups, padded))
+        tape.touch(query, key, value)
         return out if padded == widths[2] else self._sliced(out, heads * widths[2])
 
     def _padded(self, x: Value, width: int) -> Value:
@@ -237,7 +237,7 @@ class AttentionOperations(Operations):
             with self.tape.holding(query, key, value):
                 key = self.rotary(key, part.head_dim, part.rotary_dim)
             with self.tape.holding(query, key, value):
-                out = self.attend(query, key, value, part.num_heads, part.num_key_value_heads, part.head_dim, part)
+                out = self.attend(query, key, value, part.num_heads, part.num_key_value_heads, part)
                 with self.tape.holding(out):
                     out = self.copied(out, moves=self._keeps_heads_first(part))
                 with self.tape.holding(out):

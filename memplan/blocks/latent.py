@@ -51,7 +51,7 @@ class LatentOperations(AttentionOperations):
     def _output(self, query: Value, key: Value, value: Value, part: LatentAttention, prefix: str) -> Value:
         """Return attention, whose heads lie before tokens since queries were concatenated, and its projection."""
         heads = part.num_heads
-        out = self.attend(query, key, value, heads, heads, part.qk_head_dim)
+        out = self.attend(query, key, value, heads, heads)
         cut = self.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
         first = self.profile.attention in ("flash", "cudnn", "math") and not self.regime.one_token
         with self.tape.holding(out):

@@ -23,9 +23,6 @@ from memplan.report.several import (
 from memplan.setup import FLOAT_BYTES, TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
-ROWS_SUMMED_IN_PARTS = 1021
-"""From so many tokens on a sum over rows keeps partial sums (memplan/lab/workspaces.py, ``column_sum_bytes``)."""
-
 LOOSE_UNDER_TRANSFORMERS = {
     "gpt2": "its GELU runs step by step and keeps more (traced: 15 to 18 % more than planned)",
     "phi": "its GELU runs step by step and keeps more (traced: 16 to 30 % more than planned)",
@@ -310,27 +307,12 @@ def assumptions(plan: MemoryPlan) -> list[str]:
     return found
 
 
-def sums_columns(plan: MemoryPlan) -> bool:
-    """Return whether backward sums many rows into one, for which CUDA keeps partial sums (seen on an H200)."""
-    roles = {tensor.name: tensor.role for tensor in plan.model.inventory}
-    bias = any(
-        name.endswith(".bias") and roles.get(f"{name.removesuffix('.bias')}.weight") in ("hidden_matrix", "head")
-        for name in roles
-    )
-    many = plan.micro_batch_size * plan.sequence_length >= ROWS_SUMMED_IN_PARTS
-    return many and (bias or plan.setup.profile.norm == "composite")
-
-
 def not_modelled(plan: MemoryPlan) -> list[str]:
     """Return what the answer leaves out, one sentence each."""
     found = [
         "memory of other processes and of the desktop (set reserve for it)",
         "what the sort of the embedding's backward takes inside itself",
     ]
-    if sums_columns(plan):
-        found.append(
-            "partial sums of the gradients of biases, and of norms run step by step: up to 138 MB in a layer's backward"
-        )
     untraced = {entry.optimizer_name for entry in plan.states.tensors if entry.stepper == "untraced"}
     found.extend(f"temporaries of the {name} update, which is untraced" for name in sorted(untraced))
     found.extend(parallel_not_modelled(plan))

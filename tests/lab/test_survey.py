@@ -41,7 +41,11 @@ def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
     assert not [(v.job.text, v.reason) for v in found if v.outcome == "crashed"]
     answered = [v for v in found if v.outcome != "refused"]
     assert not [(v.job.text, dict(v.differences)) for v in answered if not v.exact_states or v.peak_share > WORST_PEAK]
-    far = [(v.job.text, dict(v.differences)) for v in answered if v.peak_share > PEAK_SHARE or v.instant_share > INSTANT_SHARE]
+    far = [
+        (v.job.text, dict(v.differences))
+        for v in answered
+        if v.peak_share > PEAK_SHARE or v.instant_share > INSTANT_SHARE
+    ]
     assert len(far) <= 1, far
     assert len(answered) >= TOGETHER - 4
 
