@@ -319,12 +319,12 @@ class Operations:
             x = self.cast(x, 4) if self.setup.autocast else x
             used = [self.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in self.weights]
             casts = [
-                tape.make("cast weight", self.constant(size, x.element_bytes))
+                tape.make("cast weight", tape.value(ONE, size, x.element_bytes))
                 for weight in used
                 if weight.element_bytes != x.element_bytes or weight.foreign
             ]
             if norm.unit_offset and self.profile.norm == "fused":
-                casts = [tape.make("1 + weight", self.constant(size, x.element_bytes), *casts)]
+                casts = [tape.make("1 + weight", tape.value(ONE, size, x.element_bytes), *casts)]
             with tape.holding(x, *casts):
                 if norm.kind == "rms" and self.profile.norm == "composite":
                     return self._composite_norm(x, norm, used, casts, x.width // size)
@@ -355,7 +355,7 @@ class Operations:
         if norm.unit_offset:
             narrow = used[0].element_bytes != 4
             read = [tape.make("cast weight", self.constant(normal.width // rows, 4))] if narrow else []
-            shift = tape.make("1 + weight", self.constant(normal.width // rows, 4), *read)
+            shift = tape.make("1 + weight", tape.value(ONE, normal.width // rows, 4), *read)
             with tape.holding(normal):
                 return self.cast(self._scaled(normal, used, (shift,)), x.element_bytes)
         with tape.holding(normal):
