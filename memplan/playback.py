@@ -112,6 +112,7 @@ class _Player:
         self.instants: list[Instant] = []
         self.cache: set[int] = set()
         self.region: set[int] = set()
+        self.graphs = False
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
         self.first_packing = tape.operations[packing[0]].node if packing else None
         self.last_packing = packing[-1] if packing else -1
@@ -122,6 +123,7 @@ class _Player:
     def forward(self, *, keeps: bool) -> None:
         """Play all operations, and keep for backward what checkpointing says."""
         named = self._given()
+        self.graphs = keeps and self.checkpointing == "none"
         if self.entry is not None and keeps:
             self.hold(self.entry.storage)
         for index, operation in enumerate(self.tape.operations):
@@ -144,7 +146,7 @@ class _Player:
 
     def recompute(self, instant: str) -> None:
         """Play the operations again, up to where everything that backward needs is there."""
-        named = self._given()
+        named, self.graphs = self._given(), True
         last = self.tape.operations[self.last_packing]
         stop = self.last_packing + last.keeps_last
         for index, operation in enumerate(self.tape.operations[:stop]):
@@ -183,7 +185,8 @@ class _Player:
 
     def _forget(self, named: set[int], index: int) -> None:
         """Drop the storages that nothing names after the operation with that index."""
-        gone = {storage for storage in named if self.tape.last_use[storage] <= index} - self.tape.regional
+        held = self.tape.graph_use if self.graphs else {}
+        gone = {s for s in named if max(self.tape.last_use[s], held.get(s, 0)) <= index} - self.tape.regional
         self._drop_all(gone)
         named -= gone
 

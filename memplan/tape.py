@@ -114,6 +114,7 @@ class Value:
     Attributes:
         foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
         gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
+        apart: Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
     """
 
     storage: int
@@ -123,6 +124,7 @@ class Value:
     needs_gradient: bool = True
     foreign: bool = False
     gradient_coefficient: int = 0
+    apart: bool = False
 
     @property
     def width(self) -> int:
@@ -212,6 +214,8 @@ class Tape:
         instant: Instant that operations added from now on belong to in backward.
         last_use: Storage -> index of the operation after which forward's own names for it are gone.
         regional: Storages that a region of autocast keeps until it ends.
+        graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
+            checkpointing, or without gradients, has no such graph.
     """
 
     storages: list[tuple[Part, Quantity, int]] = field(default_factory=list)
@@ -220,6 +224,7 @@ class Tape:
     instant: str = ""
     last_use: dict[int, int] = field(default_factory=dict)
     regional: set[int] = field(default_factory=set)
+    graph_use: dict[int, int] = field(default_factory=dict)
 
     def value(
         self,

@@ -33,7 +33,9 @@ class AttentionOperations(Operations):
             turned = self._sliced(x, part)
             kept = self._sliced(x, x.width - part)
             ways = [(self._rotated(turned), SAME), (kept, SAME)]
-            return self.tape.apply("cat", ways, self.fresh(x), packs=False)
+            joined = self.fresh(x)
+            joined.apart = False
+            return self.tape.apply("cat", ways, joined, packs=False)
 
     def _sliced(self, x: Value, width: int) -> Value:
         return self.tape.apply("slice", [(x, NEW)], self.tape.view(x, width), packs=False)
@@ -120,12 +122,11 @@ class AttentionOperations(Operations):
     def _eager_attention(self, query: Value, key: Value, value: Value, part: Attention) -> Value:
         """Return attention step by step, as soft caps and sinks need it (transformers' eager_attention_forward)."""
         tape, heads = self.tape, part.num_heads
-        grouped = part.num_key_value_heads != heads
-        if grouped:
+        if part.num_key_value_heads != heads:
             times = heads // part.num_key_value_heads
             key, value = self._repeated(key, times), self._repeated(value, times)
         with tape.holding(query, key, value):
-            scores = self._scores(query, key, heads, self.compute, rearranged=not grouped)
+            scores = self._scores(query, key, heads, self.compute)
             scores = self.pointwise("scale", scores)
             if part.logit_softcap:
                 bounded = self.fresh(scores := self.pointwise("scale", scores))
@@ -140,31 +141,31 @@ class AttentionOperations(Operations):
             with tape.holding(scores):
                 with tape.holding(weights):
                     weights = self.dropped(weights)
-                return self._weighted_sum(weights, value, query.width, heads, rearranged=not grouped)
+                return self._weighted_sum(weights, value, query.width, heads)
 
-    def _scores(self, query: Value, key: Value, heads: int, width: int, *, rearranged: bool) -> Value:
+    def _scores(self, query: Value, key: Value, heads: int, width: int) -> Value:
         """Return query times key; heads of several sequences that lie apart are copied together first."""
         tape = self.tape
         with tape.holding(query, key):
-            query = self.copied(query, moves=self._lies_apart(heads))
-            key = self.copied(key, moves=rearranged and self._lies_apart(heads))
+            query = self.copied(query, moves=self._lies_apart(query, heads))
+            key = self.copied(key, moves=self._lies_apart(key, heads))
             scores = tape.value(Quantity.SCORES, heads, width)
             with tape.holding(query, key):
                 saves = self.factors(query, key)
                 return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, product=True)
 
-    def _weighted_sum(self, weights: Value, value: Value, width: int, heads: int, *, rearranged: bool) -> Value:
+    def _weighted_sum(self, weights: Value, value: Value, width: int, heads: int) -> Value:
         """Return probabilities times value."""
         tape = self.tape
-        value = self.copied(value, moves=rearranged and self._lies_apart(heads))
+        value = self.copied(value, moves=self._lies_apart(value, heads))
         out = tape.value(TOKENS, width, value.element_bytes)
         with tape.holding(weights, value):
             ways = [(weights, NEW), (value, NEW)]
             return tape.apply("weighted sum", ways, out, self.factors(weights, value), product=True)
 
-    def _lies_apart(self, heads: int) -> bool:
+    def _lies_apart(self, x: Value, heads: int) -> bool:
         """Whether a product of matrices copies heads that lie between tokens: not of one sequence, token or head."""
-        return heads > 1 and not self.regime.one_sequence and not self.regime.one_token
+        return x.apart and heads > 1 and not self.regime.one_sequence and not self.regime.one_token
 
     def _softmax(self, scores: Value) -> Value:
         """Return probabilities, formed in fp32 and cast."""
@@ -196,7 +197,9 @@ class AttentionOperations(Operations):
     def _repeated(self, x: Value, times: int) -> Value:
         """Return every head of ``x`` repeated."""
         with self.tape.holding(x):
-            return self.tape.apply("repeat", [(x, NEW)], self.fresh(x, x.width * times), packs=False)
+            found = self.fresh(x, x.width * times)
+            found.apart = False
+            return self.tape.apply("repeat", [(x, NEW)], found, packs=False)
 
     def _math_attention(self, query: Value, key: Value, value: Value, heads: int, groups: int) -> Value:
         """Return attention that keeps its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
@@ -211,7 +214,7 @@ class AttentionOperations(Operations):
         if groups != heads:
             key, value = self._repeated(key, heads // groups), self._repeated(value, heads // groups)
         with tape.holding(*wide, query, key, value, mask):
-            scores = self._scores(query, self.pointwise("scale", key), heads, 4, rearranged=groups == heads)
+            scores = self._scores(query, self.pointwise("scale", key), heads, 4)
             masked = tape.apply("mask", [(scores, SAME)], self.fresh(scores), packs=False)
             probabilities = self._probabilities(masked)
             with tape.holding(probabilities):
@@ -221,7 +224,7 @@ class AttentionOperations(Operations):
                 results.append(tape.make("cast", tape.value(Quantity.SCORES, heads, out_bytes), probabilities))
             with tape.holding(*results):
                 width = heads * (value.width // heads)
-                out = self._weighted_sum(probabilities, value, width, heads, rearranged=groups == heads)
+                out = self._weighted_sum(probabilities, value, width, heads)
                 return self.cast(out, out_bytes)
 
     # -------------------------------------------------------------- the whole part
@@ -229,6 +232,7 @@ class AttentionOperations(Operations):
         """Return what multi-head attention adds to the residual stream."""
         with self.tape.holding(x):
             query, key, value = self._projections(x, part, prefix)
+            query.apart = key.apart = value.apart = True
             if part.query_key_norm is not None:
                 with self.tape.holding(query, key, value):
                     query, key = self._normed(query, key, part, prefix)

@@ -81,6 +81,7 @@ class Operations:
             part=self.part(like),
         )
         found.foreign = like.foreign and found.element_bytes == 2
+        found.apart = like.apart
         return found
 
     def part(self, like: Value) -> Part:
@@ -140,7 +141,11 @@ class Operations:
 
     def copied(self, x: Value, *, moves: bool = True) -> Value:
         """Return a contiguous copy of ``x`` where its dimensions do not lie in order."""
-        return self.tape.apply("copy", [(x, SAME)], self.fresh(x), packs=False) if moves else x
+        if not moves:
+            return x
+        found = self.fresh(x)
+        found.apart = False
+        return self.tape.apply("copy", [(x, SAME)], found, packs=False)
 
     # -------------------------------------------------------------- projections
     def linear(self, x: Value, name: str, rows: int) -> Value:
@@ -203,7 +208,8 @@ class Operations:
             self.cast_weight(self.weight(f"{name}.{part}.weight"))
         low = tape.make("linear", self.constant(columns * down.rows, width), read, product=True)
         product = tape.make("linear", self.constant(columns * rows, width), low, product=True)
-        tape.touch(read)  # kept for a backward that never comes, until the product is cut off from it
+        if read is not eye:  # kept for a backward that never comes, until the product is cut off from it
+            tape.graph_use[read.storage] = len(tape.operations) - 1
         product.foreign = down.foreign and not self.setup.autocast
         norm = self._norm_of_sum(product, self.weight(f"{name}.weight"), rows * columns, rows, down)
         tape.touch(eye, product)

@@ -30,6 +30,7 @@ class LatentOperations(AttentionOperations):
                 key_kept, value = self._split(risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
                 ways = [(key_kept, SAME), (key_turned, NEW)]
                 key = tape.apply("cat", ways, self.fresh(kept, heads * part.qk_head_dim), packs=False)
+                value.apart = True
                 with tape.holding(turned, latent, key_turned, query, risen, key):
                     return self._output(query, key, value, part, prefix)
 
