@@ -23,7 +23,7 @@ from .hostile import damaged, damages, edited, edits, serialised
 from .running import called, check, outcome, peak_bytes
 from .seeds import safetensors, seeds
 
-FILE_CASES, LINE_CASES = 300, 100
+FILE_CASES, LINE_CASES = 300, 60
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
 SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "0"))
 COMMAND_EVERY = 8
