@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -150,6 +151,7 @@ WIDER = {
 """Families whose operators are equal but for dtypes, with the reason."""
 
 
+@cache
 def real_operators(case: str) -> Operators:
     config = real_config(*CASES[case])
     config.pad_token_id = None  # else GPT-2 looks for padding, in values that there are none of
@@ -165,6 +167,7 @@ def real_operators(case: str) -> Operators:
     return operators
 
 
+@cache
 def reference_operators(spec: ModelSpec) -> Operators:
     options = ReferenceOptions(profile=PROFILE)
     model, batch = ReferenceModel(spec, options).eval(), batch_of(spec, options, BATCH, TOKENS, "meta")

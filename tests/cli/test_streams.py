@@ -1,4 +1,9 @@
-"""Whatever standard output is, the answer is there whole and the exit code says what it said, or there is an error."""
+"""Whatever standard output is, the answer is there whole and the exit code says what it said, or there is an error.
+
+The default run takes some of the commands and formats; the others::
+
+    pytest -m slow tests/cli/test_streams.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Every optimizer of the catalog, drawn with everything that decides its states and its update: formula against trace."""
+"""Every optimizer of the catalog, drawn with everything that decides its states and its update: formula against trace.
+
+The default run takes a few jobs of each optimizer. Ten times as many, and others with another seed::
+
+    MEMPLAN_SURVEY_SEED=1 pytest -m slow tests/lab/test_optimizers.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every shipped config traces on every family, and the formula says what the trace says.
 
-The default run takes a sample in which each config and each family comes several times. All pairs, and
+The default run takes a sample in which each config and each family comes six times. All pairs, and
 all at the full width of released models::
 
     pytest -m "slow or not slow" tests/lab/test_shipped_configs.py
@@ -8,6 +8,7 @@ all at the full width of released models::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -34,8 +35,8 @@ LAYERS, TOKENS = 2, 64
 TOLERANCE = 0.001
 """Of the requested peak: scores of sinks under adapters, and lengths that do not divide."""
 
-SAMPLED = 4
-"""Of so many pairs the default run takes one."""
+SAMPLED = 6
+"""Configs that the default run takes for each family."""
 
 
 @cache
@@ -85,17 +86,23 @@ def check(model: Model, name: str) -> None:
 def pairs() -> Iterator[pytest.param]:
     """Yield every family with every config; what is left out of the default run is slow.
 
-    The sample takes every family with at least ``len(CONFIGS) // SAMPLED`` configs, and every config with as
-    many families as that.
+    Each family has the configs that follow the ones of the family before, so that each config comes as often too.
     """
     for (row, family), (column, name) in product(enumerate(families()), enumerate(CONFIGS)):
-        marks = [pytest.mark.slow] if (row + column) % SAMPLED else []
+        marks = [] if (column - row) % len(CONFIGS) < SAMPLED else [pytest.mark.slow]
         yield pytest.param(family, name, marks=marks, id=f"{family}-{name}")
 
 
 @pytest.mark.parametrize(("family", "name"), list(pairs()))
 def test_every_config_traces_on_every_family(family, name):
     check(narrow_model(family), name)
+
+
+def test_the_sample_has_every_family_and_every_config_as_often_as_it_says():
+    sample = [pair.values for pair in pairs() if not pair.marks]
+    for place, names in enumerate((families(), CONFIGS)):
+        counts = Counter(pair[place] for pair in sample)
+        assert all(counts[name] >= SAMPLED for name in names)
 
 
 @pytest.mark.slow
