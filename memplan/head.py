@@ -61,7 +61,7 @@ class Sections:
             gradient_bytes=entry.gradient_bytes,
             coded=entry.quantized,
             add_bytes=store_bytes(self.setup, entry),
-            converted=entry.trainable and entry.gradient_bytes != entry.formed_bytes,
+            converted=entry.trainable and self._is_converted(entry),
             emptied=entry.tensor.name in self.emptied,
             handed_over=not entry.quantized and handed_over(self.setup, entry),
             update_bytes=tensor_temporaries(self.setup, entry).bytes if layer and entry.trainable else 0,
@@ -72,6 +72,12 @@ class Sections:
             and entry.format_name != self.setup.config.compute_dtype,
             decoding_bytes=decoding_bytes(entry, self.setup.compute_bytes),
         )
+
+    def _is_converted(self, entry: TensorStates) -> bool:
+        """Whether a gradient is kept in another dtype than it is formed in; two of them are equally wide."""
+        formed = self.setup.config.compute_dtype if entry.quantized else entry.format_name
+        narrow = entry.gradient_bytes == entry.formed_bytes == 2 * entry.tensor.elements
+        return entry.gradient_bytes != entry.formed_bytes or (narrow and entry.gradient_name != formed)
 
     def _builder(self, prefix: str, first: int = 0) -> Builder:
         """Return a builder that sees the weights below ``prefix``, without it; of layers those that begin at ``first``."""
