@@ -13,7 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
 from memplan.lab.survey.configs import config_keys
 from memplan.lab.survey.models import model_values
-from memplan.lab.trace import Trace
+from memplan.lab.trace import Component, Trace
 from memplan.lab.tracer import trace_training
 from memplan.loading import Document
 from memplan.model.model import Model
@@ -25,6 +25,10 @@ from memplan.validation import validate
 Outcome = Literal["agrees", "differs", "refused", "crashed"]
 
 GPU = "h100-sxm-80gb"
+STATES: tuple[Component, ...] = ("weights", "master_weights", "optimizer_states")
+EXACT = ("persistent", "host", *STATES)
+"""What formula and trace have to agree on to the byte."""
+
 PEAK_SHARE = 0.001
 INSTANT_SHARE = 0.01
 
@@ -55,7 +59,7 @@ class Verdict:
         reason: Why it was refused, or how it crashed.
         formula_bytes: Requested peak by the formula.
         traced_bytes: Requested peak by the trace.
-        differences: Bytes by which the formula exceeds the trace, by instant; ``persistent`` and ``host`` besides.
+        differences: Bytes by which the formula exceeds the trace, by instant; by the names of ``EXACT`` besides.
         traced: Bytes of the trace, by the same names.
     """
 
@@ -80,8 +84,8 @@ class Verdict:
 
     @property
     def exact_states(self) -> bool:
-        """Whether persistent and host bytes are equal."""
-        return not self.differences.get("persistent") and not self.differences.get("host")
+        """Whether persistent and host bytes are equal, in the sum and by component."""
+        return not any(self.differences.get(name) for name in EXACT)
 
 
 def drawn_job(seed: int, number: int, catalog: Catalog) -> Job:
@@ -121,8 +125,12 @@ def _model(values: Mapping[str, Any]) -> Model:
 
 
 def _compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
-    formula = {**dict(plan.instants), "persistent": plan.persistent_bytes, "host": plan.host_bytes}
-    traced = {**trace.instant_bytes, "persistent": trace.persistent_bytes, "host": trace.host_bytes}
+    states = plan.states
+    kept = (plan.persistent_bytes, plan.host_bytes, states.weight_bytes, states.master_bytes, states.state_bytes)
+    formula = {**dict(plan.instants), **dict(zip(EXACT, kept, strict=True))}
+    components: dict[str, int] = {name: trace.peak.components.get(name, 0) for name in STATES}
+    traced: dict[str, int] = {**trace.instant_bytes, "persistent": trace.persistent_bytes, "host": trace.host_bytes}
+    traced.update(components)
     differences = {name: formula[name] - size for name, size in traced.items() if formula.get(name, size) != size}
     found = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
     if found.peak_share <= PEAK_SHARE and found.instant_share <= INSTANT_SHARE and found.exact_states:
