@@ -108,16 +108,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
         several = Device(device.gpu, device.name, count)
         return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
 
-    high = 1
-    while not fits(high):
-        high *= 2
-        if high > MAXIMUM_GPUS:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return _first_that_fits(fits, 1, MAXIMUM_GPUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +191,14 @@ def fewest_ranks(compiled: Callable[[int], CompiledPlan], device: Device) -> int
     def fits(count: int) -> bool:
         return compiled(count).evaluate(device).verdict == "fits"
 
-    high = 2
+    return _first_that_fits(fits, 2, MOST_RANKS)
+
+
+def _first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int | None:
+    """Double ``high`` until it fits, then halve the gap below; None where nothing up to ``most`` fits."""
     while not fits(high):
         high *= 2
-        if high > MOST_RANKS:
+        if high > most:
             return None
     low = high // 2
     while high - low > 1:
