@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-
-from memplan.escaping import escaped
 
 MAXIMUM_SHOWN = 20
 """Problems of a file that its message lists; nobody reads on."""
@@ -95,3 +94,34 @@ def normalised_name(name: str) -> str:
 
 
 _SEPARATORS = str.maketrans("", "", "-_. /:+")
+
+
+# ------------------------------------------------------------------ text from outside
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+_COMMAND = re.compile(r"(?<!\S):(?=:)|#(?=#\w*\[)")
+"""Where GitHub and Azure read a workflow command: ``::name`` at the start of a line, and a line may start at any
+word once it is folded; ``##[name]`` and ``##vso[name]`` anywhere in it.
+Source: ActionCommand.cs in actions/runner; https://learn.microsoft.com/azure/devops/pipelines/scripts/logging-commands
+"""
+
+
+def escaped(text: str) -> str:
+    r"""Return text as one line that shows what a terminal or a build log would obey.
+
+    Control characters, line breaks, marks of writing direction and halves of surrogate pairs are written as
+    JSON writes them, and so is the first character of a workflow command.
+
+    Example:
+        >>> print(escaped("a\x1b[31m\nb"), escaped("::error::no"), escaped("torch::sum"))
+        a\u001b[31m\nb \u003a:error::no torch::sum
+    """
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else character_code(one) for one in text)
+    return _COMMAND.sub(lambda found: character_code(found[0]), text) if "::" in text or "##" in text else text
+
+
+def character_code(character: str) -> str:
+    """Return a character as JSON escapes it."""
+    units = character.encode("utf-16-be", "surrogatepass")
+    return _SHORT.get(character) or "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

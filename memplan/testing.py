@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memplan.budget.budget_jobs import Place, job_of, setting_text
+from memplan.budget.budget_schema import Basis, Defaults, JobEntry
 from memplan.budget.evaluation import evaluated
-from memplan.budget.jobs import Place, job_of, setting_text
-from memplan.budget.schema import Basis, Defaults, JobEntry
-from memplan.cli.jobs import figures
-from memplan.cli.resolve import Overrides, Shapes, find_model, find_setup, open_catalog
+from memplan.documents.loading import Document
 from memplan.errors import InvalidFileError
-from memplan.loading import Document
-from memplan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.library.budget_plans import figures
+from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, open_catalog
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
 from memplan.units import format_bytes
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model
+from memplan.catalog.training_config import TrainingConfig
+from memplan.library.lookup import catalog_model
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, MemoryPlan
-from memplan.setup import TrainingSetup, resolve
-from memplan.training.config import TrainingConfig
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.training.resolved import TrainingSetup, resolve
 
 
 def pytest_addoption(parser):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.escaping import csv_cell, escaped, markdown, workflow_data, workflow_property, xml
+from memplan.documents.escaping import csv_cell, escaped, markdown, workflow_data, workflow_property, xml
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Imports go from a higher rank to a lower one, and torch lives in the side folders only."""
+"""The layout: imports go one way, folders are small, names are unique, and torch lives in the side folders only."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,38 +13,26 @@ import pytest
 import memplan
 
 ROOT = Path(memplan.__file__).parent
-RANKS = [
-    {"driver", "errors", "escaping", "torch_warnings", "units", "writing"},
-    {"opening", "loading", "strict_json", "validation"},
-    {"catalog", "model", "training"},
-    {"readers", "architectures", "parallel", "setup"},
-    {
-        "forms",
-        "reductions",
-        "tape",
-        "playback",
-        "steppers",
-        "states",
-        "chunks",
-        "update_rules",
-        "updates",
-        "allowances",
-        "blocks",
-        "head",
-        "phases",
-        "sharding",
-        "sharded",
-        "adapters",
-    },
-    {"planner", "advice", "inverse", "published", "recommendations", "solver", "budget"},
+FLOORS = [
+    {"errors"},
+    {"documents", "units"},
+    {"allocator", "catalog", "host", "model"},
+    {"muon", "training"},
+    {"step"},
+    {"plan", "trace"},
+    {"budget", "lab", "measure", "published", "solver"},
     {"report"},
+    {"library"},
     {"cli", "testing"},
 ]
-RANK = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
-SIDE = {"lab", "muon"}
-CONFIGS_ARE_ENTRIES = ("catalog", "training")
-"""The catalog holds training configs by name, so it reads their schema; nothing goes the other way."""
-FILES = sorted(path for path in ROOT.rglob("*.py") if "data" not in path.relative_to(ROOT).parts)
+"""Parts of the package by what they may import: those of lower floors."""
+FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+TORCH = {"lab", "measure", "muon", "trace"}
+ENTRIES = {"library", "cli"}
+"""What may import a part that needs torch, inside a function."""
+FACES = {"__init__", "__main__"}
+MODULES_IN_A_FOLDER = 10
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "data")
 
 
 def part_of(path: Path) -> str:
@@ -50,66 +40,93 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the modules that a file imports anywhere, even inside functions, each with its line."""
+@cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
+    """Return the modules that a file imports anywhere, even inside functions, each with its line."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             yield node.module or "", node.lineno
-            if node.module == "memplan":
-                yield from ((f"memplan.{alias.name}", node.lineno) for alias in node.names)
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
     for module, line in imports(path):
-        if module.startswith("memplan."):
+        if module.startswith("memplan.") and not module.startswith("memplan.__"):
             yield module.split(".")[1], line
 
 
-def test_every_part_has_a_rank():
-    parts = {part_of(path) for path in FILES} - {"__init__", "__main__", "_version"}
-    assert parts <= set(RANK) | SIDE
+def in_files(test):
+    return pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))(test)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_from_a_higher_rank_to_a_lower_one(path):
+def test_every_part_has_a_floor():
+    assert {part_of(path) for path in FILES} - FACES - {"_version"} == set(FLOOR)
+
+
+@in_files
+def test_imports_go_down(path):
     own = part_of(path)
     for part, line in parts_imported(path):
         where = f"{path.relative_to(ROOT)}:{line} imports memplan.{part}"
-        if part == own or part in ("__version__", "__init__"):
+        if own in FACES or part == own or part not in FLOOR:
             continue
-        if own in SIDE:
-            assert part in SIDE or RANK[part] <= 5, where
-        elif own == "cli" or RANK.get(own, 0) == 7:
-            assert part in RANK or part in SIDE, where
-        else:
-            assert part not in SIDE, where
-            assert RANK[part] <= RANK[own], where
-            assert RANK[own] != RANK[part] or RANK[own] != 2 or (own, part) == CONFIGS_ARE_ENTRIES, where
+        assert FLOOR[part] <= FLOOR[own], where
+        assert part not in TORCH or own in TORCH | ENTRIES, where
 
 
-@pytest.mark.parametrize("rank", range(len(RANKS)))
-def test_no_two_parts_of_one_rank_import_each_other_in_a_circle(rank):
-    needs = {
-        part: {p for f in FILES if part_of(f) == part for p, _ in parts_imported(f)} & RANKS[rank] - {part}
-        for part in RANKS[rank]
-    }
+@pytest.mark.parametrize("floor", range(len(FLOORS)))
+def test_no_two_parts_of_one_floor_import_each_other_in_a_circle(floor):
+    no_circle({part: {p for f in FILES if part_of(f) == part for p, _ in parts_imported(f)} for part in FLOORS[floor]})
+
+
+def test_no_two_folders_import_each_other_in_a_circle():
+    folders = {path.parent for path in FILES} - {ROOT}
+
+    def folder_of(module: str) -> Path | None:
+        path = ROOT.parent.joinpath(*module.split("."))
+        return path.parent if path.with_suffix(".py").exists() else path if path in folders else None
+
+    found = {folder: {folder_of(m) for f in FILES if f.parent == folder for m, _ in imports(f)} for folder in folders}
+    faces = {folder: {folder_of(m) for m, _ in imports(folder / "__init__.py")} for folder in folders}
+    no_circle({folder: wanted - faces[folder] for folder, wanted in found.items()})
+
+
+def no_circle(needs):
+    """Fail where some of ``needs`` can only be met in a circle."""
     while needs:
-        free = {part for part, wanted in needs.items() if not wanted & needs.keys()}
-        assert free, f"a circle among {sorted(needs)}"
-        needs = {part: wanted for part, wanted in needs.items() if part not in free}
+        free = {one for one, wanted in needs.items() if not (wanted - {one}) & needs.keys()}
+        assert free, f"a circle among {sorted(map(str, needs))}"
+        needs = {one: wanted for one, wanted in needs.items() if one not in free}
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if part_of(p) not in SIDE], ids=lambda path: str(path.relative_to(ROOT))
+    "folder", sorted({path.parent for path in FILES}), ids=lambda f: str(f.relative_to(ROOT.parent))
+)
+def test_a_folder_has_few_modules(folder):
+    modules = [path.stem for path in FILES if path.parent == folder and path.stem not in FACES]
+    assert len(modules) <= MODULES_IN_A_FOLDER, modules
+
+
+def test_no_file_name_occurs_twice():
+    names = Counter(path.stem for path in FILES if path.stem not in FACES)
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if part_of(p) not in TORCH], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_torch_and_transformers_live_in_the_side_folders(path):
     assert not {module.split(".")[0] for module, _ in imports(path)} & {"torch", "transformers", "numpy", "triton"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@in_files
 def test_no_private_name_of_another_part_is_imported(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memplan."):

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.loading import load_document, parse_document
+from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text
+from memplan.documents.schemas import build, validate
 from memplan.errors import InvalidFileError, MemplanError
-from memplan.loading import load_document, parse_document
-from memplan.opening import MAXIMUM_TEXT_BYTES, read_text
-from memplan.training.config import TrainingConfig
-from memplan.validation import build, validate
 
 
 @dataclass(frozen=True, slots=True)

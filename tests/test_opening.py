@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 import memplan
-from memplan import opening
+from memplan.documents import opening
+from memplan.documents.opening import files_in, mapped, opened, path_kind, read_bytes, read_text, usable_path
 from memplan.errors import InvalidFileError
-from memplan.opening import files_in, mapped, opened, path_kind, read_bytes, read_text, usable_path
 
 PACKAGE = Path(memplan.__file__).parent
 
 ELSEWHERE = {
-    ("lab/huggingface.py", "from_pretrained"): "transformers reads the config that memplan has read before",
-    ("lab/validate/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
+    ("trace/transformers_models.py", "from_pretrained"): "transformers reads the config that memplan has read before",
+    ("measure/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
     ("muon/checkpoints.py", "torch.load"): "torch's own format, read by torch with weights_only=True",
 }
 """(module, call) that reads by itself -> why."""
@@ -33,12 +33,12 @@ WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "devnull"}
 
 
 def reading_calls(path: Path):
-    """Yield the name of every call that opens a file for reading, other than through memplan.opening."""
+    """Yield the name of every call that opens a file for reading, other than through memplan.documents.opening."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     ours = {
         name.asname or name.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "memplan.opening"
+        if isinstance(node, ast.ImportFrom) and node.module == "memplan.documents.opening"
         for name in node.names
     }
     for node in ast.walk(tree):
@@ -86,7 +86,7 @@ def test_no_other_module_opens_files_for_reading():
         ("open(p, 'w')", False),
         ("os.open(p, os.O_WRONLY | os.O_CREAT)", False),
         ("os.open(folder, os.O_RDONLY)", False),
-        ("from memplan.opening import read_text\nread_text(p)", False),
+        ("from memplan.documents.opening import read_text\nread_text(p)", False),
     ],
 )
 def test_the_search_for_reading_calls_finds_them(write, text, reads):

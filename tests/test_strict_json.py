@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan import strict_json
+from memplan.documents import strict_json
+from memplan.documents.loading import MAXIMUM_DEPTH
+from memplan.documents.strict_json import parse_json, parse_object
 from memplan.errors import InvalidFileError
-from memplan.loading import MAXIMUM_DEPTH
-from memplan.strict_json import parse_json, parse_object
 
 
 @pytest.mark.parametrize(

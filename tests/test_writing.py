@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import memplan
-from memplan import writing
+from memplan.documents import writing
+from memplan.documents.writing import append_file, make_folder, write_answer, write_file, write_remark
 from memplan.errors import InvalidFileError
-from memplan.writing import append_file, make_folder, write_answer, write_file, write_remark
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -34,7 +34,7 @@ def old(tmp_path) -> Path:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from memplan import writing
+from memplan.documents import writing
 
 path, new = Path(sys.argv[1]), "new" * 50_000
 
@@ -166,7 +166,7 @@ def test_a_text_is_appended(old):
 APPENDED = """
 import resource, sys
 from pathlib import Path
-from memplan.writing import append_file
+from memplan.documents.writing import append_file
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 append_file(Path(sys.argv[1]), "new" * 50_000)
@@ -264,15 +264,15 @@ OF_MODULES = {
     ("pickle", "dump"),
 }
 REASONS = {
-    "writing.py": "it is the writer",
+    "documents/writing.py": "it is the writer",
     "cli/main.py": "typer.echo prints the version through the guarded stream",
-    "opening.py": "it opens for reading, and says with which flags",
+    "documents/opening.py": "it opens for reading, and says with which flags",
     "lab/survey/__main__.py": "a tool of those who work on memplan, no command of it",
     "report/document.py": "rich prints into memory",
     "report/figures.py": "matplotlib draws into memory, and the writer saves that",
     "muon/checkpoints.py": "torch writes to the writer's file; the library makes its folder, and removes old files",
-    "lab/validate/child.py": "a pipe to the process that measures",
-    "lab/validate/process.py": "a temporary file for what that process complains of",
+    "measure/child.py": "a pipe to the process that measures",
+    "measure/process.py": "a temporary file for what that process complains of",
 }
 
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.escaping import json_text
+from memplan.documents.loading import Document, load_document
+from memplan.documents.schemas import validate
 from memplan.errors import InvalidFileError
-from memplan.escaping import json_text
-from memplan.loading import Document, load_document
-from memplan.validation import validate
 
 SCHEMA = "memplan/baseline/1"
 

@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Literal
 
 from memplan.budget.baseline import Baseline, Entry
-from memplan.budget.jobs import Job
-from memplan.budget.schema import Basis
-from memplan.planner import Verdict
+from memplan.budget.budget_jobs import Job
+from memplan.budget.budget_schema import Basis
+from memplan.plan.planner import Verdict
 from memplan.units import format_bytes
 
 Rule = Literal["limit", "component", "increase", "cannot-evaluate"]

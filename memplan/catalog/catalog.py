@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
+from memplan.documents.loading import Document, load_document, parse_document
+from memplan.documents.opening import files_in, is_file, is_folder, path_kind, read_bytes, read_text, shown_path
+from memplan.documents.schemas import build, validate
 from memplan.errors import CatalogError, InvalidFileError, UnknownNameError, match_hint, normalised_name, unknown_name
-from memplan.loading import Document, load_document, parse_document
-from memplan.opening import files_in, is_file, is_folder, path_kind, read_bytes, read_text, shown_path
-from memplan.validation import build, validate
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class Catalog:
     @cached_property
     def configs(self) -> Shelf[Any]:
         """Training configs."""
-        from memplan.training.config import TrainingConfig
+        from memplan.catalog.training_config import TrainingConfig
 
         return self._shelf("configs", TrainingConfig)
 

@@ -26,7 +26,7 @@ Implementation = Literal[
 """Classes whose updates are modelled; ``untraced``: no update is, and answers say so; ``none``: there is none."""
 
 Codec = Literal["iq2-s", "iq2-xs", "iq2-xxs", "iq3-xxs", "q4-0", "q8-0"]
-"""What codes weights again after an update (memplan/muon/weight_codecs.py)."""
+"""What codes weights again after an update (memplan/muon/weights/weight_codecs.py)."""
 
 
 @dataclass(frozen=True, slots=True)

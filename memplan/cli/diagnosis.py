@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import memplan
 from memplan.catalog.catalog import SECTIONS, Catalog
-from memplan.cli.machine import nvidia_devices
+from memplan.host.nvidia_gpus import nvidia_devices
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
 

@@ -12,33 +12,33 @@ import typer
 
 import memplan
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
+from memplan.documents.escaping import escaped_lines
+from memplan.documents.writing import guarded_streams, say, write_remark
 from memplan.errors import MemplanError
-from memplan.escaping import escaped_lines
-from memplan.writing import guarded_streams, say, write_remark
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
 COMMANDS: dict[str, str] = {
-    "fit": "fit",
-    "max": "maximum",
-    "where": "maximum",
-    "frontier": "frontier",
-    "suggest": "suggest",
-    "compare": "compare",
-    "recommend": "recommend",
-    "explain": "explain",
-    "trace": "trace",
-    "validate": "validate",
-    "check": "check",
-    "diff": "check",
-    "tables": "tables",
-    "list": "inspect",
-    "show": "inspect",
-    "schema": "tools",
-    "doctor": "tools",
-    "lab": "lab",
+    "fit": "commands.fit",
+    "max": "commands.largest",
+    "where": "commands.largest",
+    "frontier": "commands.frontier",
+    "suggest": "commands.suggest",
+    "compare": "commands.compare",
+    "recommend": "commands.recommend",
+    "explain": "commands.explain",
+    "trace": "torch_commands.trace",
+    "validate": "torch_commands.validate",
+    "check": "commands.check",
+    "diff": "commands.check",
+    "tables": "commands.tables",
+    "list": "commands.catalog_commands",
+    "show": "commands.catalog_commands",
+    "schema": "schema_and_doctor",
+    "doctor": "schema_and_doctor",
+    "lab": "lab.lab_commands",
 }
-"""Command -> the module in this folder that has it, as a function or as an application with commands of its own."""
+"""Command -> the module under this folder that has it, as a function or as an application with commands of its own."""
 
 
 def _version(asked: bool) -> None:

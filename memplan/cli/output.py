@@ -7,9 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from memplan.cli.options import OutputFormat, Unit
+from memplan.cli.option_groups import OutputFormat, Unit
+from memplan.documents.writing import write_answer, write_file
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
-from memplan.writing import write_answer, write_file
 
 
 def unit_text(units: Unit | None) -> str:

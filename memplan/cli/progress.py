@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from memplan.escaping import escaped
-from memplan.writing import say, write_remark
+from memplan.documents.writing import say, write_remark
+from memplan.errors import escaped
 
 BAR_WIDTH = 30
 

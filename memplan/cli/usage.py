@@ -57,7 +57,7 @@ def _hint(text: str, commands: Iterable[str]) -> str:
 
 def _extra_hint(word: str) -> str:
     """Return what a surplus word may have been meant as."""
-    from memplan.cli.resolve import open_catalog
+    from memplan.library.lookup import open_catalog
 
     try:
         catalog = open_catalog(None)

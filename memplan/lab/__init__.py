@@ -1,5 +1,5 @@
-"""The laboratory: reference models, tracing, measuring. Torch is imported here and in ``memplan.muon`` only."""
+"""What reproduces and explores: experiments, training runs, and formula against trace."""
 
-from memplan.torch_warnings import ignore_missing_numpy
+from memplan.host.torch_warnings import ignore_missing_numpy
 
 ignore_missing_numpy()

@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memplan.architectures import model_spec
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.escaping import json_text
-from memplan.lab.tracer import trace_training
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
+from memplan.documents.escaping import json_text
+from memplan.documents.writing import write_answer, write_remark
+from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
-from memplan.planner import CompiledPlan, Device
-from memplan.setup import resolve
-from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig
-from memplan.training.kernels import Kernels
-from memplan.writing import write_answer, write_remark
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.trace.tracer import trace_training
+from memplan.training.resolved import resolve
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
 """Models that are traced with all their layers."""

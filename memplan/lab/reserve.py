@@ -3,7 +3,7 @@
 Traced steps of released models, whole, are replayed through the simulated allocator twice over:
 without a limit, which gives what it holds where memory is plenty, and on ever smaller cards, which
 gives the least it can live with, since it empties its cache before it fails. The shares in
-:mod:`memplan.allowances` are the median and the 95th percentile of the latter for the native
+:mod:`memplan.plan.allowances` are the median and the 95th percentile of the latter for the native
 allocator, which is torch's default.
 """
 
@@ -15,16 +15,16 @@ from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
+from memplan.allocator.caching_allocator import replay
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.escaping import json_text
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.escaping import json_text
+from memplan.documents.writing import write_answer, write_remark
 from memplan.lab.agreement import cut_model
-from memplan.lab.allocator import replay
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
-from memplan.lab.tracer import trace_training
-from memplan.setup import resolve
-from memplan.training.config import TrainingConfig
-from memplan.training.kernels import Kernels
-from memplan.writing import write_answer, write_remark
+from memplan.trace.tracer import trace_training
+from memplan.training.resolved import resolve
 
 CARD_STEPS = (300, 200, 150, 120, 100, 80, 60, 50, 40, 30, 20, 15, 10, 5, 0)
 """Sizes of cards that are tried, in thousandths above the allocated peak."""

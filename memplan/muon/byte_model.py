@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memplan.muon.codecs import codec_bytes
-from memplan.muon.errors import OptimizerError
-from memplan.muon.gradients import GRADIENT_FORMATS
-from memplan.muon.handles import FloatHandle, Handle
-from memplan.muon.offload import buffers_on
-from memplan.muon.options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
-from memplan.muon.steps import (
+from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
+from memplan.muon.state_codecs.codecs import codec_bytes
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.updates.handles import FloatHandle, Handle
+from memplan.muon.updates.offload import buffers_on
+from memplan.muon.updates.steps import (
     FIRST,
     MOMENTUM,
     SECOND,
@@ -28,14 +28,14 @@ from memplan.muon.steps import (
     apply_bytes,
     chunk_length,
 )
-from memplan.muon.steps import orthogonalise_bytes as newton_schulz_bytes
+from memplan.muon.updates.steps import orthogonalise_bytes as newton_schulz_bytes
 from memplan.units import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from memplan.muon.codecs import Codec
     from memplan.muon.optimizer import Muon
+    from memplan.muon.state_codecs.codecs import Codec
 
 STEP_BYTES = 4
 """The step counter of each parameter: one fp32 number on the host."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from memplan.muon.errors import OptimizerError
-from memplan.writing import replacing
+from memplan.documents.writing import replacing
+from memplan.muon.stores.optimizer_errors import OptimizerError
 
 _PREFIX, _SUFFIX = "step-", ".pt"
 

@@ -16,19 +16,25 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from memplan.muon.errors import OptimizerError
-from memplan.muon.gradients import GradientStore
-from memplan.muon.handles import FloatHandle, Handle, SplitHandle
-from memplan.muon.offload import Stager, buffers_on, finish_copies, stager_of
-from memplan.muon.options import DEFAULTS, adamw_options, checked_keys, checked_options, diverges, muon_options
-from memplan.muon.projection import projected_step_
-from memplan.muon.state import checked_parameter, checked_state_dict, float_options, initial_state, restored
-from memplan.muon.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
+from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, diverges, muon_options
+from memplan.muon.parameter_state import (
+    checked_parameter,
+    checked_state_dict,
+    float_options,
+    initial_state,
+    restored,
+)
+from memplan.muon.stores.gradient_stores import GradientStore
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
+from memplan.muon.updates.offload import Stager, buffers_on, finish_copies, stager_of
+from memplan.muon.updates.projection import projected_step_
+from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from memplan.muon.codecs import Codec
+    from memplan.muon.state_codecs.codecs import Codec
 
 Group = dict[str, Any]
 

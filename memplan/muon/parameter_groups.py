@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memplan.muon.errors import OptimizerError, unknown_choice
-from memplan.muon.options import ALGORITHMS
+from memplan.muon.group_options import ALGORITHMS
+from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

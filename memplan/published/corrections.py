@@ -9,18 +9,18 @@ from functools import cached_property
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
-from memplan.forms import Part, part_bytes
-from memplan.inverse import max_parameters
-from memplan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.catalog.recorded_rows import Records, Select
+from memplan.documents.printed_numbers import Interval, Value
+from memplan.plan.largest_model import max_parameters
+from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
 from memplan.published import planned
-from memplan.published.accounting import BUFFER_SIDE
-from memplan.published.asked import Asked
+from memplan.published.notes_accounting import BUFFER_SIDE
 from memplan.published.planned import LLAMAS, Planned, shape_plan
-from memplan.published.records import Records, Select
-from memplan.published.rounding import Interval, Value
-from memplan.setup import resolve
+from memplan.published.printed_cell import Asked
+from memplan.step.states.optimizer_scratch import tensor_temporaries
+from memplan.step.tapes.linear_forms import Part, part_bytes
+from memplan.training.resolved import resolve
 from memplan.units import format_count
-from memplan.updates import tensor_temporaries
 
 Checkpointing = Literal["none", "full"]
 
@@ -176,7 +176,7 @@ class Corrections:
 
     def _shape(self, name: str, optimizer: str) -> CompiledPlan:
         if (name, optimizer) not in self._shapes:
-            from memplan.published.schema import Library
+            from memplan.published.table_schema import Library
 
             shape = Library(self.catalog.root).shapes[name]
             self._shapes[name, optimizer] = shape_plan(name, shape, optimizer, self.catalog)

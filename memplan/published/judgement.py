@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.published.asked import Asked
+from memplan.catalog.recorded_rows import Records
+from memplan.documents.printed_numbers import Interval, Value, formatted_like, lies_within
 from memplan.published.corrections import Corrections
-from memplan.published.records import Records
-from memplan.published.rounding import Interval, Value, formatted_like, lies_within
+from memplan.published.printed_cell import Asked
 from memplan.published.rules import MEASURED, RULES
-from memplan.published.schema import Cell, Library, PublishedTable
+from memplan.published.table_schema import Cell, Library, PublishedTable
 
 Status = Literal["reproduces", "within-spread", "differs", "not-in-source", "left-out", "not-computable", "no-record"]
 STATUSES: dict[Status, str] = {

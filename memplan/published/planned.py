@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from memplan.architectures import model_spec
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import MemplanError
-from memplan.inverse import fewest_devices, upper_bytes
+from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device
-from memplan.published.schema import Shape
-from memplan.readers.shapes import model_from_shapes
-from memplan.recommendations import Recommendation, recommendations
-from memplan.setup import TrainingSetup, resolve
-from memplan.training.config import TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.model.readers.shapes import model_from_shapes
+from memplan.plan.largest_model import fewest_devices, upper_bytes
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.recommended_configs import Recommendation, recommendations
+from memplan.published.table_schema import Shape
+from memplan.training.resolved import TrainingSetup, resolve
 
 BATCH, SEQUENCE = 1, 2048
 """At which jobs are planned: the shipped configs' own."""

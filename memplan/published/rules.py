@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memplan.published import accounting as legacy
-from memplan.published.asked import Asked
-from memplan.published.rounding import Interval, Value
+from memplan.documents.printed_numbers import Interval, Value
+from memplan.published import notes_accounting as legacy
+from memplan.published.printed_cell import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _experiment(asked: Asked) -> Value:
 
 
 CLOSE_PERCENT = 5
-"""Up to so much more loss than fp32 a run is close; see memplan/lab/training/record.py."""
+"""Up to so much more loss than fp32 a run is close; see memplan/lab/training/training_record.py."""
 
 
 def _training_record(asked: Asked) -> Value:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memplan.escaping import csv_cell, escaped, json_text, markdown
+from memplan.documents.escaping import csv_cell, json_text, markdown
+from memplan.errors import escaped
 
 Format = Literal["table", "plain", "json", "csv", "md"]
 

@@ -10,9 +10,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memplan.documents.escaping import escaped_lines
+from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.escaping import escaped_lines
-from memplan.writing import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

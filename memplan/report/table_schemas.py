@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memplan.published.judgement import STATUSES
-from memplan.report.schemas import BYTES, TEXT, array_schema, object_schema
+from memplan.report.json_schemas import BYTES, TEXT, array_schema, object_schema
 
 
 def tables_schema() -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.allowances import Allowances
-from memplan.planner import Device, Verdict, allowances_of
-from memplan.setup import TrainingSetup
+from memplan.plan.allowances import Allowances
+from memplan.plan.planner import Device, Verdict, allowances_of
+from memplan.training.resolved import TrainingSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Gauge:
     allowances: Allowances
 
     def device_bytes(self, requested: int, rounding: int) -> int:
-        """Return what nvidia-smi would show, as :meth:`memplan.planner.CompiledPlan.evaluate` has it."""
+        """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""
         allocated = requested + rounding + self.allowances.library_bytes
         return allocated + self.allowances.reserve_bytes(allocated) + self.allowances.context_bytes
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.architectures import families, model_spec, read_config
+from memplan.model.families import families, model_spec, read_config
 from memplan.model.inventory import inventory_of, parameter_count
 
 from .test_model_catalog import ENTRIES

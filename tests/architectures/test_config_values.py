@@ -2,8 +2,8 @@
 
 import pytest
 
-from memplan.architectures import families, model_spec, read_config
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.families import families, model_spec, read_config
 
 from .tiny import BASE, CASES, FALCON, GROUPED, QWEN2_MOE, QWEN3_MOE
 

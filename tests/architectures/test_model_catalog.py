@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from memplan.architectures import families, read_config
 from memplan.errors import normalised_name
+from memplan.model.families import families, read_config
 from memplan.model.inventory import active_parameter_count, inventory_of, parameter_count
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"

@@ -16,13 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from memplan.lab.cuda_kernels import cuda_kernels  # noqa: E402
-from memplan.lab.data import batch_of  # noqa: E402
-from memplan.lab.huggingface import without_packing  # noqa: E402
-from memplan.lab.options import ReferenceOptions  # noqa: E402
-from memplan.lab.reference import ReferenceModel  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.model.spec import Attention, ModelSpec  # noqa: E402
-from memplan.training.kernels import Kernels  # noqa: E402
+from memplan.trace.cuda_kernels import cuda_kernels  # noqa: E402
+from memplan.trace.jobs.step_data import batch_of  # noqa: E402
+from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
+from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
+from memplan.trace.transformers_models import without_packing  # noqa: E402
 
 from .operators import Operators, difference, inside  # noqa: E402
 from .tiny import CASES  # noqa: E402

@@ -10,11 +10,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from memplan.architectures import model_spec
-from memplan.lab.options import ReferenceOptions
-from memplan.lab.parts import Tables
-from memplan.lab.reference import ReferenceModel
+from memplan.model.families import model_spec
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
+from memplan.trace.reference.decoder import ReferenceModel
+from memplan.trace.reference.parts import Tables
+from memplan.trace.reference.run_options import ReferenceOptions
 
 from .tiny import CASES
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from memplan.lab.allocator import replay
-from memplan.lab.allocator_settings import parse_alloc_conf
+from memplan.allocator.caching_allocator import replay
+from memplan.allocator.settings import parse_alloc_conf
 from memplan.units import MIB
 
 EVENTS = 100_000

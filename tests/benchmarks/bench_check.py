@@ -15,12 +15,12 @@ from statistics import median
 
 import pytest
 
+from memplan.budget.budget_files import read_budget
 from memplan.budget.evaluation import worst_first
-from memplan.budget.files import read_budget
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.jobs import Workshop
-from memplan.report.checks import check_data
-from memplan.report.formats.markdown import markdown_text
+from memplan.library.budget_plans import Workshop
+from memplan.report.checks.check_answer import check_data
+from memplan.report.checks.markdown import markdown_text
 
 JOBS = 500
 SAMPLES = 5

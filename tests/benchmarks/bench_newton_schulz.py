@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memplan.muon import Muon
-from memplan.muon.newton_schulz import gram_segments
-from memplan.muon.schedules import resolved_schedule
+from memplan.muon.orthogonalisation.newton_schulz import gram_segments
+from memplan.muon.orthogonalisation.schedules import resolved_schedule
 
 STEPS = 5
 

@@ -12,9 +12,9 @@ from statistics import median
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model
-from memplan.planner import CompiledPlan, Device
-from memplan.setup import resolve
+from memplan.library.lookup import catalog_model
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.training.resolved import resolve
 
 MODELS = ("gpt2", "llama-3.1-8b", "llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3")
 CONFIGS = ("bf16-adamw", "tier3", "qlora")

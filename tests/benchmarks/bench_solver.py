@@ -14,13 +14,13 @@ from statistics import median
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model
-from memplan.planner import CompiledPlan, Device
-from memplan.setup import resolve
-from memplan.solver.axes import BATCHES, full_space
-from memplan.solver.frontier import frontier
-from memplan.solver.largest import largest_values
-from memplan.solver.suggest import Request, suggestions
+from memplan.library.lookup import catalog_model
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.solver.batch_frontier import frontier
+from memplan.solver.largest_per_device import largest_values
+from memplan.solver.search.axes import BATCHES, full_space
+from memplan.solver.search.suggested_settings import Request, suggestions
+from memplan.training.resolved import resolve
 
 JOBS = (
     ("llama-3.1-8b", "rtx4090", True),

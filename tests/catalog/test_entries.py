@@ -13,12 +13,12 @@ import yaml
 
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.loading import load_document
+from memplan.documents.schemas import validate
 from memplan.errors import MemplanError, UnknownNameError, normalised_name
-from memplan.loading import load_document
 from memplan.model.inventory import ROLES
-from memplan.training.config import TrainingConfig
 from memplan.units import GIB
-from memplan.validation import validate
 
 CLASSES = {
     "gpus": Gpu,

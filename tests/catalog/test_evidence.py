@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 from memplan.catalog.catalog import data_directory
-from memplan.cli.resolve import Overrides, find_setup
 from memplan.errors import InvalidFileError
-from memplan.report.evidence import evidence_line, evidence_lines, evidence_path, read_evidence
-from memplan.report.schemas import schema_of
+from memplan.library.lookup import Overrides, find_setup
+from memplan.report.evidence_lines import evidence_line, evidence_lines, evidence_path, read_evidence
+from memplan.report.json_schemas import schema_of
 
 FOLDER = data_directory() / "configs" / "evidence"
 RECORDS = sorted(FOLDER.glob("train-*.json"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.cli.resolve import custom_gpu
-from memplan.planner import CompiledPlan, Device
+from memplan.library.lookup import custom_gpu
+from memplan.plan.planner import CompiledPlan, Device
 
 ASK = ("fit", "pythia-160m", "--config", "bf16-adamw")
 
@@ -175,9 +175,9 @@ def test_max_and_where_answer_for_several_gpus(cli):
 
 
 def test_a_bug_keeps_its_traceback_and_exits_with_70(cli, monkeypatch):
-    import memplan.report.listing
+    import memplan.report.catalog_answer
 
-    monkeypatch.delattr(memplan.report.listing, "list_document")
+    monkeypatch.delattr(memplan.report.catalog_answer, "list_document")
     ran = cli("list", "gpus")
     assert ran.exit_code == 70
     assert "Traceback" in ran.err

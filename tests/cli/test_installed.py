@@ -95,7 +95,7 @@ except SystemExit as left:
 found = {name.split(".")[0] for name in sys.modules} & {"torch", "pydantic", "transformers", "numpy", "jsonschema"}
 if "typer._adapters" in sys.modules:  # typer from 0.26 on reads arguments with pydantic
     found.discard("pydantic")
-from memplan.validation import _adapter
+from memplan.documents.schemas import _adapter
 assert _adapter.cache_info().currsize == 0, "files of ours went through pydantic"
 sys.exit(f"imported: {sorted(found)}" if found else 0)
 """

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from memplan.cli.main import COMMANDS
-from memplan.cli.options import CheckFormat, OutputFormat
+from memplan.cli.option_groups import CheckFormat, OutputFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 """The fork does nothing but run one command, in the thread that it was made in."""

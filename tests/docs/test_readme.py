@@ -81,7 +81,7 @@ def test_every_command_has_help(folder):
 def test_every_key_of_a_training_config_is_explained():
     from dataclasses import fields
 
-    from memplan.training.config import TrainingConfig
+    from memplan.catalog.training_config import TrainingConfig
 
     section = TEXT[TEXT.index("## Training configs") : TEXT.index("## Your own catalog")]
     assert [field.name for field in fields(TrainingConfig) if not re.search(rf"\b{field.name}\b", section)] == []

@@ -8,8 +8,8 @@ from random import Random
 
 import typer
 
+from memplan.catalog.training_config import TrainingConfig
 from memplan.cli.main import make_app
-from memplan.training.config import TrainingConfig
 
 from .hostile import some_text
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import yaml
 
+from memplan.allocator.history_comparison import compare_history as compare
+from memplan.allocator.memory_history import load_history
 from memplan.budget.baseline import read_baseline
-from memplan.budget.files import read_budget
+from memplan.budget.budget_files import read_budget
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
-from memplan.cli.jobs import Workshop
-from memplan.cli.prices import load_prices
-from memplan.cli.profile import with_profile
-from memplan.cli.resolve import Overrides, Shapes, catalog_model, find_model, find_setup
-from memplan.lab.history_comparison import compare_history as compare
-from memplan.lab.memory_history import load_history
-from memplan.lab.validate.prediction import planned
-from memplan.lab.validate.records import read_data, read_record
-from memplan.planner import CompiledPlan, Device
-from memplan.readers.safetensors import stored_tensors
+from memplan.library.budget_plans import Workshop
+from memplan.library.card_profile import with_profile
+from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
+from memplan.library.prices import load_prices
+from memplan.measure.records.measurement_records import read_data, read_record
+from memplan.measure.records.prediction import planned
+from memplan.model.readers.safetensors import stored_tensors
+from memplan.plan.planner import CompiledPlan, Device
 from memplan.report.experiments import read_record as read_experiment
-from memplan.report.validation import calibration_document
+from memplan.report.validation_answer import calibration_document
 from tests.readers.conftest import LLAMA_CONFIG, LLAMA_KEYS, llama_tensors, write_gguf
 
 ROOT = data_directory()

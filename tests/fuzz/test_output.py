@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.catalog.catalog import data_directory
-from memplan.escaping import escaped_json
+from memplan.documents.escaping import escaped_json
 from memplan.report.document import Document, Table, render
 
 from .hostile_output import ANSWERED, FORMATS, REFUSED, TEXTS

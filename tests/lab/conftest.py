@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from memplan.architectures import model_spec
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.training_config import TrainingConfig
+from memplan.model.families import model_spec
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm
-from memplan.setup import TrainingSetup, resolve
-from memplan.training.config import TrainingConfig
+from memplan.training.resolved import TrainingSetup, resolve
 
 MakeSetup = Callable[..., TrainingSetup]
 MakeModel = Callable[[str], Model]

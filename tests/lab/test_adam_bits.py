@@ -10,7 +10,7 @@ from memplan.catalog.catalog import data_directory
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.experiments.adam_bits import (  # noqa: E402
+from memplan.lab.learning.adam_bits import (  # noqa: E402
     BLOCK,
     QUANTISERS,
     linear_with_zero,

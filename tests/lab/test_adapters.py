@@ -6,14 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
 from memplan.errors import InvalidFileError  # noqa: E402
 from memplan.lab.agreement import compare, cut_model  # noqa: E402
-from memplan.lab.options import ReferenceOptions, Runtime  # noqa: E402
-from memplan.lab.parts import Linear  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
-from memplan.planner import CompiledPlan  # noqa: E402
-from memplan.setup import resolve  # noqa: E402
-from memplan.training.config import Adapter, TrainingConfig  # noqa: E402
+from memplan.plan.planner import CompiledPlan  # noqa: E402
+from memplan.trace.reference.parts import Linear  # noqa: E402
+from memplan.trace.reference.run_options import ReferenceOptions, Runtime  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
 
 SCALING = 2.0
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.lab.agreement import compare, cut_model, grid
-from memplan.training.config import Adapter, TrainingConfig
-from memplan.training.kernels import Kernels
 
 CATALOG = Catalog(data_directory())
 GRID = list(grid(CATALOG))

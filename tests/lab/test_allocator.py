@@ -5,8 +5,8 @@ Functions are those of c10/cuda/CUDACachingAllocator.cpp; constants stand in c10
 
 import pytest
 
-from memplan.lab.allocator import CachingAllocator
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
+from memplan.allocator.caching_allocator import CachingAllocator
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import GIB, KIB, MIB
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from memplan.lab.allocator import CachingAllocator, replay
-from memplan.lab.allocator_results import AllocationError
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
+from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.results import AllocationError
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import MIB
 
 EXPANDABLE = parse_alloc_conf("expandable_segments:True")

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.lab.allocator import CachingAllocator, replay
-from memplan.lab.allocator_results import AllocationError
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
+from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.results import AllocationError
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import GIB, MIB
 
 SIZES = st.one_of(

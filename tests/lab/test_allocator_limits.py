@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import pytest
 
+from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.results import AllocationError
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.errors import MemplanError
-from memplan.lab.allocator import CachingAllocator, replay
-from memplan.lab.allocator_results import AllocationError
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import MIB
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import MIB
 
 DIVISIONS = [

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.lab.agreement import cut_model  # noqa: E402
-from memplan.lab.bundled import BundledUpdate  # noqa: E402
-from memplan.lab.session import Session  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
-from memplan.planner import CompiledPlan, Device  # noqa: E402
-from memplan.setup import FLOAT_BYTES, resolve  # noqa: E402
+from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
+from memplan.trace.jobs.reference_job import Session  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import FLOAT_BYTES, resolve  # noqa: E402
 
 CODED = ("tier1", "tier2", "tier3", "q4-adam", "q4-muon-int8", "iq3-muon-int4", "iq2-fp8-muon-int4")
 FAST = ("tier1", "tier3", "q4-adam")

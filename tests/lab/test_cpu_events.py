@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.cpu_events import cpu_peaks  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.training_config import Adapter, Gradients  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
-from memplan.training.config import Adapter, Gradients  # noqa: E402
-from memplan.training.kernels import Kernels  # noqa: E402
+from memplan.trace.cpu_events import cpu_peaks  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
 
 TOLERANCE = 1e-4
 """Relative. AdamW's step counters (4 bytes each) and the generator's state that each checkpoint

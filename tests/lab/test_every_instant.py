@@ -6,15 +6,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.forms import WIDTH, Part, Quantity
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import TrainingConfig
 from memplan.lab.agreement import compare
-from memplan.lab.workspaces import kernel_workspaces
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
-from memplan.planner import CompiledPlan
-from memplan.setup import resolve
-from memplan.training.config import TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.plan.planner import CompiledPlan
+from memplan.step.tapes.linear_forms import WIDTH, Part, Quantity
+from memplan.trace.recording.workspaces import kernel_workspaces
+from memplan.training.resolved import resolve
 
 
 def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96) -> Model:

@@ -13,16 +13,16 @@ from jsonschema import Draft202012Validator  # noqa: E402
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import UnknownNameError  # noqa: E402
-from memplan.lab.experiments.dynamic_range import absmax_bits, measurements, watched_steps  # noqa: E402
-from memplan.lab.experiments.gradient_dtype import GRADIENTS, casting  # noqa: E402
-from memplan.lab.experiments.learning import Size, chosen, first_bad_step, gap_percent, lab_setup  # noqa: E402
-from memplan.lab.experiments.matched import SHAPES, mean_curve, planned_row, variant_of  # noqa: E402
-from memplan.lab.experiments.momentum_bits import MOMENTA, STORES  # noqa: E402
-from memplan.lab.experiments.teacher_student import NotesStore, store_of, student_run  # noqa: E402
+from memplan.lab.learning.dynamic_range import absmax_bits, measurements, watched_steps  # noqa: E402
+from memplan.lab.learning.gradient_dtype import GRADIENTS, casting  # noqa: E402
+from memplan.lab.learning.matched import SHAPES, mean_curve, planned_row, variant_of  # noqa: E402
+from memplan.lab.learning.momentum_bits import MOMENTA, STORES  # noqa: E402
+from memplan.lab.learning.teacher_student import NotesStore, store_of, student_run  # noqa: E402
+from memplan.lab.learning.variants import Size, chosen, first_bad_step, gap_percent, lab_setup  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions  # noqa: E402
 from memplan.lab.training.text import library_text  # noqa: E402
 from memplan.model.inventory import parameter_count  # noqa: E402
-from memplan.report.schemas import schema_of  # noqa: E402
+from memplan.report.json_schemas import schema_of  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 FOLDER = data_directory() / "configs" / "evidence"
@@ -238,7 +238,7 @@ def test_a_record_follows_its_schema_and_has_three_seeds(shipped):
 
 
 def test_findings_follow_from_the_rows(shipped):
-    module = import_module(f"memplan.lab.experiments.{MODULES[shipped['experiment']]}")
+    module = import_module(f"memplan.lab.learning.{MODULES[shipped['experiment']]}")
     assert module.findings(shipped["rows"]) == shipped["findings"]
 
 

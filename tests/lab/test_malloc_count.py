@@ -44,15 +44,15 @@ for name in ("malloc_count_live", "malloc_count_peak"):
 import torch
 torch.set_num_threads(1)
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.cpu_events import Marker
-from memplan.lab.session import Session
-from memplan.lab.tracer import trace_training
-from memplan.loading import parse_document
-from memplan.validation import validate
+from memplan.trace.cpu_events import Marker
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.tracer import trace_training
+from memplan.documents.loading import parse_document
+from memplan.documents.schemas import validate
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
-from memplan.setup import resolve
-from memplan.training.config import TrainingConfig
+from memplan.training.resolved import resolve
+from memplan.catalog.training_config import TrainingConfig
 
 layer = Layer(Attention(8, 4, 32, 32), Mlp(768), Norm())
 model = Model.from_spec(ModelSpec("small", "llama", 16000, 256, (LayerRun(layer, 2),), Norm()), "test")

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.allocator import memory_history
+from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.history_comparison import compare_history
+from memplan.allocator.history_storages import allocation_events
+from memplan.allocator.memory_history import load_history, parse_history
+from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
-from memplan.lab import memory_history
-from memplan.lab.allocator import CachingAllocator, replay
-from memplan.lab.allocator_settings import AllocatorSettings, parse_alloc_conf
-from memplan.lab.history_comparison import compare_history
-from memplan.lab.history_storages import allocation_events
-from memplan.lab.memory_history import load_history, parse_history
 from memplan.units import MIB
 
 BASE = 0x7F10_0000_0000

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.errors import CannotAnswerError  # noqa: E402
-from memplan.lab.modules import imported_factory, trace_huggingface, trace_module  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
-from memplan.training.config import Adapter  # noqa: E402
-from memplan.training.kernels import Kernels  # noqa: E402
+from memplan.trace.modules import imported_factory, trace_huggingface, trace_module  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
 
 nn: Any = torch.nn
 

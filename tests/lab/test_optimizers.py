@@ -16,21 +16,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.architectures import model_spec  # noqa: E402
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.entries import Codec, Implementation, StateSlot  # noqa: E402
-from memplan.chunks import CODING, DECODING  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
 from memplan.errors import CannotAnswerError, MemplanError  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
+from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
-from memplan.muon.weight_codecs import WEIGHT_FORMATS  # noqa: E402
-from memplan.planner import CompiledPlan, Device  # noqa: E402
-from memplan.report.plan import not_modelled  # noqa: E402
-from memplan.setup import resolve  # noqa: E402
-from memplan.steppers import BUNDLED, KEPT  # noqa: E402
-from memplan.training.config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
-from memplan.training.kernels import Kernels  # noqa: E402
-from memplan.update_rules import RULES  # noqa: E402
+from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS  # noqa: E402
+from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.report.plans.plan_answer import not_modelled  # noqa: E402
+from memplan.step.states.muon_scratch import CODING, DECODING  # noqa: E402
+from memplan.step.states.update_algorithms import RULES  # noqa: E402
+from memplan.step.states.update_kernels import BUNDLED, KEPT  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
 
 OPTIMIZERS = tuple(Catalog(data_directory()).optimizers.entries)
 DRAWN_FOR_EACH = 3

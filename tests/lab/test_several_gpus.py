@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
 from memplan.lab.agreement import cut_model
-from memplan.lab.tracer import trace_training
-from memplan.planner import CompiledPlan, Device
-from memplan.readers.shapes import model_from_shapes
-from memplan.report.plan import components
-from memplan.setup import resolve
-from memplan.training.config import Adapter, Parallel, TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.model.readers.shapes import model_from_shapes
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.report.plans.plan_answer import components
+from memplan.trace.tracer import trace_training
+from memplan.training.resolved import resolve
 
 SHAPES = {
     "untied": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003},

@@ -18,13 +18,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.architectures import families  # noqa: E402
 from memplan.lab.agreement import cut_model  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
+from memplan.model.families import families  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
-from memplan.planner import CompiledPlan, Device  # noqa: E402
-from memplan.setup import resolve  # noqa: E402
+from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
 
 from .conftest import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 

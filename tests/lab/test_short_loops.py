@@ -14,15 +14,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.chunks import CHUNK_ELEMENTS, COLUMN_CHUNK  # noqa: E402
-from memplan.lab import bundled  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.training_config import Gradients, Offload, TrainingConfig  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm  # noqa: E402
-from memplan.muon import Muon, chunk_loops, gradients, newton_schulz, quantised, steps, weight_formats  # noqa: E402
-from memplan.setup import resolve  # noqa: E402
-from memplan.training.config import Gradients, Offload, TrainingConfig  # noqa: E402
-from memplan.training.kernels import Kernels  # noqa: E402
+from memplan.muon import Muon  # noqa: E402
+from memplan.muon.orthogonalisation import newton_schulz  # noqa: E402
+from memplan.muon.stores import chunk_loops  # noqa: E402
+from memplan.muon.stores import gradient_stores as gradients  # noqa: E402
+from memplan.muon.updates import steps  # noqa: E402
+from memplan.muon.weights import quantised, weight_formats  # noqa: E402
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK  # noqa: E402
+from memplan.trace.jobs import bundled_optimizer as bundled  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 ALL = "every module"

@@ -16,12 +16,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.architectures import families, model_spec
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.lab.survey.__main__ import main
-from memplan.lab.survey.jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
-from memplan.lab.survey.models import model_values
+from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
+from memplan.lab.survey.drawn_models import model_values
 from memplan.lab.survey.shrinking import shrunk
+from memplan.model.families import families, model_spec
 
 SEED = 20_261_121
 TOGETHER = 15
@@ -92,7 +92,7 @@ def test_most_draws_are_possible_and_refusals_have_a_reason(catalog):
 
 def test_what_fails_is_shrunk_to_what_matters(catalog, monkeypatch):
     """A formula that loses a byte under composite norms is found by a job that has little else."""
-    import memplan.lab.survey.jobs as jobs
+    import memplan.lab.survey.drawn_jobs as jobs
 
     honest = jobs.CompiledPlan.evaluate
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memplan.lab.timeline import COLOURS, MAXIMUM_COLUMNS, timeline_json, timeline_svg
-from memplan.lab.trace import COMPONENTS
-from memplan.lab.tracer import trace_training
+from memplan.trace.recording.timeline import COLOURS, MAXIMUM_COLUMNS, timeline_json, timeline_svg
+from memplan.trace.recording.trace_result import COMPONENTS
+from memplan.trace.tracer import trace_training
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, Offload
 from memplan.errors import CannotAnswerError
-from memplan.lab.trace import COMPONENTS, Trace
-from memplan.lab.tracer import live_at_peak, peak_by_instant, trace_training
 from memplan.model.spec import Attention, Mlp
-from memplan.training.config import Adapter, Gradients, Offload
-from memplan.training.kernels import Kernels
+from memplan.trace.recording.trace_result import COMPONENTS, Trace
+from memplan.trace.tracer import live_at_peak, peak_by_instant, trace_training
 from memplan.units import GIB
 
 
@@ -253,7 +253,7 @@ def test_a_405b_model_traces(make_model, make_setup):
 
 
 def test_refusals_are_one_line(make_model, make_setup):
-    from memplan.lab.modules import trace_module
+    from memplan.trace.modules import trace_module
 
     with pytest.raises(CannotAnswerError) as caught:
         trace_module("no.such.module:factory", make_setup())

@@ -9,17 +9,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.cli.resolve import Overrides, find_setup  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.bytes import comparisons  # noqa: E402
-from memplan.lab.training.groups import OPTIONS  # noqa: E402
+from memplan.lab.training.held_bytes import comparisons  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
-from memplan.lab.training.model import trained_model  # noqa: E402
-from memplan.lab.training.record import thinned, verdict  # noqa: E402
-from memplan.lab.training.scaling import LossScale  # noqa: E402
+from memplan.lab.training.loss_scale import LossScale  # noqa: E402
+from memplan.lab.training.optimizer_groups import OPTIONS  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
-from memplan.muon.quantised import QuantisedWeight  # noqa: E402
-from memplan.readers.shapes import model_from_shapes  # noqa: E402
+from memplan.lab.training.trained_model import trained_model  # noqa: E402
+from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
+from memplan.library.lookup import Overrides, find_setup  # noqa: E402
+from memplan.model.readers.shapes import model_from_shapes  # noqa: E402
+from memplan.muon.weights.quantised import QuantisedWeight  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "intermediate": 96, "vocab": 256}

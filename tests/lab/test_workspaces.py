@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.lab.tracer import trace_training  # noqa: E402
-from memplan.lab.validate.task import Scale, scaled_model  # noqa: E402
-from memplan.lab.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces  # noqa: E402
-from memplan.setup import resolve  # noqa: E402
+from memplan.measure.task import Scale, scaled_model  # noqa: E402
+from memplan.trace.recording.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces  # noqa: E402
+from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
 
 
 def empty(*shape, dtype=torch.bfloat16):

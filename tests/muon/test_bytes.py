@@ -6,8 +6,8 @@ from torch import nn
 
 from memplan.muon import Muon, OptimizerError
 from memplan.muon.byte_model import BlockLayout, predict_bytes, predict_optimizer_bytes
-from memplan.muon.formats import MOMENTUM_FORMATS
-from memplan.muon.gradients import GRADIENT_FORMATS, GradientStore
+from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 
 from .memory import LiveStorages, allocator_peak, storage_bytes, tensors_of
 

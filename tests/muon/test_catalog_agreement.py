@@ -7,8 +7,8 @@ import torch
 import yaml
 
 from memplan.muon.byte_model import BlockLayout, layout_bytes, predict_bytes, state_layouts
-from memplan.muon.gradients import GRADIENT_FORMATS, GradientStore
-from memplan.muon.weight_codecs import WEIGHT_FORMATS
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
+from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import UnknownNameError
-from memplan.muon.block_codecs import LLOYD_MAX, LogCodec
-from memplan.muon.codecs import codec_bytes, padded
-from memplan.muon.errors import OptimizerError
-from memplan.muon.formats import MOMENTUM_FORMATS, adamw_codecs, momentum_codec
-from memplan.muon.packing import group_of, index_dtype, pack_, unpack_
+from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, LogCodec
+from memplan.muon.state_codecs.codecs import codec_bytes, padded
+from memplan.muon.state_codecs.packing import group_of, index_dtype, pack_, unpack_
+from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS, adamw_codecs, momentum_codec
+from memplan.muon.stores.optimizer_errors import OptimizerError
 
 from .memory import LiveStorages, allocator_peak, storage_bytes
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from memplan.errors import UnknownNameError
-from memplan.muon.errors import OptimizerError
-from memplan.muon.newton_schulz import (
+from memplan.muon.orthogonalisation.newton_schulz import (
     WORKSPACES,
     gram_segments,
     newton_schulz_,
     newton_schulz_reference,
     newton_schulz_workspace_bytes,
 )
-from memplan.muon.products import HALVED, PLAIN, default_products, halved_product, plain_product
-from memplan.muon.schedules import SCHEDULES, YOU_JIACHENG, resolved_schedule
+from memplan.muon.orthogonalisation.products import HALVED, PLAIN, default_products, halved_product, plain_product
+from memplan.muon.orthogonalisation.schedules import SCHEDULES, YOU_JIACHENG, resolved_schedule
+from memplan.muon.stores.optimizer_errors import OptimizerError
 
 from .memory import LiveStorages
 
@@ -158,8 +158,8 @@ def test_the_notes_orthogonality_errors_are_reproduced():
 
 INTERPRETED = """
 import torch
-from memplan.muon.products import plain_product
-from memplan.muon.triton_kernels import launch
+from memplan.muon.orthogonalisation.products import plain_product
+from memplan.muon.orthogonalisation.triton_kernels import launch
 
 torch.manual_seed(0)
 for shape in ((96, 160), (2, 70, 50), (64, 64)):
@@ -185,7 +185,7 @@ def test_the_triton_kernel_is_the_plain_product_where_triton_interprets_it_witho
 @pytest.mark.parametrize("shape", [(512, 1024), (2, 384, 400), (300, 300), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_triton_agrees_with_the_plain_product(shape, transposed):
-    from memplan.muon.triton_kernels import launch
+    from memplan.muon.orthogonalisation.triton_kernels import launch
 
     left = torch.randn(shape, device="cuda").bfloat16()
     left = left.mT.contiguous().mT if transposed else left

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from memplan.errors import MemplanError, UnknownNameError
-from memplan.muon import Muon, OptimizerError, low_rank
+from memplan.muon import Muon, OptimizerError
 from memplan.muon.byte_model import predict_bytes
-from memplan.muon.codecs import padded
-from memplan.muon.formats import MOMENTUM_FORMATS
-from memplan.muon.options import muon_options
-from memplan.muon.steps import rate_ratio
+from memplan.muon.group_options import muon_options
+from memplan.muon.state_codecs.codecs import padded
+from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS
+from memplan.muon.updates import low_rank
+from memplan.muon.updates.steps import rate_ratio
 
 SHAPES = [(32, 32), (24, 70), (70, 24)]
 SOUND = [name for name in MOMENTUM_FORMATS if name != "int2-notes"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from memplan.errors import UnknownNameError
-from memplan.muon.errors import OptimizerError
-from memplan.muon.newton_schulz import newton_schulz_
-from memplan.muon.quantised_products import FORMATS, QuantisedProduct, quantised_products
-from memplan.muon.schedules import resolved_schedule
+from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_
+from memplan.muon.orthogonalisation.quantised_products import FORMATS, QuantisedProduct, quantised_products
+from memplan.muon.orthogonalisation.schedules import resolved_schedule
+from memplan.muon.stores.optimizer_errors import OptimizerError
 
 EIGHT_BITS = [name for name in FORMATS if name != "int4"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memplan.muon import Muon, OptimizerError, split_parameters
-from memplan.muon.gradients import GRADIENT_FORMATS, GradientStore
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 
 from .memory import LiveStorages
 

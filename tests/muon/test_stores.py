@@ -5,18 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.chunks import CHUNK_ELEMENTS, CODING, DECODING, GRID_TABLE_BYTES
 from memplan.errors import UnknownNameError
 from memplan.muon import Muon, OptimizerError, split_parameters
 from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
-from memplan.muon.gradients import DEFAULT_CHUNK_ELEMENTS
-from memplan.muon.grid_formats import GridFormat, grid_of
-from memplan.muon.handles import join_, split_
-from memplan.muon.options import DEFAULTS
-from memplan.muon.quantised import DECODE_CHUNK, QuantisedWeight
-from memplan.muon.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
-from memplan.muon.weight_codecs import WEIGHT_FORMATS, weight_format
-from memplan.muon.weight_formats import DECODED_AT_ONCE, TEMPORARIES
+from memplan.muon.group_options import DEFAULTS
+from memplan.muon.stores.gradient_stores import DEFAULT_CHUNK_ELEMENTS
+from memplan.muon.updates.handles import join_, split_
+from memplan.muon.weights.grid_formats import GridFormat, grid_of
+from memplan.muon.weights.quantised import DECODE_CHUNK, QuantisedWeight
+from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
+from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS, weight_format
+from memplan.muon.weights.weight_formats import DECODED_AT_ONCE, TEMPORARIES
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, CODING, DECODING, GRID_TABLE_BYTES
 
 from .memory import LiveStorages, storage_bytes, tensors_of
 
@@ -380,7 +380,7 @@ def test_splitting_is_exact_for_every_bit_pattern():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_planner_knows_what_coding_and_decoding_take(name):
-    """``memplan.chunks`` needs no torch, and so has figures of its own."""
+    """``memplan.step.states.muon_scratch`` needs no torch, and so has figures of its own."""
     chosen, table = weight_format(name), TEMPORARIES[name]
     assert CODING[name] == (chosen.block_elements, table.stochastic, chosen.encoded_blocks)
     assert DECODING[name] == (chosen.block_elements, table.decode, table.decode_once)

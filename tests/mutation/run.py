@@ -1,6 +1,6 @@
 """Mutation testing of the formula: which small changes of a module does no test notice?
 
-    python tests/mutation/run.py memplan/states.py memplan/chunks.py --minutes 20 --sample 60
+    python tests/mutation/run.py memplan/step/states/model_states.py memplan/step/states/muon_scratch.py --minutes 20 --sample 60
 
 Works on a copy of the tracked files, so that the working tree is never touched. Which tests run for a
 module, and which operators mutate it, stands in ``[tool.memplan-mutation]`` of pyproject.toml; without
@@ -68,7 +68,7 @@ def main() -> int:
 
 def _arguments(known: dict[str, list[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as memplan/states.py")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as memplan/step/states/model_states.py")
     parser.add_argument("--minutes", type=float, default=60.0, help="for each module (60)")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each module, drawn at random (all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")

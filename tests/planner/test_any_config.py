@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.advice import suggestions
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, TrainingConfig
 from memplan.errors import MemplanError
+from memplan.library.lookup import catalog_model
 from memplan.model.inventory import ROLES
-from memplan.planner import CompiledPlan, Device
-from memplan.report.explain import explain_document
-from memplan.report.plan import components, plan_document
-from memplan.setup import resolve
-from memplan.training.config import Adapter, Gradients, TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.suggestions import suggestions
+from memplan.report.plans.explain_answer import explain_document
+from memplan.report.plans.plan_answer import components, plan_document
+from memplan.training.resolved import resolve
 
 CATALOG = Catalog(data_directory())
 MODELS = (

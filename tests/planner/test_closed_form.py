@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
+from memplan.catalog.kernel_profiles import Kernels
 from memplan.model.inventory import parameter_count
-from memplan.planner import CompiledPlan
-from memplan.readers.shapes import model_from_shapes
-from memplan.training.kernels import Kernels
+from memplan.model.readers.shapes import model_from_shapes
+from memplan.plan.planner import CompiledPlan
 
 from .closed_form import Shape, requested_peak, state_bytes
 

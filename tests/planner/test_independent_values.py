@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.chunks import CODING, decoding_bytes
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Gradients
 from memplan.model.inventory import ParameterTensor, parameter_count
-from memplan.planner import CompiledPlan
-from memplan.setup import resolve
-from memplan.solver.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
-from memplan.states import slot_bytes, tensor_states
-from memplan.training.config import Gradients
-from memplan.training.kernels import Kernels
+from memplan.plan.planner import CompiledPlan
+from memplan.solver.search.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
+from memplan.step.states.model_states import slot_bytes, tensor_states
+from memplan.step.states.muon_scratch import CODING, decoding_bytes
+from memplan.training.resolved import resolve
 
 
 # ------------------------------------------------------------------ states
@@ -76,8 +76,8 @@ def test_a_product_copies_a_weight_that_is_stored_otherwise(catalog, config, rol
 def test_decoding_takes_what_the_library_allocates(catalog, name, shape, dtype):
     """The library's own count is held against what its kernels allocate in ``tests/muon``."""
     torch = pytest.importorskip("torch")
-    from memplan.muon.quantised import QuantisedWeight
-    from memplan.muon.weight_codecs import WEIGHT_FORMATS
+    from memplan.muon.weights.quantised import QuantisedWeight
+    from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
 
     rows, columns = shape
     codes = torch.empty(rows, WEIGHT_FORMATS[name].row_bytes(columns), dtype=torch.uint8, device="meta")

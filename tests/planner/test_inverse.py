@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model, custom_gpu
 from memplan.errors import MemplanError
-from memplan.inverse import fewest_devices, largest_models, max_parameters
+from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.planner import CompiledPlan, Device, bytes_per_parameter
-from memplan.setup import TrainingSetup, resolve
+from memplan.plan.largest_model import fewest_devices, largest_models, max_parameters
+from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.training.resolved import TrainingSetup, resolve
 
 CATALOG = Catalog(data_directory())
 MODELS = [(name, catalog_model(name, CATALOG)) for name in CATALOG.models]

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.cli.resolve import catalog_model
-from memplan.planner import COMPONENTS, CompiledPlan, Device
-from memplan.readers.shapes import model_from_shapes
-from memplan.report.plan import components
-from memplan.setup import resolve
-from memplan.training.config import Gradients, TrainingConfig
-from memplan.training.kernels import Kernels
-from memplan.updates import tensor_temporaries
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Gradients, TrainingConfig
+from memplan.library.lookup import catalog_model
+from memplan.model.readers.shapes import model_from_shapes
+from memplan.plan.planner import COMPONENTS, CompiledPlan, Device
+from memplan.report.plans.plan_answer import components
+from memplan.step.states.optimizer_scratch import tensor_temporaries
+from memplan.training.resolved import resolve
 
 CATALOG = Catalog(data_directory())
 SETUPS = {name: resolve(config, CATALOG, name) for name, config in CATALOG.configs.entries.items()}

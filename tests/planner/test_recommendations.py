@@ -5,12 +5,12 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-from memplan.cli.resolve import Overrides, catalog_model, find_setup
-from memplan.planner import Device
-from memplan.published.records import Records
-from memplan.recommendations import SOUND, recommendations
-from memplan.report.recommend import precision_text
-from memplan.report.schemas import schema_of
+from memplan.catalog.recorded_rows import Records
+from memplan.library.lookup import Overrides, catalog_model, find_setup
+from memplan.plan.planner import Device
+from memplan.plan.recommended_configs import SOUND, recommendations
+from memplan.report.json_schemas import schema_of
+from memplan.report.plans.recommend_answer import precision_text
 
 GPUS = ("rtx3060", "rtx4090", "a100-sxm-80gb", "h100-sxm-80gb", "m2-max-96gb")
 
@@ -55,7 +55,7 @@ def test_nothing_larger_that_is_allowed_fits(answered, catalog):
     _, _, found = answered
     row = found["rtx4090"]
     largest = row.established.largest_fitting_parameters
-    from memplan.inverse import largest_models
+    from memplan.plan.largest_model import largest_models
 
     for name in ("fp32-adamw", "mixed-adamw", "bf16-adamw", "muon"):
         setup = find_setup(name, Overrides(None, None, None, ()), catalog)

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.inverse import fewest_devices
 from memplan.model.inventory import ParameterTensor
-from memplan.planner import CompiledPlan, Device, bytes_per_parameter
-from memplan.report.plan import components, plan_data
-from memplan.setup import resolve
-from memplan.sharding import gathered_setup, held, sent_bytes, shard, unit
-from memplan.training.config import Adapter, Gradients, Offload, Parallel, TrainingConfig
-from memplan.training.kernels import Kernels
+from memplan.plan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
+from memplan.plan.largest_model import fewest_devices
+from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.report.plans.plan_answer import components, plan_data
+from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
+from memplan.training.resolved import resolve
 
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
 SHAPE = st.tuples(st.integers(1, 5000), st.integers(1, 64))

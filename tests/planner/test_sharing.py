@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from memplan import phases
-from memplan.cli.resolve import catalog_model
-from memplan.planner import CompiledPlan
-from memplan.states import model_states, tensor_states
-from memplan.training.config import Gradients
+from memplan.catalog.training_config import Gradients
+from memplan.library.lookup import catalog_model
+from memplan.plan.planner import CompiledPlan
+from memplan.step import instants as phases
+from memplan.step.states.model_states import model_states, tensor_states
 
 ALTERNATING = ("smollm3-3b", "gemma-2-9b", "gpt-oss-20b", "gemma-3-12b", "deepseek-v2-lite", "qwen2-57b-a14b")
 

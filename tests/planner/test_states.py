@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from memplan.catalog.catalog import data_directory
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, Offload
 from memplan.model.inventory import parameters_by_role
-from memplan.planner import CompiledPlan, bytes_per_parameter
-from memplan.states import model_states
-from memplan.training.config import Adapter, Gradients, Offload
-from memplan.training.kernels import Kernels
-from memplan.updates import step_temporaries
+from memplan.plan.planner import CompiledPlan, bytes_per_parameter
+from memplan.step.states.model_states import model_states
+from memplan.step.states.optimizer_scratch import step_temporaries
 
 DATA = data_directory()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.planner import CompiledPlan, Device
-from memplan.training.kernels import Kernels
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.plan.planner import CompiledPlan, Device
 from memplan.units import GIB
 
 PARAMETERS = 8_030_261_248

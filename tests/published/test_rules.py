@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
+from memplan.documents.printed_numbers import Interval, formatted_like, lies_within, numbers
 from memplan.errors import MemplanError
-from memplan.muon.schedules import YOU_JIACHENG
-from memplan.published import accounting as legacy
-from memplan.published.rounding import Interval, formatted_like, lies_within, numbers
+from memplan.muon.orthogonalisation.schedules import YOU_JIACHENG
+from memplan.published import notes_accounting as legacy
 
 GB = 10**9
 

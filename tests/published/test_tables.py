@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from memplan.catalog.catalog import data_directory
-from memplan.loading import load_document
+from memplan.catalog.recorded_rows import Records
+from memplan.documents.loading import load_document
+from memplan.documents.schemas import validate
 from memplan.published.judgement import STATUSES, Judge, counts_of
-from memplan.published.records import Records
 from memplan.published.rules import MEASURED, RULES
-from memplan.published.schema import FOLDER, Library, Origin, PublishedFile
-from memplan.validation import validate
+from memplan.published.table_schema import FOLDER, Library, Origin, PublishedFile
 
 ROOT = data_directory()
 FILES = sorted((ROOT / FOLDER).glob("*.yaml"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from memplan.readers.gguf import BlockLayout
+from memplan.model.readers.gguf import BlockLayout
 
 FORMATS_FILE = Path(__file__).parents[2] / "configs" / "weight_formats.yaml"
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.architectures import model_spec
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of, parameter_count
-from memplan.readers.gguf import read_gguf
-from memplan.readers.gguf_types import Skipped, read_header
+from memplan.model.readers.gguf import read_gguf
+from memplan.model.readers.gguf_types import Skipped, read_header
 
 from .conftest import F32, LLAMA_CONFIG, LLAMA_KEYS, Q4_K, llama_tensors, tensor_data, write_gguf, write_gguf_header
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.model.inventory import parameter_count
-from memplan.readers.huggingface import read_huggingface
+from memplan.model.readers.huggingface import read_huggingface
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save, save_file
 
-from memplan.architectures import model_spec
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of, parameter_count
-from memplan.readers.safetensors import read_safetensors, stored_tensors
-from memplan.readers.safetensors_header import DTYPES
+from memplan.model.readers.safetensors import read_safetensors, stored_tensors
+from memplan.model.readers.safetensors_header import DTYPES
 
 from .conftest import LLAMA_CONFIG
 

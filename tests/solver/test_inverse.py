@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 
+from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
-from memplan.planner import CompiledPlan, Device
-from memplan.solver.frontier import frontier
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.solver.batch_frontier import frontier
 from memplan.solver.gauge import gauge_of
-from memplan.solver.inverse import MOST_BATCH, largest, largest_batch, longest_sequence, with_layers
-from memplan.solver.largest import largest_values
-from memplan.training.kernels import Kernels
+from memplan.solver.largest_per_device import largest_values
+from memplan.solver.largest_value import MOST_BATCH, largest, largest_batch, longest_sequence, with_layers
 
 CASES = {
     "plain": {},

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.cli.resolve import custom_gpu
-from memplan.planner import CompiledPlan, Device
-from memplan.setup import is_bundled, resolve
-from memplan.solver.axes import full_space, kept
-from memplan.solver.evidence import STATUSES, Evidence, gradient_name
-from memplan.solver.front import Found, no_worse, ranked
-from memplan.solver.search import Search
-from memplan.solver.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
-from memplan.training.config import Offload
+from memplan.catalog.training_config import Offload
+from memplan.library.lookup import custom_gpu
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.solver.search.axes import full_space, kept
+from memplan.solver.search.best_first import Search
+from memplan.solver.search.evidence_levels import STATUSES, Evidence, gradient_name
+from memplan.solver.search.pareto_front import Found, no_worse, ranked
+from memplan.solver.search.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
+from memplan.training.resolved import is_bundled, resolve
 from memplan.units import GIB
 
 LENGTH = 256
@@ -188,7 +188,7 @@ def test_the_whole_space_has_a_hundred_thousand_combinations(catalog):
 
 def test_weights_are_trained_in_what_the_bundled_library_codes_and_in_no_other_format(catalog):
     pytest.importorskip("torch")
-    from memplan.muon.weight_codecs import WEIGHT_FORMATS
+    from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
 
     space = full_space(catalog.configs["bf16-adamw"], catalog, (1,))
     frozen = full_space(catalog.configs["lora"], catalog, (1,))

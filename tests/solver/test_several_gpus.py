@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.cli.resolve import custom_gpu
+from memplan.catalog.training_config import Gradients, Parallel
+from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, MemplanError
-from memplan.planner import CompiledPlan, Device
-from memplan.report.plan import training_data
-from memplan.setup import resolve
-from memplan.solver.axes import full_space, kept
-from memplan.solver.evidence import Evidence
-from memplan.solver.search import Search
-from memplan.solver.several import joined, shared_out, spaces
-from memplan.solver.space import optimizer_names
-from memplan.solver.suggest import Request, suggestions
-from memplan.training.config import Gradients, Parallel
+from memplan.library.lookup import custom_gpu
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.report.plans.plan_answer import training_data
+from memplan.solver.search.axes import full_space, kept
+from memplan.solver.search.best_first import Search
+from memplan.solver.search.evidence_levels import Evidence
+from memplan.solver.search.parallel_layouts import joined, shared_out, spaces
+from memplan.solver.search.space import optimizer_names
+from memplan.solver.search.suggested_settings import Request, suggestions
+from memplan.training.resolved import resolve
 from memplan.units import GIB
-from memplan.validation import validate
 from tests.solver.test_search import everything, front
 
 LENGTH = 256
@@ -95,8 +95,8 @@ def test_each_answer_saved_and_planned_again_has_the_same_bytes(catalog, model):
 
 
 def validate_config(data):
-    from memplan.loading import Document
-    from memplan.training.config import TrainingConfig
+    from memplan.catalog.training_config import TrainingConfig
+    from memplan.documents.loading import Document
 
     return validate(TrainingConfig, Document("saved", data, {}))
 

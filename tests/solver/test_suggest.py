@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 import yaml
 
-from memplan.cli.resolve import Overrides, find_setup
-from memplan.planner import CompiledPlan, Device
+from memplan.library.lookup import Overrides, find_setup
+from memplan.plan.planner import CompiledPlan, Device
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
 BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(refused, tmp_path):
 @pytest.mark.parametrize("index", [1, *(pytest.param(other, marks=pytest.mark.slow) for other in (0, 2, 3, 4))])
 def test_saved_configs_give_the_trace_the_same_bytes(cli, catalog, model, tmp_path, index):
     pytest.importorskip("torch")
-    from memplan.lab.tracer import trace_training
+    from memplan.trace.tracer import trace_training
 
     row = cli(*ON_4090, "--experimental", "--json", "--save", tmp_path).data["rows"][index]
     setup = find_setup(str(tmp_path / f"{row['config']}.yaml"), Overrides(), catalog)

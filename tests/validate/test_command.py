@@ -58,8 +58,8 @@ def test_replay_of_a_changed_record_exits_with_1_and_names_it(record_folder, tmp
 def test_a_plan_runs_nothing_that_is_recorded(record_folder, tmp_path, monkeypatch):
     folder = tmp_path / "records"
     shutil.copytree(record_folder / "cpu", folder)
-    monkeypatch.setattr("memplan.lab.validate.process.measure", None)
-    monkeypatch.setattr("memplan.cli.validating._replayed", lambda *_: None)
+    monkeypatch.setattr("memplan.measure.process.measure", None)
+    monkeypatch.setattr("memplan.cli.torch_commands.validating._replayed", lambda *_: None)
     result = run("validate", "--plan", "--device", "cpu", "--record", str(folder))
     assert result.stderr.count("is recorded") == len(list(folder.glob("*.json")))
 

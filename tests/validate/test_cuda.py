@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.validate.matrix import boundary_tasks, cuda_tasks, task_label  # noqa: E402
-from memplan.lab.validate.prediction import predict  # noqa: E402
-from memplan.lab.validate.process import measure  # noqa: E402
-from memplan.lab.validate.rows import rows_of  # noqa: E402
+from memplan.measure.process import measure  # noqa: E402
+from memplan.measure.records.comparison_rows import rows_of  # noqa: E402
+from memplan.measure.records.measurement_plans import boundary_tasks, cuda_tasks, task_label  # noqa: E402
+from memplan.measure.records.prediction import predict  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,

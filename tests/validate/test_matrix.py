@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.validate.matrix import boundary_tasks, cpu_tasks, cuda_tasks, task_label
-from memplan.lab.validate.task import task_data, task_of
+from memplan.measure.records.measurement_plans import boundary_tasks, cpu_tasks, cuda_tasks, task_label
+from memplan.measure.task import task_data, task_of
 from memplan.model.inventory import parameter_count
 from memplan.units import GIB
 

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.validate.matrix import cpu_task
-from memplan.lab.validate.prediction import predict
-from memplan.lab.validate.process import measure
-from memplan.lab.validate.rows import rows_of
+from memplan.measure.process import measure
+from memplan.measure.records.comparison_rows import rows_of
+from memplan.measure.records.measurement_plans import cpu_task
+from memplan.measure.records.prediction import predict
 
 ENDINGS = {
     "hung": "import time; time.sleep(60)",

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import memplan.phases
+import memplan.step.instants
 from memplan.errors import InvalidFileError
-from memplan.lab.validate.records import read_data, read_record, record_files, replayed
-from memplan.lab.validate.rows import STATES
+from memplan.measure.records.comparison_rows import STATES
+from memplan.measure.records.measurement_records import read_data, read_record, record_files, replayed
 
 RECORDS = Path(__file__).parent.parent / "records"
 FILES = record_files(RECORDS)
@@ -88,13 +88,13 @@ def test_a_record_that_lacks_what_is_compared_is_refused_and_the_figure_is_named
 
 def test_a_formula_without_one_of_its_terms_disagrees(catalog, monkeypatch):
     record = read_record(SAMPLE, catalog)
-    compile_step = memplan.phases.compile_step
+    compile_step = memplan.step.instants.compile_step
 
     def without_buffers(*given):
         forms = compile_step(*given)
         return replace(forms, buffers=tuple(0 for _ in forms.buffers))
 
-    monkeypatch.setattr("memplan.planner.compile_step", without_buffers)
+    monkeypatch.setattr("memplan.plan.planner.compile_step", without_buffers)
     wrong = [row.component for row in replayed(record).rows if not row.agrees]
     assert "buffers" in wrong
 

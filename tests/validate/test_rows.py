@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.validate.matrix import cpu_task
-from memplan.lab.validate.measured import Measurement
-from memplan.lab.validate.prediction import Prediction, predict
-from memplan.lab.validate.rows import CUDA, TOTALS, rows_of
-from memplan.lab.validate.task import Task
-from memplan.training.config import Offload
+from memplan.catalog.training_config import Offload
+from memplan.measure.measured import Measurement
+from memplan.measure.records.comparison_rows import CUDA, TOTALS, rows_of
+from memplan.measure.records.measurement_plans import cpu_task
+from memplan.measure.records.prediction import Prediction, predict
+from memplan.measure.task import Task
 from memplan.units import GIB, MIB
 
 COUNTERS = {"compute_capability": "9.0", "total_bytes": 80 * GIB, "context_bytes": 500 * MIB}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.survey.jobs import Job, Verdict, drawn_job, verdict
+from memplan.lab.survey.drawn_jobs import Job, Verdict, drawn_job, verdict
 from memplan.lab.survey.shrinking import shrunk
 
 

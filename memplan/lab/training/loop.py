@@ -11,21 +11,21 @@ from typing import Any, Literal
 import torch
 
 from memplan.errors import InvalidFileError
-from memplan.lab.data import batch_of
-from memplan.lab.training.bytes import Comparison, comparisons, measured_bytes, planned_bytes
-from memplan.lab.training.groups import (
+from memplan.lab.training.held_bytes import Comparison, comparisons, measured_bytes, planned_bytes
+from memplan.lab.training.loss_scale import LossScale
+from memplan.lab.training.optimizer_groups import (
     optimizer_for,
     refuse_formats_that_no_matrix_takes,
     refuse_what_cannot_train,
     with_momentum,
 )
-from memplan.lab.training.model import TrainedModel, trained_model
-from memplan.lab.training.scaling import LossScale
 from memplan.lab.training.text import Text, even_windows, random_windows
+from memplan.lab.training.trained_model import TrainedModel, trained_model
 from memplan.model.model import Model
 from memplan.muon import Muon
-from memplan.muon.errors import OptimizerError
-from memplan.setup import TrainingSetup
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.trace.jobs.step_data import batch_of
+from memplan.training.resolved import TrainingSetup
 
 Rounding = Literal["nearest", "stochastic"]
 Progress = Callable[[int, float], None]

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from memplan.documents.opening import files_in, read_bytes
 from memplan.errors import CannotAnswerError
-from memplan.opening import files_in, read_bytes
 
 VOCABULARY = 256
 """Tokens are bytes."""

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from memplan.documents.escaping import escaped_json
+from memplan.documents.opening import files_in, is_file, path_kind
+from memplan.documents.strict_json import read_json
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
-from memplan.escaping import escaped_json
-from memplan.opening import files_in, is_file, path_kind
 from memplan.report.document import Document, Table
-from memplan.report.evidence import SCHEMA as TRAINING
-from memplan.strict_json import read_json
+from memplan.report.evidence_lines import SCHEMA as TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,9 +39,10 @@ def reporter_of(record: dict[str, Any]) -> Reporter:
         InvalidFileError: There is no such experiment.
     """
     name = str(record.get("experiment", "")).replace("-", "_")
-    if not name.isidentifier() or name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+    module = f"{__name__}.{name}_record"
+    if not name.isidentifier() or find_spec(module) is None:
         raise InvalidFileError([f"experiment: {printable(name)!r} is not one that memplan has"])
-    return cast("Reporter", import_module(f"{__name__}.{name}"))
+    return cast("Reporter", import_module(module))
 
 
 def read_record(asked: str, folder: Path) -> dict[str, Any]:

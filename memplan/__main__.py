@@ -1,0 +1,5 @@
+"""``python -m memplan``: the command."""
+
+from memplan.cli.main import run
+
+run()

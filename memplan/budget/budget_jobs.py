@@ -1,0 +1,226 @@
+"""Jobs of a budget with defaults applied and quantities read, each with the place that it stands at."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+
+from memplan.budget.budget_schema import Basis, Defaults, JobEntry, Level
+from memplan.documents.loading import Document, Key
+from memplan.errors import UnitError, match_hint
+from memplan.plan.planner import COMPONENTS
+from memplan.units import parse_bytes
+
+LONGEST_NAME = 100
+LONGEST_MATRIX = 200
+
+_PERCENTAGE = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Increase:
+    """How much more than the baseline a job may need: a share of it, and bytes besides."""
+
+    text: str
+    share: Fraction
+    extra_bytes: int
+
+    def most(self, before_bytes: int) -> int:
+        """Return the most that a job may need now.
+
+        Formula:
+            ``before + floor(before * share) + extra``.
+        """
+        return before_bytes + before_bytes * self.share.numerator // self.share.denominator + self.extra_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job stands.
+
+    Attributes:
+        document: The file, for messages about single keys.
+        path: Keys leading to the job.
+        folder: Paths in the job are relative to it.
+    """
+
+    document: Document
+    path: tuple[Key, ...]
+    folder: Path
+
+    @property
+    def file(self) -> str:
+        """The file as messages call it."""
+        return self.document.name
+
+    @property
+    def line(self) -> int:
+        """The job's own first line."""
+        return self.document.lines.get(self.path, 1)
+
+    def where(self, *keys: Key) -> str:
+        """Return ``file:line: budgets.0.key``, at the job itself where a default is meant."""
+        return self.document.where((*self.path, *keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job to check.
+
+    Attributes:
+        settings: ``key=value`` for keys of the training config to replace, sorted.
+        limit_bytes: Most that the device total may be, as far as the GPU has it; None for all that it has.
+        component_limits: Most that components may be, in bytes.
+        own: Keys that the job gives itself, rather than by default.
+    """
+
+    name: str
+    model: str
+    config: str
+    settings: tuple[str, ...]
+    gpus: tuple[str, ...]
+    limit_bytes: int | None
+    component_limits: Mapping[str, int]
+    increase: Increase | None
+    level: Level
+    basis: Basis
+    place: Place
+    own: frozenset[str]
+
+    def where(self, *keys: Key) -> str:
+        """Return the place of a key, or that of the job where the key's value is a default."""
+        return self.place.where(*(keys if keys and keys[0] in self.own else ()))
+
+
+def merged(outer: Defaults, inner: Defaults) -> Defaults:
+    """Return ``inner`` with what it leaves open taken from ``outer``.
+
+    ``gpu`` and ``gpus`` stand in for each other; settings and limits on components add up.
+    """
+    gpus = inner if inner.gpu is not None or inner.gpus is not None else outer
+    return Defaults(
+        model=outer.model if inner.model is None else inner.model,
+        config=outer.config if inner.config is None else inner.config,
+        set={**(outer.set or {}), **(inner.set or {})},
+        gpu=gpus.gpu,
+        gpus=gpus.gpus,
+        limit=outer.limit if inner.limit is None else inner.limit,
+        components={**(outer.components or {}), **(inner.components or {})},
+        max_increase=outer.max_increase if inner.max_increase is None else inner.max_increase,
+        level=inner.level or outer.level,
+        basis=inner.basis or outer.basis,
+    )
+
+
+def job_of(entry: JobEntry, defaults: Defaults, place: Place) -> tuple[Job | None, list[str]]:
+    """Return the job that an entry describes, and every problem of it.
+
+    There is a job as soon as it can be looked up, so that its names can be found wrong as well.
+
+    Args:
+        entry: The entry as it is written.
+        defaults: Those of its file, with those of including files filled in.
+        place: Where it stands.
+    """
+    values = merged(defaults, entry)
+    own = frozenset(field.name for field in fields(Defaults) if getattr(entry, field.name) is not None)
+    problems = list(_problems(entry.name, values, place, own))
+    limit, limit_problems = _sizes({"limit": values.limit} if values.limit is not None else {}, place, (), own)
+    parts, part_problems = _sizes(values.components or {}, place, ("components",), own)
+    increase = None
+    if values.max_increase is not None:
+        try:
+            increase = parse_increase(values.max_increase)
+        except UnitError as error:
+            problems.append(f"{place.where(*(('max_increase',) if 'max_increase' in own else ()))}: {error}")
+    problems += [*limit_problems, *part_problems]
+    gpus = values.gpus or (values.gpu,)
+    if not values.model or not values.config or not gpus[0] or "-" in (values.model, values.config):
+        return None, problems
+    job = Job(
+        name=entry.name,
+        model=values.model,
+        config=values.config,
+        settings=tuple(f"{key}={setting_text(value)}" for key, value in sorted((values.set or {}).items())),
+        gpus=tuple(gpu for gpu in gpus if gpu is not None),
+        limit_bytes=limit.get("limit"),
+        component_limits=parts,
+        increase=increase,
+        level=values.level or "error",
+        basis=values.basis or "expected",
+        place=place,
+        own=own,
+    )
+    return job, problems
+
+
+def _problems(name: str, values: Defaults, place: Place, own: frozenset[str]) -> Iterator[str]:
+    if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
+        yield f"{place.where('name')}: expected a name of 1 to {LONGEST_NAME} printable characters"
+    for key in ("model", "config"):
+        value = getattr(values, key)
+        if not value:
+            yield f"{place.where()}: {key}: required key is missing"
+        elif value == "-":
+            yield f"{place.where(*((key,) if key in own else ()))}: standard input cannot be named in a budget; give a name or a path"
+    if values.gpu is not None and values.gpus is not None:
+        yield f"{place.where()}: both gpu and gpus given: give one of them"
+    elif not values.gpu and not values.gpus:
+        yield f"{place.where()}: gpus: required key is missing; name at least one GPU (see: memplan list gpus)"
+    elif len(values.gpus or ()) > LONGEST_MATRIX:
+        yield f"{place.where('gpus')}: at most {LONGEST_MATRIX} GPUs for one job"
+    for component in values.components or {}:
+        if component not in COMPONENTS:
+            hint = match_hint(component, COMPONENTS, f"; known: {', '.join(COMPONENTS)}")
+            at = ("components", component) if "components" in own else ()
+            yield f"{place.where(*at)}: unknown component {component!r}{hint}"
+
+
+def _sizes(
+    texts: Mapping[str, str], place: Place, above: tuple[str, ...], own: frozenset[str]
+) -> tuple[dict[str, int], list[str]]:
+    """Return the bytes that texts name, and the problems of those that name none."""
+    found, problems = {}, []
+    for key, text in texts.items():
+        try:
+            found[key] = parse_bytes(text)
+        except UnitError as error:
+            at = (*above, key)
+            problems.append(f"{place.where(*(at if at[0] in own else ()))}: {error}")
+    return found, problems
+
+
+def setting_text(value: object) -> str:
+    """Return a value as ``--set`` reads it.
+
+    Example:
+        >>> setting_text("fused"), setting_text(True), setting_text([1, 2])
+        ('fused', 'true', '[1, 2]')
+    """
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def parse_increase(text: str) -> Increase:
+    """Return the increase that ``text`` allows: a percentage or a size.
+
+    Raises:
+        UnitError: Neither of them.
+
+    Example:
+        >>> parse_increase("3%").most(1000), parse_increase("1 KiB").most(1000)
+        (1030, 2024)
+    """
+    match = _PERCENTAGE.fullmatch(text)
+    if match is not None:
+        return Increase(text.strip(), Fraction(match[1]) / 100, 0)
+    try:
+        return Increase(text.strip(), Fraction(0), parse_bytes(text))
+    except UnitError:
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        raise UnitError(
+            f"{shown!r} is not an increase: write a percentage such as '3%', or a size such as '500 MiB'"
+        ) from None

@@ -1,0 +1,139 @@
+"""A training config: every key of DESIGN section 6, with its default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memplan.catalog.kernel_profiles import Kernels
+
+Status = Literal["proven", "works", "experimental", "diverges"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+MasterWeights = Literal["none", "bf16", "fp32"]
+Checkpointing = Literal["none", "selective", "full"]
+GradientLifetime = Literal["step", "layer"]
+Place = Literal["none", "cpu"]
+"""Where something is moved: nowhere, or to host memory."""
+
+MAXIMUM_TOKENS = 2**40
+"""No step holds more tokens; a larger product of batch and sequence length is a slip."""
+
+MAXIMUM_GPUS = 16_384
+"""The largest published run (https://arxiv.org/abs/2407.21783, section 3.3.1: "up to 16K H100 GPUs"); what NCCL and the
+sharding of more would take was never seen, so that more are refused."""
+
+ALL_LINEAR = ("all-linear",)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How gradients are kept between backward and step.
+
+    Attributes:
+        dtype: Name of a gradient dtype; None is the dtype of the weight itself, as autograd has it.
+        lifetime: ``step`` keeps all of them; ``layer`` updates inside backward and frees each one.
+    """
+
+    dtype: str | None = None
+    lifetime: GradientLifetime = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank adapters on frozen weights (https://arxiv.org/abs/2106.09685, DoRA 2402.09353).
+
+    Attributes:
+        kind: ``lora``, or ``dora`` with a learned magnitude per output row.
+        rank: Width of the adapter.
+        targets: Last part of the names of the adapted projections, or ``all-linear``.
+        dtype: Format of the adapter's weights.
+    """
+
+    kind: Literal["lora", "dora"] = "lora"
+    rank: int = 16
+    targets: tuple[str, ...] = ALL_LINEAR
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
+
+    Attributes:
+        data: GPUs that each train on a micro-batch of their own.
+        zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
+            gradients and optimizer states (torch's ``fully_shard``).
+    """
+
+    data: int = 1
+    zero_stage: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What is kept in host memory.
+
+    Attributes:
+        optimizer_states: ``cpu`` keeps them in pinned host memory; the bundled optimizer then steps.
+        weights: Refused until it is built.
+        activations: Refused until it is built.
+    """
+
+    optimizer_states: Place = "none"
+    weights: Place = "none"
+    activations: Place = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """One training config as a file gives it; names are not yet looked up.
+
+    Attributes:
+        weights: Format by role; ``default`` stands for roles that are not named.
+        master_weights: A second copy that the optimizer updates.
+        compute_dtype: Dtype of matrix products; narrower than the weights means autocast.
+        optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
+            with states in the dtype of the weights where it is not given.
+        adapter: Adapters; the other weights are frozen then.
+        dropout: Probability; None takes the model's own.
+        clip_gradients: Clip by the norm of all gradients.
+        zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
+        loss_scaling: Dynamic loss scale for fp16.
+        weight_average: Format of an averaged copy of the weights on the device, or ``none``.
+        evaluation: The job evaluates, without gradients, at the same batch and length.
+        save_checkpoint: The job saves checkpoints.
+        reserve: Memory kept free, such as ``500 MiB`` for a desktop.
+        allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    """
+
+    description: str
+    status: Status = "works"
+    evidence: str | None = None
+    weights: Mapping[str, str] = field(default_factory=lambda: {"default": "bf16"})
+    master_weights: MasterWeights = "none"
+    compute_dtype: ComputeDtype = "bf16"
+    gradients: Gradients = Gradients()
+    optimizer: Mapping[str, str] = field(default_factory=dict)
+    micro_batch_size: int = 1
+    sequence_length: int = 2048
+    gradient_accumulation_steps: int = 1
+    activation_checkpointing: Checkpointing = "none"
+    kernels: Kernels = Kernels()
+    adapter: Adapter | None = None
+    parallel: Parallel = Parallel()
+    offload: Offload = Offload()
+    dropout: float | None = None
+    clip_gradients: bool = False
+    zero_gradients: Literal["free", "fill"] = "free"
+    loss_scaling: bool = False
+    weight_average: Literal["none", "fp32", "bf16"] = "none"
+    evaluation: bool = False
+    save_checkpoint: bool = False
+    reserve: str = "0 MiB"
+    allocator: Literal["native", "expandable"] = "native"

@@ -1,0 +1,81 @@
+"""What an experiment leaves behind: rows of measurements over several seeds, and how they came about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from memplan.lab.training.training_record import machine_class
+
+SCHEMA = "memplan/experiment/1"
+DIGITS = 6
+"""Significant digits of a measurement in a record."""
+
+Row = dict[str, Any]
+Progress = Callable[[int, str], None]
+"""Is told of parts done, and what the last one was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an experiment found.
+
+    Attributes:
+        experiment: Its name, that of its command.
+        settings: Everything but the seeds that decides the figures.
+        seeds: Of the runs that each interval is over.
+        rows: One for each setting that was compared: its keys, and an interval for each measurement.
+        findings: What follows, a sentence each, made from the rows.
+        limits: How far that can be trusted.
+        computed: Figures beside them that were not measured, if any.
+    """
+
+    experiment: str
+    settings: Mapping[str, Any]
+    seeds: Sequence[int]
+    rows: Sequence[Row]
+    findings: Sequence[str]
+    limits: str
+    computed: Sequence[Row] = ()
+
+
+def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, Any]:
+    """Return the record of an experiment, as a file holds it.
+
+    Args:
+        outcome: What was found.
+        command: What was typed.
+        date: Of the run, ISO 8601.
+        device: ``cpu`` or ``cuda``.
+    """
+    return {
+        "schema": SCHEMA,
+        "experiment": outcome.experiment,
+        "settings": dict(outcome.settings),
+        "seeds": list(outcome.seeds),
+        "rows": list(outcome.rows),
+        **({"computed": list(outcome.computed)} if outcome.computed else {}),
+        "findings": list(outcome.findings),
+        "date": date,
+        "machine": machine_class(device),
+        "torch": torch.__version__,
+        "command": command,
+        "limits": outcome.limits,
+    }
+
+
+def interval(values: Sequence[float]) -> dict[str, Any] | None:
+    """Return mean, lowest and highest of one value for each seed, and the values; None if one is not finite."""
+    if not values or not all(map(isfinite, values)):
+        return None
+    kept = [_rounded(value) for value in values]
+    return {"mean": _rounded(fmean(values)), "low": min(kept), "high": max(kept), "values": kept}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

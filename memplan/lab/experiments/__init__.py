@@ -1,1 +1,0 @@
-"""Experiments behind the tables of the notes, each a function from settings and seeds to a record."""

@@ -1,0 +1,1 @@
+"""Experiments that train: each a function from settings and seeds to a record."""

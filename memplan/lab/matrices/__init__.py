@@ -1,0 +1,1 @@
+"""Experiments on matrices, without a model."""

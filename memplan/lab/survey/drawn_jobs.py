@@ -1,0 +1,138 @@
+"""One job of a survey: what it is, and what formula and trace say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.loading import Document
+from memplan.documents.schemas import validate
+from memplan.errors import MemplanError
+from memplan.lab.survey.drawn_configs import config_keys
+from memplan.lab.survey.drawn_models import model_values
+from memplan.model.families import model_spec
+from memplan.model.model import Model
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.trace.recording.trace_result import Component, Trace
+from memplan.trace.tracer import trace_training
+from memplan.training.resolved import TrainingSetup, resolve
+
+Outcome = Literal["agrees", "differs", "refused", "crashed"]
+
+GPU = "h100-sxm-80gb"
+STATES: tuple[Component, ...] = ("weights", "master_weights", "optimizer_states")
+EXACT = ("persistent", "host", *STATES)
+"""What formula and trace have to agree on to the byte."""
+
+PEAK_SHARE = 0.001
+INSTANT_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model and a training config, as keys of files.
+
+    Attributes:
+        model: Keys of a released ``config.json``.
+        training: Keys of a training config.
+    """
+
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Both as JSON on one line, which ``--job`` takes."""
+        return json.dumps({"model": self.model, "training": self.training}, sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out of one job.
+
+    Attributes:
+        reason: Why it was refused, or how it crashed.
+        formula_bytes: Requested peak by the formula.
+        traced_bytes: Requested peak by the trace.
+        differences: Bytes by which the formula exceeds the trace, by instant; by the names of ``EXACT`` besides.
+        traced: Bytes of the trace, by the same names.
+    """
+
+    job: Job
+    outcome: Outcome
+    reason: str = ""
+    formula_bytes: int = 0
+    traced_bytes: int = 0
+    differences: Mapping[str, int] = field(default_factory=dict)
+    traced: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_share(self) -> float:
+        """Difference of the peaks as a share of the traced one."""
+        return abs(self.formula_bytes - self.traced_bytes) / max(1, self.traced_bytes)
+
+    @property
+    def instant_share(self) -> float:
+        """Largest difference of an instant as a share of that instant."""
+        shares = (abs(size) / max(1, self.traced[name]) for name, size in self.differences.items())
+        return max(shares, default=0.0)
+
+    @property
+    def exact_states(self) -> bool:
+        """Whether persistent and host bytes are equal, in the sum and by component."""
+        return not any(self.differences.get(name) for name in EXACT)
+
+
+def drawn_job(seed: int, number: int, catalog: Catalog) -> Job:
+    """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
+    rng = Random(f"memplan {seed} {number}")
+    values = model_values(rng, catalog)
+    return Job(values, config_keys(rng, _model(values), catalog))
+
+
+def verdict(job: Job, catalog: Catalog) -> Verdict:
+    """Return what formula and trace say of a job; a refusal counts only where the formula gives it."""
+    try:
+        model, setup = resolved(job, catalog)
+        plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus[GPU], GPU))
+    except MemplanError as error:
+        return Verdict(job, "refused", str(error))
+    try:
+        trace = trace_training(model, setup)
+    except Exception as error:
+        return Verdict(job, "crashed", f"{type(error).__name__}: {error}", plan.requested_bytes)
+    return _compared(job, plan, trace)
+
+
+def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
+    """Return model and setup of a job.
+
+    Raises:
+        MemplanError: The job is refused.
+    """
+    config = validate(TrainingConfig, Document("job", dict(job.training), {}))
+    return _model(job.model), resolve(config, catalog, "job")
+
+
+def _model(values: Mapping[str, Any]) -> Model:
+    spec = model_spec(values, "drawn at random", "job")
+    return Model.from_spec(spec, "job")
+
+
+def _compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
+    states = plan.states
+    kept = (plan.persistent_bytes, plan.host_bytes, states.weight_bytes, states.master_bytes, states.state_bytes)
+    formula = {**dict(plan.instants), **dict(zip(EXACT, kept, strict=True))}
+    components: dict[str, int] = {name: trace.peak.components.get(name, 0) for name in STATES}
+    traced: dict[str, int] = {**trace.instant_bytes, "persistent": trace.persistent_bytes, "host": trace.host_bytes}
+    traced.update(components)
+    differences = {name: formula[name] - size for name, size in traced.items() if formula.get(name, size) != size}
+    found = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
+    if found.peak_share <= PEAK_SHARE and found.instant_share <= INSTANT_SHARE and found.exact_states:
+        return found
+    return Verdict(job, "differs", "", plan.requested_bytes, trace.peak_bytes, differences, traced)

@@ -1,0 +1,134 @@
+"""Models for a survey: released shapes cut in depth, and odd ones that no one has released."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.model.families import families
+
+Values = dict[str, Any]
+
+HEADS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
+WIDTHS = (8, 16, 20, 24, 32, 40, 48, 64, 80, 96, 100, 128, 160, 256)
+VOCABULARIES = (97, 1000, 8191, 32000, 50257, 65537)
+
+DEPTH_KEYS = {"gpt2": "n_layer"}
+"""Family -> key of its number of layers, where that is not ``num_hidden_layers``."""
+
+OWN_HEAD_WIDTH = frozenset(
+    {"llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
+)
+"""Families whose heads need not divide the residual stream."""
+
+UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon"})
+
+
+def model_values(rng: Random, catalog: Catalog) -> Values:
+    """Return the keys of a model's config, its family under ``model_type``: every family is as likely."""
+    family = rng.choice(families())
+    return _released(rng, family, catalog) if rng.random() < 0.6 else _odd(rng, family)
+
+
+def _released(rng: Random, family: str, catalog: Catalog) -> Values:
+    """Return a released model of a family, one to three layers of it."""
+    entries = [entry for _, entry in sorted(catalog.models.entries.items()) if entry.architecture == family]
+    values: Values = {**rng.choice(entries).config, "model_type": family}
+    values[DEPTH_KEYS.get(family, "num_hidden_layers")] = rng.randint(1, 3)
+    if values.get("first_k_dense_replace"):
+        values["first_k_dense_replace"] = rng.randint(0, 2)
+    values.pop("no_rope_layers", None)
+    values.pop("layer_types", None)
+    if rng.random() < 0.2 and "tie_word_embeddings" in values:
+        values["tie_word_embeddings"] = not values["tie_word_embeddings"]
+    return values
+
+
+def _odd(rng: Random, family: str) -> Values:
+    """Return a small model of a family, of sizes that no release has."""
+    whole = family in ("stablelm", "gpt_neox")  # a quarter of a head's dimensions is rotated, in pairs
+    heads, width = rng.choice(HEADS), rng.choice([n for n in WIDTHS if not whole or n % 8 == 0])
+    hidden = heads * width
+    if family in OWN_HEAD_WIDTH and rng.random() < 0.5:
+        hidden = rng.choice((48, 72, 130, 256, 321, 768))
+    groups = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    values: Values = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_attention_heads": heads,
+        "intermediate_size": rng.choice((3, 40, 96, 257, 512, 1000)),
+        "vocab_size": rng.choice(VOCABULARIES),
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    if family not in UNGROUPED:
+        values["num_key_value_heads"] = groups
+    if family in OWN_HEAD_WIDTH:
+        values["head_dim"] = width
+    return {**values, **_particular(rng, family, values, groups)}
+
+
+def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int) -> Values:
+    """Return the keys that only this family has."""
+    experts = {"num_experts_per_tok": rng.choice((1, 2, 3))}
+    inner = {"moe_intermediate_size": rng.choice((32, 48, 100, 192))}
+    flag = rng.random() < 0.5
+    own: dict[str, Values] = {
+        "gpt2": {
+            "n_embd": values["hidden_size"],
+            "n_layer": values["num_hidden_layers"],
+            "n_head": values["num_attention_heads"],
+            "n_positions": 8192,
+        },
+        "llama": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
+        "falcon": {
+            "num_kv_heads": groups,
+            "new_decoder_architecture": flag,
+            "parallel_attn": rng.random() < 0.7,
+            "bias": rng.random() < 0.5,
+            "ffn_hidden_size": values["intermediate_size"],
+            "alibi": False,
+        },
+        "mixtral": {**experts, "num_local_experts": 4},
+        "gpt_oss": {**experts, "num_local_experts": 4, "attention_bias": flag, "sliding_window": 128},
+        "qwen2_moe": {
+            **experts,
+            **inner,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 48,
+            "decoder_sparse_step": rng.choice((1, 2)),
+        },
+        "qwen3_moe": {**experts, **inner, "num_experts": 4, "decoder_sparse_step": rng.choice((1, 2))},
+        "qwen3": {"attention_bias": flag},
+        "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
+        "gpt_neox": {"use_parallel_residual": flag},
+        "phi": {"qk_layernorm": flag, "partial_rotary_factor": 0.5},
+        "olmo": {"attention_bias": flag},
+        "gemma2": {"attention_bias": flag},
+    }
+    if family.startswith("deepseek"):
+        return {**experts, **inner, **_latent(rng, values)}
+    found = own.get(family, {})
+    if family == "gpt2":
+        found = {**found, "n_inner": values["intermediate_size"]}
+    return found
+
+
+def _latent(rng: Random, values: Mapping[str, Any]) -> Values:
+    """Return the sizes of multi-head latent attention, and of DeepSeek's experts."""
+    return {
+        "num_key_value_heads": values["num_attention_heads"],
+        "q_lora_rank": rng.choice((None, 24, 96)),
+        "kv_lora_rank": rng.choice((16, 64, 100)),
+        "qk_nope_head_dim": rng.choice((8, 24, 64, 128)),
+        "qk_rope_head_dim": rng.choice((4, 16, 64)),
+        "v_head_dim": rng.choice((12, 32, 64, 128)),
+        "n_routed_experts": 8,
+        "n_shared_experts": rng.choice((1, 2)),
+        "first_k_dense_replace": rng.randint(0, 2),
+        "n_group": 1,
+        "topk_group": 1,
+    }

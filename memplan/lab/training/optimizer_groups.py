@@ -1,0 +1,160 @@
+"""The bundled optimizer for a model in training, with the groups that its config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memplan.catalog.entries import Optimizer, StateSlot
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.lab.training.trained_model import TrainedModel
+from memplan.model.model import Model
+from memplan.muon import Muon
+from memplan.muon.group_options import DEFAULTS, checked_keys
+from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
+from memplan.step.states.model_states import stored_format
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "muon-fp32": {"algorithm": "muon", "momentum_format": "fp32"},
+    "muon-bf16": {"algorithm": "muon", "momentum_format": "bf16"},
+    "muon-int8": {"algorithm": "muon", "momentum_format": "int8"},
+    "muon-int4": {"algorithm": "muon", "momentum_format": "int4"},
+    "muon-int2": {"algorithm": "muon", "momentum_format": "int2-notes"},
+    "adamw-fp32": {"algorithm": "adamw", "adamw_format": "fp32"},
+    "adamw-bf16": {"algorithm": "adamw", "adamw_format": "bf16"},
+    "adamw-int8": {"algorithm": "adamw", "adamw_format": "int8"},
+}
+"""Catalog name -> options of the bundled optimizer."""
+
+
+def refuse_what_cannot_train(setup: TrainingSetup) -> None:
+    """Raise for a setup that the lab cannot train.
+
+    Raises:
+        CannotAnswerError: The reason.
+    """
+    config, gradient = setup.config, setup.config.gradients.dtype
+    refused = {
+        "adapters": config.adapter is not None,
+        "master weights": config.master_weights != "none",
+        "a loss scale and coded weights": config.loss_scaling and setup.trains_codes,
+        "a loss scale and gradients in a store": config.loss_scaling and gradient is not None,
+        "a loss scale and layer release": config.loss_scaling and config.gradients.lifetime == "layer",
+        "optimizer states in host memory": setup.offloads_states,
+        "an average of the weights": config.weight_average != "none",
+        "an embedding or head in wider floats than its matrices": _wide_tables(setup),
+        f"gradients in {gradient}": gradient is not None and gradient not in GRADIENT_FORMATS,
+        "codes without a gradient dtype": gradient is None and setup.trains_codes,
+    }
+    names = sorted(set(setup.optimizer_names.values()) - OPTIONS.keys())
+    refused |= {f"the optimizer {name}": True for name in names}
+    found = [what for what, is_so in refused.items() if is_so]
+    if found:
+        raise CannotAnswerError(f"{setup.name}: the lab does not train with {', '.join(found)}")
+
+
+def _wide_tables(setup: TrainingSetup) -> bool:
+    """Whether torch would have to multiply floats of two dtypes."""
+    matrices = FLOAT_BYTES.get(setup.format_names["hidden_matrix"])
+    tables = [FLOAT_BYTES.get(setup.format_names[role], 0) for role in ("embedding", "head")]
+    return matrices is not None and max(tables) > matrices
+
+
+def refuse_formats_that_no_matrix_takes(model: Model, setup: TrainingSetup) -> None:
+    """Raise where every matrix of a role falls back from its block format: the run would show nothing of it.
+
+    Raises:
+        CannotAnswerError: The role, the format, and the width that would do.
+    """
+    matrices = [tensor for tensor in model.inventory if len(tensor.shape) > 1]
+    for role in dict.fromkeys(tensor.role for tensor in matrices):
+        asked, block = setup.format_names[role], setup.formats[role].block_elements
+        tensors = [tensor for tensor in matrices if tensor.role == role]
+        if all(stored_format(setup, tensor)[0] != asked for tensor in tensors):
+            rows = ", ".join(str(width) for width in sorted({tensor.shape[-1] for tensor in tensors}))
+            raise CannotAnswerError(
+                f"{setup.name}: no {role} would be stored in {asked}, whose blocks of {block} do not divide rows of "
+                f"{rows}; take widths that they divide, such as --hidden {block} --intermediate {2 * block}"
+            )
+
+
+def with_momentum(
+    setup: TrainingSetup, momentum_format: str | None, block_elements: int = DEFAULT_BLOCK
+) -> TrainingSetup:
+    """Return a setup whose matrices have another format of momentum, so that it is planned with its bytes.
+
+    Raises:
+        UnknownNameError: There is no such format.
+        InvalidFileError: Muon does not take the matrices.
+    """
+    if momentum_format is None:
+        return setup
+    codec = momentum_codec(momentum_format, block_elements)
+    if setup.optimizers["hidden_matrix"].algorithm != "muon":
+        raise InvalidFileError([f"--momentum-format {momentum_format}: {setup.name} does not train matrices by Muon"])
+    slots = (
+        StateSlot("momentum_buffer", codec.block_elements, codec.block_bytes),
+        StateSlot("step", layout="scalar", device="host"),
+    )
+    entries: dict[Any, Optimizer] = {
+        role: replace(entry, slots=slots) if entry.algorithm == "muon" else entry
+        for role, entry in setup.optimizers.items()
+    }
+    return replace(setup, optimizers=entries, changed=True)
+
+
+def optimizer_for(
+    model: TrainedModel,
+    setup: TrainingSetup,
+    rates: Mapping[str, float],
+    options: Mapping[str, Any],
+    matrix_options: Mapping[str, Any],
+    seed: int,
+) -> Muon:
+    """Return the optimizer of every weight of ``model``.
+
+    Args:
+        model: The model.
+        setup: Says which optimizer takes which role, and how gradients are kept.
+        rates: Learning rate by algorithm.
+        options: Options of every group.
+        matrix_options: Options of the groups that Muon takes, above all others.
+        seed: Of stochastic rounding.
+    """
+    checked_keys({**options, **matrix_options})
+    _refuse_other_types(matrix_options)
+    groups: dict[str, dict[str, Any]] = {}
+    for weight in model.weights:
+        name = setup.optimizer_names[weight.role]
+        group = groups.setdefault(name, {"params": [], **OPTIONS[name], **options})
+        group["params"].append((weight.name, weight.stored))
+    for group in groups.values():
+        group["lr"] = rates[group["algorithm"]]
+        if group["algorithm"] == "muon":
+            group.update(matrix_options)
+    kept = setup.config.gradients.dtype
+    optimizer = Muon(list(groups.values()), gradient_format=kept, seed=seed)
+    if setup.config.gradients.lifetime == "layer":
+        optimizer.enable_gradient_release()
+    return optimizer
+
+
+def _refuse_other_types(options: Mapping[str, Any]) -> None:
+    """Raise for values that are not of the type of their option's default."""
+    for key, value in options.items():
+        default = DEFAULTS[key]
+        kinds = (int, float) if isinstance(default, float) else (str,) if default is None else (type(default),)
+        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise InvalidFileError([f"option {key} of Muon: expected {names}, got {value!r}"])
+
+
+def state_tensors(optimizer: Muon) -> list[Tensor]:
+    """Return every tensor of the optimizer's state, step counters too."""
+    return [tensor for state in optimizer.state.values() for tensor in state.values()]

@@ -1,0 +1,151 @@
+"""The lab's reference model with real weights: floats, or codes that are decoded for every product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from memplan.errors import CannotAnswerError
+from memplan.model.inventory import ParameterTensor, Role, expanded
+from memplan.model.model import Model
+from memplan.model.spec import ModelSpec
+from memplan.muon.weights.quantised import QuantisedWeight
+from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear
+from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
+from memplan.step.states.model_states import stored_format
+from memplan.trace.jobs.reference_job import reference_options
+from memplan.trace.reference.decoder import Embedding, ReferenceModel
+from memplan.trace.reference.parts import Linear
+from memplan.trace.reference.run_options import TORCH_DTYPES, Target
+from memplan.trace.reference.weight_storage import Weight
+from memplan.training.resolved import TrainingSetup
+
+INITIAL_DEVIATION = 0.02
+
+
+class TrainedCodes(Weight):
+    """A weight that is real codes, in the place of one whose decoding is only imitated."""
+
+    def __init__(self, weight: QuantisedWeight, role: Role, compute_dtype: torch.dtype) -> None:
+        self.shape, self.role = tuple(weight.shape), role
+        self.quantized = self.trained = True
+        self._home, self._tensor = None, weight.codes
+        self._linear = QuantisedLinear(weight)
+        self._table = QuantisedEmbedding(weight, compute_dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        assert not transposed
+        out: Tensor = self._linear(x)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """Return the rows that ``ids`` name, decoded."""
+        rows: Tensor = self._table(ids)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeight:
+    """One weight of a model in training.
+
+    Attributes:
+        name: As in the inventory.
+        role: Likewise.
+        stored: The parameter, or the quantised weight.
+    """
+
+    name: str
+    role: Role
+    stored: nn.Parameter | QuantisedWeight
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or the codes."""
+        return self.stored.codes if isinstance(self.stored, QuantisedWeight) else self.stored
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model in training, and its weights in the order of the inventory."""
+
+    module: ReferenceModel
+    weights: tuple[TrainedWeight, ...]
+
+
+def trained_model(model: Model, setup: TrainingSetup, seed: int, device: str) -> TrainedModel:
+    """Return a model with fresh weights, stored as the planner stores each of them.
+
+    Matrices are normal with a deviation of 0.02, those that write to the residual stream smaller by
+    ``sqrt(2 * layers)``, norms are one. Every format starts from the same numbers.
+
+    Raises:
+        CannotAnswerError: A weight has a format that cannot be trained here.
+
+    Source:
+        Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
+    """
+    target: Target = "cuda" if device.startswith("cuda") else "cpu"
+    options = reference_options(setup, model.spec, target)
+    codes = dict.fromkeys(options.coded, torch.float32)  # until their numbers are there to be encoded
+    loss = "fp32" if options.profile.loss == "bf16" else options.profile.loss  # bf16 shows 3 digits of a loss
+    profile = replace(options.profile, loss=loss)
+    options = replace(options, profile=profile, dtypes={**options.dtypes, **codes}, coded={})
+    module = ReferenceModel(model.spec, options, device)
+    tensors = dict(expanded(model.inventory))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        _initialise(parameter, tensors[name], model.spec, generator)
+    stored = _stored_weights(module, setup, tensors)
+    weights = [TrainedWeight(name, tensor.role, stored[name]) for name, tensor in tensors.items()]
+    return TrainedModel(module, tuple(weights))
+
+
+@torch.no_grad()
+def _initialise(parameter: nn.Parameter, tensor: ParameterTensor, spec: ModelSpec, generator: torch.Generator) -> None:
+    """Fill a weight on any device with numbers that were drawn on the CPU."""
+    if parameter.ndim < 2:
+        parameter.fill_(1.0 if tensor.role == "norm" else 0.0)
+        return
+    writes = tensor.name.endswith((f".{spec.names.output}.weight", f".{spec.names.down}.weight"))
+    deviation = INITIAL_DEVIATION / (sqrt(2 * spec.num_hidden_layers) if writes else 1.0)
+    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator))
+
+
+def _stored_weights(
+    module: ReferenceModel, setup: TrainingSetup, tensors: Mapping[str, ParameterTensor]
+) -> dict[str, nn.Parameter | QuantisedWeight]:
+    """Return every weight as it is stored, those in block formats put into the model as codes."""
+    compute = module.run.options.compute_dtype
+    stored: dict[str, nn.Parameter | QuantisedWeight] = {}
+    shared: dict[int, QuantisedWeight] = {}
+    for path, part in list(module.named_modules()):
+        for leaf, parameter in list(part.named_parameters(recurse=False)):
+            name = f"{path}.{leaf}"
+            tensor = tensors.get(name)
+            weight = shared.get(id(parameter))
+            if tensor is not None and weight is None:
+                format_name, _ = stored_format(setup, tensor)
+                if format_name in TORCH_DTYPES:
+                    parameter.data = parameter.data.to(TORCH_DTYPES[format_name])
+                    stored[name] = parameter
+                    continue
+                weight = shared[id(parameter)] = _encoded(parameter, format_name, name)
+                stored[name] = weight
+            if weight is not None and isinstance(part, Linear | Embedding):
+                del part._parameters[leaf]
+                part.stored = TrainedCodes(weight, part.stored.role, compute)
+    return stored
+
+
+def _encoded(parameter: nn.Parameter, format_name: str, name: str) -> QuantisedWeight:
+    if format_name not in WEIGHT_FORMATS:
+        known = ", ".join((*TORCH_DTYPES, *WEIGHT_FORMATS))
+        raise CannotAnswerError(f"{name}: weights in {format_name} cannot be trained here (can: {known})")
+    if parameter.ndim != 2:
+        raise CannotAnswerError(f"{name}: a stack of experts in {format_name} cannot be trained here")
+    return QuantisedWeight.of(parameter, format_name)

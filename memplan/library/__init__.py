@@ -1,0 +1,1 @@
+"""What a program calls: names looked up, jobs planned, answers as values."""

@@ -1,0 +1,220 @@
+"""From the jobs of a budget to what they need: every name looked up, every problem collected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from memplan.budget.baseline import Baseline
+from memplan.budget.budget_files import BudgetFile, in_reading_order
+from memplan.budget.budget_jobs import Job
+from memplan.budget.evaluation import Figures, Result, evaluated, not_evaluated
+from memplan.catalog.catalog import Catalog
+from memplan.documents.loading import load_document
+from memplan.documents.opening import path_kind, usable_path
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, normalised_name
+from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
+from memplan.model.model import Model
+from memplan.plan.planner import CompiledPlan, Device
+from memplan.report.plans.plan_answer import components, training_data
+from memplan.training.resolved import TrainingSetup
+
+T = TypeVar("T")
+Variant = tuple[int | str, ...]
+"""What a config depends on besides its name: a model's learned positions, and settings."""
+
+MODEL_FILES = (".json", ".gguf", ".safetensors")
+CONFIG_FILES = (".json", ".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A value, and the hash of what the user wrote for it."""
+
+    value: Any
+    asked: str
+
+
+@dataclass(slots=True)
+class Workshop:
+    """Resolves jobs and evaluates them; what several jobs share is read and compiled once.
+
+    Attributes:
+        catalog: Where names are looked up.
+        problems: Bad input, as it is met.
+    """
+
+    catalog: Catalog
+    problems: list[str] = field(default_factory=list)
+    _values: dict[tuple[str, str, Variant], _Named | MemplanError] = field(default_factory=dict)
+    _plans: dict[tuple[str, str], CompiledPlan] = field(default_factory=dict)
+    _figures: dict[tuple[str, str, str, str], Figures | MemplanError] = field(default_factory=dict)
+    _keys: dict[int, str] = field(default_factory=dict)
+
+    def results(self, budget: BudgetFile, baseline: Baseline | None) -> list[Result]:
+        """Return a result for every job on every GPU of it.
+
+        Raises:
+            InvalidFileError: Every problem of the budget, every unknown name and unreadable file of every job.
+        """
+        self.problems = list(budget.problems)
+        found = [result for job in budget.jobs for result in self._job(job, baseline)]
+        if self.problems:
+            raise InvalidFileError(in_reading_order(self.problems))
+        return found
+
+    def _job(self, job: Job, baseline: Baseline | None) -> list[Result]:
+        devices = self._devices(job)
+        model = self._found("model", model_path(job, self.catalog), job, self._model)
+        known = model.value if isinstance(model, _Named) else None
+        positions = known.spec.learned_positions if known is not None else 0
+        variant = (positions, *job.settings)
+        setup = self._found("config", config_path(job), job, lambda text: self._setup(text, job, known), variant)
+        refusal = next((item for item in (model, setup) if isinstance(item, CannotAnswerError)), None)
+        if refusal is not None:
+            return [not_evaluated(job, device.name, str(refusal)) for device in devices]
+        if not isinstance(model, _Named) or not isinstance(setup, _Named):
+            return []
+        return [result for device in devices for result in self._result(job, model, setup, device, baseline)]
+
+    def _devices(self, job: Job) -> list[Device]:
+        """Return the GPUs of a job, noting those that are unknown or named twice."""
+        found: dict[str, Device] = {}
+        for index, name in enumerate(job.gpus):
+            where = job.where("gpus", index) if "gpus" in job.own else job.where("gpu")
+            try:
+                if normalised_name(name) == "local":
+                    raise InvalidFileError(["local is another GPU on every machine; name one (see: memplan list gpus)"])
+                device = Device(self.catalog.gpus[name], self.catalog.gpus.name_of(name))
+                if device.name in found:
+                    raise InvalidFileError([f"{name!r} is given twice: it is {device.name}"])
+                found[device.name] = device
+            except MemplanError as error:
+                self.problems.append(f"{where}: {error}")
+        return list(found.values())
+
+    def _found(
+        self, key: str, text: str, job: Job, find: Callable[[str], _Named], variant: Variant = ()
+    ) -> _Named | MemplanError:
+        """Return what a name stands for, or its error, which is noted where it is bad input."""
+        if (key, text, variant) not in self._values:
+            try:
+                self._values[key, text, variant] = find(text)
+            except MemplanError as error:
+                self._values[key, text, variant] = error
+        known = self._values[key, text, variant]
+        if isinstance(known, MemplanError) and not isinstance(known, CannotAnswerError):
+            lines = str(known).replace("--set ", "set: ").splitlines()
+            self.problems += (f"{job.where(key)}: {line}" for line in lines)
+        return known
+
+    def _model(self, text: str) -> _Named:
+        model = find_model(text, Shapes(), self.catalog)
+        own = model.source if model.source.startswith("catalog:") else model_key(model)
+        return _Named(model, own)
+
+    def _setup(self, text: str, job: Job, model: Model | None) -> _Named:
+        """Return a training setup; a shipped one may shorten its sequences to a model's learned positions."""
+        setup = find_setup(text, Overrides(settings=job.settings), self.catalog, model)
+        if text.endswith(CONFIG_FILES) or "/" in text:
+            asked = _hash(load_document(usable_path(text)).data)
+        else:
+            asked = self.catalog.configs.name_of(text)
+        return _Named(setup, _hash([asked, job.settings]) if job.settings else asked)
+
+    def _result(
+        self, job: Job, model: _Named, setup: _Named, device: Device, baseline: Baseline | None
+    ) -> list[Result]:
+        """Return the result on one GPU, or none where model and config contradict each other."""
+        asked = _hash([model.asked, setup.asked, device.name])
+        keys = (self._key(model.value, model_key), self._key(setup.value, _setup_key))
+        known = (*keys, device.name, asked)
+        if known not in self._figures:
+            try:
+                self._figures[known] = figures(self._plan(keys, model.value, setup.value), device, asked, keys[0])
+            except MemplanError as error:
+                self._figures[known] = error
+        found = self._figures[known]
+        if isinstance(found, CannotAnswerError):
+            return [not_evaluated(job, device.name, str(found))]
+        if isinstance(found, MemplanError):
+            self.problems += (f"{job.where()}: {line}" for line in str(found).splitlines())
+            return []
+        return [evaluated(job, found, baseline)]
+
+    def _key(self, value: T, key: Callable[[T], str]) -> str:
+        """Return the hash of a value, which is kept alive by the values that were found."""
+        if id(value) not in self._keys:
+            self._keys[id(value)] = key(value)
+        return self._keys[id(value)]
+
+    def _plan(self, keys: tuple[str, str], model: Model, setup: TrainingSetup) -> CompiledPlan:
+        if keys not in self._plans:
+            self._plans[keys] = CompiledPlan(model, setup)
+        return self._plans[keys]
+
+
+def figures(compiled: CompiledPlan, device: Device, asked: str, shapes: str) -> Figures:
+    """Return what a plan says of a device, as far as budgets need it.
+
+    Args:
+        compiled: The job.
+        device: The GPU.
+        asked: Hash of what the user wrote.
+        shapes: Hash of the model's shapes.
+    """
+    plan = compiled.evaluate(device)
+    training = training_data(plan.setup, plan)
+    kept = {key: value for key, value in training.items() if key not in ("description", "status", "evidence")}
+    return Figures(
+        device=device.name,
+        verdict=plan.verdict,
+        device_bytes=plan.device_bytes,
+        upper_bytes=plan.upper_bytes,
+        usable_bytes=plan.usable_bytes,
+        components={component.name: component.bytes for component in components(plan)},
+        asked=asked,
+        inputs=_hash([shapes, kept, device.name]),
+    )
+
+
+def model_path(job: Job, catalog: Catalog) -> str:
+    """Return a job's model as ``find_model`` takes it: a path is relative to the budget file."""
+    text = job.model
+    released = text in catalog.models and not text.startswith((".", "/", "~"))
+    path = job.place.folder / text
+    if released or text.startswith("~"):
+        return text
+    try:
+        there = path_kind(path) != "nothing"
+    except InvalidFileError:
+        there = True  # whoever opens it says what is wrong with the name, and the job where it stands
+    return str(path) if there or text.startswith((".", "/")) or path.suffix in MODEL_FILES else text
+
+
+def config_path(job: Job) -> str:
+    """Return a job's training config as ``find_setup`` takes it: a path is relative to the budget file."""
+    text = job.config
+    if text.startswith("~") or not (text.endswith(CONFIG_FILES) or "/" in text):
+        return text
+    path = str(job.place.folder / text)
+    return path if path.endswith(CONFIG_FILES) or "/" in path else f"./{path}"
+
+
+def model_key(model: Model) -> str:
+    """Return a hash of a model's shapes, whatever it is called and wherever it was read."""
+    shapes = {key: value for key, value in asdict(model.spec).items() if key not in ("name", "source")}
+    return _hash([shapes, [asdict(tensor) for tensor in model.inventory]])
+
+
+def _setup_key(setup: TrainingSetup) -> str:
+    return _hash(
+        {key: value for key, value in asdict(setup.config).items() if key not in ("description", "status", "evidence")}
+    )
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()

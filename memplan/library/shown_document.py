@@ -1,0 +1,41 @@
+"""Which document ``memplan show NAME`` means: an entry of some kind, or a model from anywhere."""
+
+from __future__ import annotations
+
+from memplan.catalog.catalog import SECTIONS, Catalog
+from memplan.documents.opening import usable_path
+from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
+from memplan.library.lookup import Shapes, find_model
+from memplan.report.catalog_answer import entry_document, model_document, stored_document
+from memplan.report.document import Document
+
+KINDS = ("gpus", "configs", "optimizers", "formats", "gradients")
+
+
+def show_document(name: str, catalog: Catalog, unit: str) -> Document:
+    """Return what there is to know under a name.
+
+    Raises:
+        UnknownNameError: No entry of any kind and no file has the name.
+    """
+    plain = not name.startswith((".", "/", "~")) and name != "-"
+    found = [kind for kind in KINDS if plain and name in catalog.section(kind)]
+    if found:
+        return entry_document(found, name, catalog, unit)
+    try:
+        return model_document(find_model(name, Shapes(), catalog), unit)
+    except UnknownNameError:
+        raise _unknown(name, catalog) from None
+    except CannotAnswerError:
+        if not name.endswith(".safetensors"):
+            raise
+        from memplan.model.readers.safetensors import stored_tensors
+
+        return stored_document(name, stored_tensors(usable_path(name)), unit)
+
+
+def _unknown(name: str, catalog: Catalog) -> UnknownNameError:
+    known = [entry for kind in SECTIONS for entry in catalog.section(kind)]
+    return UnknownNameError(
+        f"unknown name {name[:80]!r}{match_hint(name, known)} (see: memplan list {'|'.join(SECTIONS)})"
+    )

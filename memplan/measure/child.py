@@ -1,0 +1,82 @@
+"""The process that measures: ``python -m memplan.measure.child``, started by ``process``.
+
+Its task comes pickled through standard input, from the process that started it; what it finds goes
+out as lines of JSON. When its standard input ends, whoever started it is gone, and it ends too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from memplan.measure.measured import Measurement
+
+if TYPE_CHECKING:
+    from memplan.measure.task import Task
+
+
+def main() -> None:
+    """Measure the task that comes in, and say how it goes."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def send(kind: str, value: Any) -> None:
+        out.write(json.dumps({kind: value}) + "\n")
+        out.flush()
+
+    task: Task = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    send("progress", "loading torch")
+    send("measurement", asdict(_measured(task, lambda text: send("progress", text))))
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process when there is no more to read; a lock on a file object would outlive the interpreter."""
+    while os.read(descriptor, 1):
+        pass
+    os._exit(1)
+
+
+def _measured(task: Task, say: Any) -> Measurement:
+    import torch
+
+    try:
+        if task.device == "cuda":
+            from memplan.measure.measure_cuda import measure_cuda
+
+            return measure_cuda(task, say)
+        from memplan.measure.measure_cpu import measure_cpu
+
+        return measure_cpu(task, say)
+    except torch.OutOfMemoryError as error:
+        return _out_of_memory(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "not enough memory" in str(error) or "can't allocate" in str(error):
+            return _out_of_memory(str(error) or "out of memory")
+        return Measurement("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
+
+
+def _out_of_memory(text: str) -> Measurement:
+    """Return a failed run with what the allocator held then."""
+    import torch
+
+    counters: dict[str, Any] = {}
+    device = ""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        stats = torch.cuda.memory_stats()
+        keys = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_ooms")
+        properties = torch.cuda.get_device_properties(0)
+        capability = {"compute_capability": f"{properties.major}.{properties.minor}"}
+        counters = {**{key: int(stats[key]) for key in keys}, **capability}
+        device = properties.name
+    reason = text.splitlines()[0][:300]
+    return Measurement("out of memory", reason, device, torch.__version__, counters=counters)
+
+
+if __name__ == "__main__":
+    main()

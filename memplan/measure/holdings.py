@@ -1,0 +1,60 @@
+"""What a training session holds, as distinct storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from memplan.trace.jobs.optimizers import TorchUpdate
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.recording.trace_result import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of ``tensors``, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def component_bytes(session: Session) -> dict[str, int]:
+    """Return the bytes of weights, buffers, master weights and optimizer states that are held between steps.
+
+    States in host memory, step counters included, are ``host``, where there are any.
+    """
+    held: dict[Component, list[Tensor]] = {"weights": [], "buffers": [*session.average, *session.scaling]}
+    for _, tensor, component in session.held():
+        held.setdefault(component, []).append(tensor)
+    held["master_weights"] = list(session.masters)
+    held["optimizer_states"] = list(_states(session))
+    found: dict[str, int] = {name: distinct_bytes(tensors) for name, tensors in held.items()}
+    offloaded = [tensor for _, update in session.updates if update.on_host for tensor, _ in update.states()]
+    return {**found, "host": distinct_bytes(offloaded)} if offloaded else found
+
+
+def gradient_bytes(session: Session) -> int:
+    """Return the bytes of the gradients that are kept now."""
+    return distinct_bytes(_gradients(session))
+
+
+def _gradients(session: Session) -> Iterator[Tensor]:
+    for item in session.trained:
+        kept = item.kept()
+        if kept is not None:
+            yield kept
+        scale = None if item.store is None else item.store.scale
+        if scale is not None:
+            yield scale
+
+
+def _states(session: Session) -> Iterator[Tensor]:
+    """Yield optimizer states that lie on the device; step counters of all but fused kernels lie on the host."""
+    for _, update in session.updates:
+        if update.on_host:
+            continue
+        on_device = isinstance(update, TorchUpdate) and bool(update.optimizer.defaults.get("fused"))
+        for tensor, name in update.states():
+            if name != "step" or on_device:
+                yield tensor

@@ -1,0 +1,166 @@
+"""Measure training steps on a CUDA device by the allocator's own counters."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.host.nvidia_driver import driver_version
+from memplan.measure.driver_memory import context_bytes, used_bytes
+from memplan.measure.holdings import component_bytes
+from memplan.measure.measure_cpu import GradientCounter
+from memplan.measure.measured import Measurement
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.recording.workspaces import cublas_workspace_bytes
+
+if TYPE_CHECKING:
+    from memplan.measure.task import Task
+
+Say = Callable[[str], None]
+
+PEAKS = {
+    "requested": "requested_bytes.all.peak",
+    "allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+}
+HISTORY_ENTRIES = 1_000_000
+
+
+class PeakReader(GradientCounter):
+    """Reads the allocator's peaks of each instant, and those of all steps but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: dict[str, int] = dict.fromkeys(PEAKS, 0)
+        self.instants: dict[str, int] = {}
+        self._now = ""
+
+    def instant(self, name: str, *, backward: bool = False) -> None:
+        """Begin a part of the step."""
+        super().instant(name, backward=backward)
+        self.read()
+        self._now = name
+
+    def read(self) -> None:
+        """Book the peaks since the last call, and begin anew."""
+        stats = torch.cuda.memory_stats()
+        for name, key in PEAKS.items():
+            self.totals[name] = max(self.totals[name], int(stats[key]))
+        if self._now:
+            requested = int(stats[PEAKS["requested"]])
+            self.instants[self._now] = max(self.instants.get(self._now, 0), requested)
+        torch.cuda.reset_peak_memory_stats()
+
+    def forget(self) -> None:
+        """Drop what was read: the next step counts."""
+        self.read()
+        self._now = ""
+        self.instants = {}
+
+    def forget_totals(self) -> None:
+        """Drop the first step, whose tensors are made."""
+        self.forget()
+        self.totals = dict.fromkeys(PEAKS, 0)
+
+
+def measure_cuda(task: Task, say: Say) -> Measurement:
+    """Return what some steps take of a CUDA device's memory; the first makes what stays, and does not count."""
+    torch.manual_seed(0)
+    if task.history:
+        torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY_ENTRIES)
+    say("making a CUDA context")
+    others = used_bytes()
+    _, total = torch.cuda.mem_get_info()
+    reader = PeakReader()
+    if task.capacity_bytes:
+        say("loading kernels, so that the context has its full size")
+        _load_kernels(task)
+        left = max(0, task.capacity_bytes - context_bytes(others))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
+    say("building the model")
+    session = reader.session = Session(task.model.spec, task.setup, device="cuda", target="cuda")
+    session.watch(reader)
+    for step in range(task.steps):
+        say(f"step {step + 1} of {task.steps}")
+        session.step(reader)
+        torch.cuda.synchronize()
+        if step == 0:
+            reader.forget_totals()
+        elif step + 1 < task.steps:
+            reader.forget()
+    reader.read()
+    return _measurement(task, session, reader, others)
+
+
+def _load_kernels(task: Task) -> None:
+    """Run a step of the first layer alone: CUDA loads kernels when they first run, outside the allocator."""
+    first = task.model.spec.runs[0]
+    spec = replace(task.model.spec, runs=(replace(first, count=1),))
+    config = replace(task.setup.config, micro_batch_size=1)
+    session = Session(spec, replace(task.setup, config=config), device="cuda", target="cuda")
+    reader = PeakReader()
+    session.watch(reader)
+    session.step(reader)
+    torch.cuda.synchronize()
+    states = (tensor for _, update in session.updates for tensor, _ in update.states())
+    weights = (*session.model.parameters(), *session.model.buffers(), *session.masters, *session.average)
+    for tensor in (tensor for tensor in (*weights, *states) if tensor.is_cuda):
+        tensor.untyped_storage().resize_(0)  # hooks of parameters keep them alive beyond any collection
+    for item in session.trained:
+        item.release(fill=False)
+    del session, reader
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _measurement(task: Task, session: Session, reader: PeakReader, others: int) -> Measurement:
+    """Return the counters of a finished run; what the driver shows beyond the segments is context and libraries."""
+    outside = context_bytes(others)
+    properties = torch.cuda.get_device_properties(0)
+    counters: dict[str, Any] = {
+        "context_bytes": outside,
+        "others_bytes": others,
+        "total_bytes": torch.cuda.mem_get_info()[1],
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cublas_workspace_bytes": _cublas_workspace_bytes(f"{properties.major}.{properties.minor}"),
+        "driver_version": driver_version(),
+        "cuda_version": str(torch.version.cuda),
+        "attention": task.setup.profile.attention,
+        "allocator_backend": torch.cuda.get_allocator_backend(),
+        "retries": int(torch.cuda.memory_stats()["num_alloc_retries"]),
+    }
+    if task.history:
+        counters["history"] = _replayed_history(task)
+    return Measurement(
+        status="measured",
+        device=properties.name,
+        torch_version=torch.__version__,
+        components={**component_bytes(session), "gradients": reader.gradient_bytes},
+        instants=reader.instants,
+        totals={**reader.totals, "device": reader.totals["reserved"] + outside},
+        counters=counters,
+    )
+
+
+def _cublas_workspace_bytes(capability: str) -> int:
+    """Return the size of one cuBLAS workspace; torch before 2.13 does not say, and has the documented one."""
+    ask = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    return cublas_workspace_bytes(capability) if ask is None else int(ask())
+
+
+def _replayed_history(task: Task) -> dict[str, Any]:
+    """Return how far the simulated allocator follows this run, event by event."""
+    from memplan.allocator.history_comparison import compare_history
+    from memplan.allocator.memory_history import parse_history
+    from memplan.allocator.settings import parse_alloc_conf
+
+    text = json.dumps(torch.cuda.memory._snapshot(), default=str)
+    history = parse_history(text, "this run's memory history", 0)
+    result = compare_history(history, parse_alloc_conf(task.alloc_conf or history.alloc_conf))
+    figures = {key: value for key, value in asdict(result).items() if isinstance(value, int)}
+    return {**figures, "simulated_reserved_peak_bytes": result.simulated.reserved_peak_bytes}

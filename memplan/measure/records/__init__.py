@@ -1,0 +1,1 @@
+"""Measurements held against predictions, and kept as records."""

@@ -1,0 +1,99 @@
+"""One file per family: how a released ``config.json`` becomes a :class:`ModelSpec`.
+
+A family's file stands in any folder in here and is found by its name, which is the config's ``model_type``
+with ``_`` for ``-``: ``mixtures/qwen3_moe.py`` reads ``model_type: qwen3_moe``. It has one function,
+``model_spec``, which takes :class:`ConfigValues`. Files beside the folders are helpers and no families.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, cast
+
+from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
+from memplan.model.families.config_values import ConfigValues
+from memplan.model.inventory import inventory_of, parameter_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from memplan.model.spec import ModelSpec
+
+MAXIMUM_PARAMETERS = 10**15
+"""Larger models are refused: none is within a factor of a hundred, so it is a slip."""
+MAXIMUM_RUNS = 128
+"""Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
+model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each family."""
+    folders = [module.name for module in iter_modules(__path__) if module.ispkg]
+    return {
+        module.name: f"{__name__}.{folder}.{module.name}"
+        for folder in folders
+        for module in iter_modules([f"{path}/{folder}" for path in __path__])
+    }
+
+
+def families() -> tuple[str, ...]:
+    """Return the supported values of ``model_type``, which are the names of the families' files."""
+    return tuple(sorted(_modules()))
+
+
+def model_spec(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    """Return the shapes that a released config gives.
+
+    Args:
+        config: Keys of ``config.json``, of which ``model_type`` (or ``architecture``) names the family.
+        name: What to call the model.
+        source: File or catalog entry, for messages.
+
+    Raises:
+        InvalidFileError: Keys are missing, of the wrong type or absurd; all of them are listed.
+        CannotAnswerError: The family is unknown, or a key asks for something that it does not model.
+    """
+    return read_config(config, name, source)[0]
+
+
+def read_config(
+    config: Mapping[str, Any], name: str, source: str, locate: Callable[[str], str] | None = None
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the shapes of a config, and one sentence for each thing that they leave out.
+
+    Args:
+        config: As in :func:`model_spec`, which raises the same errors.
+        name: What to call the model.
+        source: File or catalog entry, for messages.
+        locate: Turns a key into ``file:line: key``; by default ``source: key``.
+    """
+    family = _family(config, source)
+    values = ConfigValues(config, name, source, family, locate)
+    build = cast("Callable[[ConfigValues], ModelSpec]", import_module(_modules()[family]).model_spec)
+    spec = build(values)
+    values.finish()
+    if len(spec.runs) > MAXIMUM_RUNS:
+        kinds = f"{len(spec.runs):,} changes between kinds of layers; at most {MAXIMUM_RUNS} are planned"
+        raise CannotAnswerError(f"{source}: {kinds}")
+    parameters = parameter_count(inventory_of(spec))
+    if parameters > MAXIMUM_PARAMETERS:
+        raise InvalidFileError([f"{source}: {parameters:,} parameters follow from these shapes, which no model has"])
+    return spec, values.notes()
+
+
+def _family(config: Mapping[str, Any], source: str) -> str:
+    key = "model_type" if "model_type" in config else "architecture"
+    given = config.get(key)
+    if not isinstance(given, str) or not given:
+        raise InvalidFileError([f"{source}: model_type: required, the name of a model family; got {given!r:.60}"])
+    family = given.lower().replace("-", "_").replace(".", "_")
+    if family in _modules():
+        return family
+    match = nearest_match(given, families())
+    hint = f" (the nearest that is: {match})" if match else ""
+    raise CannotAnswerError(
+        f"{source}: {key} {given!r:.60} is not supported{hint}; supported are {', '.join(families())}"
+    )

@@ -1,0 +1,1 @@
+"""Families with LayerNorm and biases, most of them with attention and feed-forward in parallel."""

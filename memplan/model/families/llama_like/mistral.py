@@ -1,0 +1,21 @@
+"""Mistral: Llama's layers with grouped queries and, in the first release, a sliding window.
+
+Source: ``transformers/models/mistral/modeling_mistral.py``; https://arxiv.org/abs/2310.06825.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memplan.model.families.common_parts import attention, gated_mlp, model, rms_norm, shape, sliding_window
+from memplan.model.spec import Layer, ModelSpec
+
+if TYPE_CHECKING:
+    from memplan.model.families.config_values import ConfigValues
+
+
+def model_spec(config: ConfigValues) -> ModelSpec:
+    """Return the shapes of a Mistral config."""
+    common = shape(config, key_value_heads=8)
+    sliding_window(config)
+    return model(config, common, Layer(attention(config, common), gated_mlp(config), rms_norm(config)))

@@ -1,0 +1,247 @@
+"""The binary layout of a GGUF header: metadata and tensor descriptions, read in bounded memory.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memplan.documents.opening import mapped, shown_path
+from memplan.errors import InvalidFileError, printable
+from memplan.units import round_up
+
+if TYPE_CHECKING:
+    import mmap
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+
+MAXIMUM_KEYS = 2**16
+MAXIMUM_TENSORS = 2**18
+MAXIMUM_NAME_BYTES = 1024
+LONGEST_PROBLEM = 400
+MAXIMUM_DIMENSIONS = 4
+MAXIMUM_NESTING = 8
+MAXIMUM_ITEMS = 2**23
+"""Strings and inner arrays that one header may hold; the largest vocabularies have 2**18 tokens."""
+MAXIMUM_KEPT_TEXT_BYTES = 256
+MAXIMUM_KEPT_ELEMENTS = 1024
+MAXIMUM_KEPT_ELEMENTS_IN_ALL = 2**16
+
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {number: struct.Struct("<" + code) for number, code in _CODES.items()}
+_STRING, _ARRAY = 8, 9
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A metadata value that is too long to keep: of an array its length, of a text its bytes."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as the header describes it.
+
+    Attributes:
+        name: Its name in the file.
+        dimensions: Sizes, the row's length first, as GGML orders them.
+        type_id: GGML's number of its format.
+        offset: Where its bytes begin, counted from the start of the data.
+    """
+
+    name: str
+    dimensions: tuple[int, ...]
+    type_id: int
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.dimensions)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a GGUF file says of itself, before its data.
+
+    Attributes:
+        metadata: Values by key; long ones are :class:`Skipped`.
+        tensors: Tensors, in the order of the file.
+        alignment: What every tensor's offset is a multiple of.
+        data_start: Where the data begins, in bytes from the start of the file.
+        file_bytes: Size of the file.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    alignment: int
+    data_start: int
+    file_bytes: int
+
+    @property
+    def has_data(self) -> bool:
+        """Whether anything follows the header; people download headers alone."""
+        return self.file_bytes > self.data_start
+
+
+def read_header(path: Path) -> Header:
+    """Return the header of the GGUF file at ``path``, without touching its data.
+
+    Raises:
+        InvalidFileError: Missing, unreadable, not GGUF, cut off, or a header that cannot be true.
+    """
+    with mapped(path, MAGIC, "GGUF") as data:
+        return _HeaderReader(path, data).header()
+
+
+class _HeaderReader:
+    """Walks over the header; every length is checked against the bytes that are left."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.size = len(data)
+        self.position = len(MAGIC)
+        self.items = 0
+        self.kept = 0
+
+    def header(self) -> Header:
+        self.check_version(self.scalar(_U32))
+        tensor_count, key_count = self.scalar(_U64), self.scalar(_U64)
+        # The shortest tensor takes 24 bytes (length, dimensions, type, offset), the shortest key 13.
+        self.check_count("tensors", tensor_count, 24, MAXIMUM_TENSORS)
+        self.check_count("metadata keys", key_count, 13, MAXIMUM_KEYS)
+        metadata = self.metadata(key_count)
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment: expected a power of two, got {alignment!r}")
+        tensors = tuple(self.tensor() for _ in range(tensor_count))
+        return Header(self.path, metadata, tensors, alignment, round_up(self.position, alignment), self.size)
+
+    def check_version(self, version: int) -> None:
+        if version and version & 0xFFFF == 0:
+            raise self.error("a big-endian GGUF file, which memplan does not read; convert it to little-endian first")
+        if version not in VERSIONS:
+            raise self.error(f"GGUF version {version}, of which memplan reads {' and '.join(map(str, VERSIONS))}")
+
+    def metadata(self, count: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for _ in range(count):
+            key = self.name("metadata key")
+            if key in values:
+                raise self.error(f"metadata key {key!r} stands twice")
+            values[key] = self.value(self.scalar(_U32), key, 0)
+        return values
+
+    def tensor(self) -> TensorInfo:
+        name = self.name("tensor name")
+        count = self.scalar(_U32)
+        if count > MAXIMUM_DIMENSIONS:
+            raise self.error(f"tensor {name!r} has {count} dimensions; GGML allows {MAXIMUM_DIMENSIONS}")
+        dimensions = tuple(self.scalar(_U64) for _ in range(count))
+        if not all(dimensions) or prod(dimensions) >= 2**63:
+            raise self.error(f"tensor {name!r} cannot have the dimensions {list(dimensions)}")
+        return TensorInfo(name, dimensions, self.scalar(_U32), self.scalar(_U64))
+
+    def value(self, kind: int, key: str, depth: int) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            length = self.length(1)
+            start = self.skip(length)
+            if length > MAXIMUM_KEPT_TEXT_BYTES:
+                return Skipped(length)
+            return self.data[start : start + length].decode("utf-8", "replace")
+        if kind == _ARRAY:
+            return self.array(key, depth)
+        raise self.error(f"{key}: unknown value type {kind}")
+
+    def array(self, key: str, depth: int) -> tuple[Any, ...] | Skipped:
+        if depth >= MAXIMUM_NESTING:
+            raise self.error(f"{key}: arrays nested more than {MAXIMUM_NESTING} deep")
+        kind = self.scalar(_U32)
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind])
+        # A string takes at least its length of 8 bytes, an inner array its type and length.
+        length = self.length(8 if kind == _STRING else 12)
+        self.items += length if kind == _STRING else length * 64  # inner arrays are slow to walk, and no model has any
+        if self.items > MAXIMUM_ITEMS:
+            raise self.error(f"{key}: more than {MAXIMUM_ITEMS:,} array entries in one header")
+        if kind == _STRING:
+            self.skip_strings(length)
+        elif kind == _ARRAY:
+            for _ in range(length):
+                self.array(key, depth + 1)
+        else:
+            raise self.error(f"{key}: unknown array type {kind}")
+        return Skipped(length)
+
+    def numbers(self, form: struct.Struct) -> tuple[Any, ...] | Skipped:
+        count = self.length(form.size)
+        start = self.skip(count * form.size)
+        if count > MAXIMUM_KEPT_ELEMENTS or self.kept + count > MAXIMUM_KEPT_ELEMENTS_IN_ALL:
+            return Skipped(count)
+        self.kept += count
+        return tuple(item for (item,) in form.iter_unpack(self.data[start : self.position]))
+
+    def skip_strings(self, count: int) -> None:
+        """Step over ``count`` strings; a vocabulary has 10**5 of them, so this loop is kept bare."""
+        data, position, read = self.data, self.position, _U64.unpack_from
+        try:
+            for _ in range(count):
+                position += 8 + read(data, position)[0]
+        except (struct.error, OverflowError):
+            position = self.size + 1
+        self.skip(position - self.position)
+
+    def name(self, what: str) -> str:
+        length = self.length(1)
+        if length > MAXIMUM_NAME_BYTES:
+            raise self.error(f"a {what} of {length:,} bytes; at most {MAXIMUM_NAME_BYTES} are plausible")
+        start = self.skip(length)
+        try:
+            return self.data[start : self.position].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"a {what} that is not UTF-8, at byte {start}") from None
+
+    def length(self, item_bytes: int) -> int:
+        """Read a length and check that so many items of at least ``item_bytes`` can follow."""
+        count: int = self.scalar(_U64)
+        if count * item_bytes > self.size - self.position:
+            raise self.cut_off(f"a length of {count:,} at byte {self.position - 8}")
+        return count
+
+    def scalar(self, form: struct.Struct) -> Any:
+        start = self.skip(form.size)
+        return form.unpack_from(self.data, start)[0]
+
+    def skip(self, count: int) -> int:
+        """Step over ``count`` bytes and return where they began."""
+        start = self.position
+        if count > self.size - start:
+            raise self.cut_off(f"{count:,} bytes wanted at byte {start}")
+        self.position = start + count
+        return start
+
+    def check_count(self, what: str, count: int, item_bytes: int, maximum: int) -> None:
+        if count * item_bytes > self.size - self.position:
+            raise self.cut_off(f"{count:,} {what} announced")
+        if count > maximum:
+            raise self.error(f"{count:,} {what} announced; memplan reads at most {maximum:,}")
+
+    def cut_off(self, detail: str) -> InvalidFileError:
+        return self.error(f"cut off or damaged inside the header: {detail}, but the file has {self.size:,} bytes")
+
+    def error(self, text: str) -> InvalidFileError:
+        return InvalidFileError([f"{shown_path(self.path)}: {printable(text, LONGEST_PROBLEM)}"])

@@ -1,0 +1,120 @@
+"""A released model's ``config.json``, or a directory that holds one, to a :class:`Model`.
+
+Nothing is downloaded and no weights are read: the shapes follow from the config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memplan.documents.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
+from memplan.documents.strict_json import parse_object
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.families import read_config
+from memplan.model.model import Model
+from memplan.model.readers.quantization import quantization_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
+INSTEAD = "give the folder of the model's config.json, or a .safetensors or .gguf file"
+
+_INHERITED_KEYS = ("tie_word_embeddings",)
+"""Keys that a multimodal config states once for all its parts."""
+
+
+def read_huggingface(path: Path) -> Model:
+    """Return the model that a ``config.json`` describes.
+
+    Args:
+        path: The file, or the directory that holds it; ``-`` is standard input.
+
+    Raises:
+        InvalidFileError: Unreadable, not JSON, or with keys that are missing or wrong.
+        CannotAnswerError: A PEFT adapter, an unknown family, or keys that memplan does not model.
+    """
+    file = _config_file(path)
+    text = read_text(file, instead=INSTEAD)
+    source = shown_path(file)
+    config = parse_object(text, source)
+    if "peft_type" in config:
+        raise _adapter_error(source, config)
+    inner, notes = _text_part(config, source)
+    name = _model_name(file, config)
+    spec, more = read_config(inner, name, source, _locator(text, source))
+    quantization, about_quantization = quantization_format(config, source)
+    model = Model.from_spec(spec, source)
+    return replace(
+        model,
+        quantization=quantization,
+        notes=(*notes, *_dtype_note(config, inner), *about_quantization, *more),
+    )
+
+
+def _config_file(path: Path) -> Path:
+    """Return the config that ``path`` means, refusing directories with an adapter only."""
+    if is_standard_input(path) or not is_folder(path):
+        return path
+    config, adapter = path / CONFIG_NAME, path / ADAPTER_NAME
+    if path_kind(config) != "nothing":
+        return config
+    if is_file(adapter):
+        raise _adapter_error(shown_path(adapter), parse_object(read_text(adapter), shown_path(adapter)))
+    raise InvalidFileError([f"{shown_path(path)}: has no {CONFIG_NAME}"])
+
+
+def _adapter_error(source: str, config: Mapping[str, Any]) -> CannotAnswerError:
+    base, rank = config.get("base_model_name_or_path"), config.get("r")
+    named = f" ({base!r:.100})" if isinstance(base, str) and base else ""
+    ranked = f" --set adapter.rank={rank}" if isinstance(rank, int) and not isinstance(rank, bool) else ""
+    return CannotAnswerError(
+        f"{source}: a PEFT adapter, which has no shapes of its own; plan its base model{named} "
+        f"with --set adapter.kind=lora{ranked}"
+    )
+
+
+def _text_part(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the text model's keys, which multimodal configs nest, and a note if they were nested."""
+    inner = config.get("text_config")
+    if inner is None or inner == {}:
+        return config, ()
+    if not isinstance(inner, dict):
+        raise InvalidFileError([f"{source}: text_config: expected an object with keys, got {str(inner)!r:.40}"])
+    inherited = {key: config[key] for key in _INHERITED_KEYS if key in config}
+    note = f"text model only: the other parts of {config.get('model_type')!r:.60} are left out"
+    return inherited | inner, (note,)
+
+
+def _locator(text: str, source: str) -> Callable[[str], str]:
+    """Return what turns a key into ``file:line: key``, at the key's last line, which is the innermost."""
+
+    def locate(key: str) -> str:
+        position = text.rfind(f'"{key}"')
+        return f"{source}: {key}" if position < 0 else f"{source}:{text.count(chr(10), 0, position) + 1}: {key}"
+
+    return locate
+
+
+def _dtype_note(*configs: Mapping[str, Any]) -> tuple[str, ...]:
+    for config in configs:
+        for key in ("dtype", "torch_dtype"):
+            value = config.get(key)
+            if isinstance(value, str) and value:
+                return (f"released in {value.removeprefix('torch.'):.30}",)
+    return ()
+
+
+def _model_name(file: Path, config: Mapping[str, Any]) -> str:
+    """Return the name of the cache entry, the directory, or the one that the config states."""
+    for part in file.parts:
+        if part.startswith("models--"):
+            return part.split("--")[-1][:100]
+    folder = "" if is_standard_input(file) else file.absolute().parent.name
+    if folder:
+        return folder[:100]
+    stated = config.get("_name_or_path")
+    return stated.rsplit("/", 1)[-1][:100] if isinstance(stated, str) and stated else "model"

@@ -1,0 +1,159 @@
+"""The keys of a parameter group: their defaults, their checks, and the options that they become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.errors import unknown_name
+from memplan.muon.orthogonalisation.newton_schulz import DEFAULT_CHUNK_COLUMNS, DEFAULT_EPSILON, checked_workspace
+from memplan.muon.orthogonalisation.quantised_products import quantised_products
+from memplan.muon.orthogonalisation.schedules import resolved_schedule
+from memplan.muon.state_codecs.state_formats import ADAMW_FORMATS, DIVERGING, adamw_codecs, momentum_codec
+from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
+from memplan.muon.updates.steps import AdamwOptions, MuonOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ALGORITHMS = ("muon", "adamw")
+ROUNDINGS = ("nearest", "stochastic")
+MASTERS = ("none", "split")
+ADJUSTMENTS = ("original", "match_rms_adamw", "none")
+NS_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+DEFAULTS: dict[str, Any] = {
+    "algorithm": "muon",
+    "lr": 1e-3,
+    "lr_scale": 1.0,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "momentum_format": "fp32",
+    "block_elements": 128,
+    "scale_dtype": "fp32",
+    "momentum_rounding": "nearest",
+    "adjust_lr_fn": None,
+    "ns_coefficients": "keller-jordan",
+    "ns_steps": 5,
+    "ns_dtype": "bf16",
+    "ns_workspace": "fast",
+    "ns_chunk_columns": DEFAULT_CHUNK_COLUMNS,
+    "ns_batch": 1,
+    "ns_gram_format": None,
+    "eps": DEFAULT_EPSILON,
+    "betas": (0.9, 0.999),
+    "adamw_eps": 1e-8,
+    "adamw_format": "fp32",
+    "rounding": "nearest",
+    "master": "none",
+    "reuse_gradient": True,
+    "chunk_elements": 1 << 20,
+    "offload": False,
+    "projection_rank": 0,
+    "projection_interval": 200,
+    "low_rank": 0,
+}
+LAYOUT_KEYS = (
+    "algorithm",
+    "momentum_format",
+    "block_elements",
+    "scale_dtype",
+    "adamw_format",
+    "master",
+    "projection_rank",
+    "low_rank",
+)
+"""Keys that decide which state tensors there are: a checkpoint must agree in them."""
+
+_TORCH_KEYS = {"params", "name", "param_names", "initial_lr", "role"}
+_POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements", "projection_interval")
+_NOT_NEGATIVE = ("lr", "lr_scale", "weight_decay", "eps", "adamw_eps")
+_CHOICES = {
+    "algorithm": ALGORITHMS,
+    "momentum_rounding": ROUNDINGS,
+    "rounding": ROUNDINGS,
+    "master": MASTERS,
+    "ns_dtype": tuple(NS_DTYPES),
+    "adamw_format": ADAMW_FORMATS,
+}
+
+
+def checked_keys(group: Mapping[str, Any]) -> None:
+    """Raise on a key that means nothing, naming the nearest one that does."""
+    for key in group:
+        if key not in DEFAULTS and key not in _TORCH_KEYS:
+            raise unknown_name("key of a parameter group", str(key), DEFAULTS)
+
+
+def checked_options(group: Mapping[str, Any]) -> None:
+    """Raise unless every option of a group, defaults filled in, is one that can be run.
+
+    Raises:
+        UnknownNameError: If a format, schedule or other name is not known.
+        OptimizerError: If a number is out of range.
+    """
+    for key, choices in _CHOICES.items():
+        if group[key] not in choices:
+            raise unknown_choice(key, group[key], choices)
+    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUSTMENTS:
+        raise unknown_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
+    for key in _NOT_NEGATIVE:
+        if not float(group[key]) >= 0:
+            raise OptimizerError(f"{key}: expected a number of at least 0, got {group[key]!r}")
+    for key in _POSITIVE:
+        if not isinstance(group[key], int) or group[key] < 1:
+            raise OptimizerError(f"{key}: expected an integer of at least 1, got {group[key]!r}")
+    for key in ("projection_rank", "low_rank"):
+        if not isinstance(group[key], int) or group[key] < 0:
+            raise OptimizerError(f"{key}: expected an integer of at least 0, got {group[key]!r}")
+    for value in (group["momentum"], *group["betas"]):
+        if not 0 <= value < 1:
+            raise OptimizerError(f"momentum and betas: expected numbers in [0, 1), got {value!r}")
+    momentum_codec(group["momentum_format"], group["block_elements"], group["scale_dtype"])
+    resolved_schedule(group["ns_coefficients"], group["ns_steps"])
+    checked_workspace(group["ns_workspace"], group["ns_chunk_columns"])
+
+
+def diverges(group: Mapping[str, Any]) -> bool:
+    """Whether training with the group's momentum format is known to diverge."""
+    return group["algorithm"] == "muon" and group["momentum_format"] in DIVERGING
+
+
+def muon_options(group: Mapping[str, Any]) -> MuonOptions:
+    """Return the options of a group whose algorithm is ``muon``."""
+    gram = group["ns_gram_format"]
+    return MuonOptions(
+        lr=float(group["lr"]) * group["lr_scale"],
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+        adjust=group["adjust_lr_fn"] or "original",
+        codec=momentum_codec(group["momentum_format"], group["block_elements"], group["scale_dtype"]),
+        schedule=resolved_schedule(group["ns_coefficients"], group["ns_steps"]),
+        dtype=NS_DTYPES[group["ns_dtype"]],
+        epsilon=group["eps"],
+        workspace=group["ns_workspace"],
+        chunk_columns=group["ns_chunk_columns"],
+        batch=group["ns_batch"],
+        chunk_elements=group["chunk_elements"],
+        reuse_gradient=group["reuse_gradient"],
+        stochastic_momentum=group["momentum_rounding"] == "stochastic",
+        stochastic_weights=group["rounding"] == "stochastic",
+        low_rank=group["low_rank"],
+        products=None if gram is None else quantised_products(gram),
+    )
+
+
+def adamw_options(group: Mapping[str, Any], elements: int) -> AdamwOptions:
+    """Return the options of a group whose algorithm is ``adamw``, for a tensor of ``elements``."""
+    return AdamwOptions(
+        lr=float(group["lr"]) * group["lr_scale"],
+        betas=tuple(group["betas"]),
+        epsilon=group["adamw_eps"],
+        weight_decay=group["weight_decay"],
+        codecs=adamw_codecs(group["adamw_format"], elements),
+        chunk_elements=group["chunk_elements"],
+        stochastic_weights=group["rounding"] == "stochastic",
+    )

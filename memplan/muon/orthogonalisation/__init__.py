@@ -1,0 +1,1 @@
+"""Newton-Schulz iterations and the matrix products in them."""

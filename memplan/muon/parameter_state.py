@@ -1,0 +1,117 @@
+"""State of a fresh parameter, and checkpoints of it: checked before anything changes, copied to the bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, adamw_options, muon_options
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.updates.handles import FloatHandle, Handle
+from memplan.muon.updates.low_rank import low_rank_state
+from memplan.muon.updates.offload import home_of, pinned
+from memplan.muon.updates.projection import projection_state
+from memplan.muon.updates.steps import FIRST, MOMENTUM, SECOND
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Group = dict[str, Any]
+
+
+def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
+    """Raise ``OptimizerError`` unless the group's algorithm can update the parameter."""
+    shape, label = tuple(handle.shape), name or "a parameter"
+    floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
+    if not floating or handle.key.is_sparse:
+        raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
+    if isinstance(handle, FloatHandle) and not handle.parameter.is_contiguous():
+        raise OptimizerError(f"{label} of shape {shape} is not contiguous in memory")
+    if group["algorithm"] == "muon" and len(shape) not in (2, 3):
+        raise OptimizerError(
+            f"{label} of shape {shape}: Muon takes matrices, or stacks of them; give it algorithm 'adamw'"
+        )
+    if group["master"] == "split" and handle.key.dtype != torch.bfloat16:
+        raise OptimizerError(f"{label} of dtype {handle.key.dtype}: master 'split' takes bf16 parameters")
+    low_rank = group["low_rank"]
+    if low_rank and (len(shape) != 2 or low_rank > min(shape) or group["offload"] or group["projection_rank"]):
+        raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")
+    if group["projection_rank"] and (len(shape) != 2 or group["projection_rank"] > min(shape) or group["offload"]):
+        raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
+
+
+def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
+    """Return the state of a fresh parameter: momentum or moments, and ``step``, one fp32 number on the CPU."""
+    elements, parameters = handle.shape.numel(), handle.key.device
+    device = home_of(parameters) if group["offload"] else parameters
+    if group["algorithm"] == "adamw":
+        first, second = adamw_options(group, elements).codecs
+        state = {**first.empty(FIRST, elements, device), **second.empty(SECOND, elements, device)}
+    elif group["low_rank"]:
+        state = low_rank_state(handle.shape, group["low_rank"], muon_options(group).codec, device)
+    elif group["projection_rank"]:
+        state = projection_state(handle.shape, group, muon_options(group).codec, device)
+    else:
+        state = muon_options(group).codec.empty(MOMENTUM, elements, device)
+    if group["offload"]:
+        state = {name: pinned(tensor, parameters) for name, tensor in state.items()}
+    shaped = {name: t.view(handle.shape) if name in (MOMENTUM, FIRST, SECOND) and t.numel() == elements else t
+              for name, t in state.items()}  # fmt: skip
+    return {**shaped, "step": torch.zeros(())}
+
+
+def checked_state_dict(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> None:
+    """Raise ``OptimizerError`` unless a checkpoint has the same groups, parameters and state tensors.
+
+    Args:
+        saved: What ``state_dict`` returned.
+        groups: The optimizer's groups.
+        states: The states of their parameters, in order.
+    """
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        raise OptimizerError("not a checkpoint of this optimizer: it has no 'state' and 'param_groups'")
+    if len(saved["param_groups"]) != len(groups):
+        raise OptimizerError(f"checkpoint with {len(saved['param_groups'])} groups for {len(groups)}")
+    for index, (theirs, ours) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise OptimizerError(
+                f"group {index}: checkpoint with {len(theirs['params'])} parameters for {len(ours['params'])}"
+            )
+        for key in LAYOUT_KEYS:
+            if key not in theirs:
+                raise OptimizerError(f"group {index}: the checkpoint has no {key!r}; another optimizer wrote it")
+            if theirs[key] != ours[key]:
+                raise OptimizerError(f"group {index}: checkpoint with {key} {theirs[key]!r} for {ours[key]!r}")
+    for index, state in enumerate(states):
+        _checked_tensors(index, saved["state"].get(index), state)
+
+
+def _checked_tensors(index: int, theirs: Any, ours: dict[str, Tensor]) -> None:
+    if not isinstance(theirs, dict) or theirs.keys() != ours.keys():
+        given = sorted(theirs) if isinstance(theirs, dict) else "nothing"
+        raise OptimizerError(f"parameter {index}: checkpoint with state {given} for {sorted(ours)}")
+    for name, tensor in ours.items():
+        other = theirs[name]
+        if not isinstance(other, Tensor) or other.shape != tensor.shape or other.dtype != tensor.dtype:
+            given = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
+            raise OptimizerError(
+                f"parameter {index}: {name} is {given} in the checkpoint, {tensor.dtype} {tuple(tensor.shape)} here"
+            )
+
+
+def restored(saved: Group, states: Sequence[dict[str, Tensor]]) -> None:
+    """Copy a checked checkpoint into ``states``, tensor by tensor."""
+    for index, state in enumerate(states):
+        for name, tensor in state.items():
+            tensor.copy_(saved["state"][index][name])
+
+
+def float_options(saved: Group) -> Group:
+    """Return the options of a saved group, which replace those of the live one; state stays where it lies."""
+    known = DEFAULTS.keys() - {"offload"} | {"initial_lr"}
+    options = {key: value for key, value in saved.items() if key in known}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return options

@@ -1,0 +1,1 @@
+"""How optimizer states are stored: floats, or codes in blocks."""

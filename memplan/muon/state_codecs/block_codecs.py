@@ -1,0 +1,167 @@
+"""The codes themselves: evenly spaced, the notes' own, best for a normal distribution, and powers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from memplan.muon.state_codecs.codecs import BlockCodec, Scratch
+from memplan.muon.state_codecs.packing import pack_, unpack_
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCodec(BlockCodec):
+    """Evenly spaced levels from -1 to 1, scaled by the block's largest magnitude.
+
+    Attributes:
+        zero: Whether zero is a level: ``2**bits - 1`` levels then, else ``2**bits``.
+
+    Source:
+        https://arxiv.org/abs/2509.23106: linear codes suffice for Muon's momentum in 8 bits.
+    """
+
+    zero: bool = True
+
+    @property
+    def half(self) -> float:
+        """Steps from the middle to the largest level."""
+        return float((1 << self.bits - 1) - 1) if self.zero else ((1 << self.bits) - 1) / 2
+
+    @property
+    def zero_code(self) -> int:
+        """The code in the middle."""
+        return int(self.half)
+
+    def _decode(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        self._read(codes, values, scratch)
+        values.sub_(self.half).mul_(1 / self.half)
+
+    def _encode(self, values: Tensor, codes: Tensor, scratch: Scratch, noise: Tensor | None) -> None:
+        values.mul_(self.half).add_(self.half)
+        values = values.round_() if noise is None else values.add_(noise).floor_()
+        self._write(values.clamp_(0, 2 * self.half), codes, scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class NotesCodec(LinearCodec):
+    """The quantiser of the notes, in blocks: no zero, and a range that grows and never shrinks. It diverges.
+
+    Where a magnitude exceeds 0.9 of the range, the range becomes 1.2 times that magnitude. The
+    largest level decays to 0.95 of the range in a step, which exceeds 0.9 of it: the range grows
+    by 14 % each step, whatever the gradients are.
+
+    Source:
+        https://github.com/SQCU/pfhe, scripts/benchmark_muon_lowbit.py, which has one range for
+        each tensor; here each block has its own.
+    """
+
+    zero: bool = False
+    first_range: float = 0.01
+
+    def _statistic(self, rows: Tensor, _elements: int, scales: Tensor, factors: Tensor) -> None:
+        torch.linalg.vector_norm(rows, ord=float("inf"), dim=1, out=factors)
+        for block in range(scales.numel()):
+            known = max(float(scales[block]), self.first_range)
+            largest = float(factors[block])
+            factors[block] = known if largest <= 0.9 * known else 1.2 * largest
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianCodec(BlockCodec):
+    """The best levels for a normal distribution, scaled by the block's root mean square.
+
+    Source:
+        Max, Quantizing for minimum distortion, IRE Trans. Inf. Theory 6 (1960), table I; the
+        same numbers to twelve decimals, as the test derives them.
+    """
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """All levels, smallest first."""
+        upper = LLOYD_MAX[self.bits]
+        return (*(-level for level in reversed(upper)), *upper)
+
+    def scratch(self, elements: int, device: torch.device) -> Scratch:
+        """Return values, factors, a wide index, and the codebook."""
+        levels = torch.tensor(self.levels, device=device)
+        return Scratch(
+            values=torch.empty(elements, device=device),
+            factors=torch.empty(elements // self.block_elements, device=device),
+            index=torch.empty(elements, dtype=torch.int32, device=device),
+            levels=levels,
+            boundaries=(levels[1:] + levels[:-1]).mul_(0.5),
+        )
+
+    def scratch_bytes(self, elements: int) -> int:
+        """Return 8 bytes for each element, 4 for each block, and the codebook with its boundaries."""
+        return 8 * elements + 4 * (elements // self.block_elements) + 4 * ((2 << self.bits) - 1)
+
+    def _statistic(self, rows: Tensor, elements: int, _scales: Tensor, factors: Tensor) -> None:
+        torch.linalg.vector_norm(rows, dim=1, out=factors)
+        factors.mul_(1 / sqrt(self.block_elements))
+        tail = elements % self.block_elements
+        if tail:
+            factors[-1:].mul_(sqrt(self.block_elements / tail))
+
+    def _decode(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        assert scratch.index is not None
+        assert scratch.levels is not None
+        index = scratch.index[: values.numel()]
+        unpack_(codes, index, self.bits)
+        torch.index_select(scratch.levels, 0, index, out=values)
+
+    def _encode(self, values: Tensor, codes: Tensor, scratch: Scratch, noise: Tensor | None) -> None:
+        assert scratch.index is not None
+        assert scratch.boundaries is not None
+        index = scratch.index[: values.numel()]
+        if noise is not None:
+            _dither_(values, noise, self.levels)
+        torch.bucketize(values, scratch.boundaries, out_int32=True, out=index)
+        pack_(index, codes, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class LogCodec(BlockCodec):
+    """Powers of ``2**(1/8)`` down from the block's largest element; for what is never negative.
+
+    Adam's second moment must not have zero as a level: an element that became zero would get an
+    unbounded step. The 256 levels span ``2**-31.9`` to 1. Its steps are 9 % wide, but a second
+    moment changes by 0.1 % in a step, so rounding must be stochastic; the noise is bent such
+    that the mean of what is stored is the value itself, not its logarithm.
+    """
+
+    STEPS_PER_OCTAVE = 8
+
+    def _decode(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        self._read(codes, values, scratch)
+        values.sub_(255).mul_(1 / self.STEPS_PER_OCTAVE).exp2_()
+
+    def _encode(self, values: Tensor, codes: Tensor, scratch: Scratch, noise: Tensor | None) -> None:
+        steps = self.STEPS_PER_OCTAVE
+        values.clamp_(min=2.0 ** (-255 / steps)).log2_().mul_(steps).add_(255)
+        if noise is None:
+            values.round_()
+        else:
+            noise.mul_(2.0 ** (1 / steps) - 1).add_(1).log2_().mul_(-steps).add_(1)
+            values.add_(noise).floor_()
+        self._write(values.clamp_(0, 255), codes, scratch)
+
+
+LLOYD_MAX = {
+    2: (0.452780034636, 1.510417608499),
+    3: (0.245094178944, 0.756005281206, 1.343909278505, 2.151945704537),
+    4: (
+        0.128395029851, 0.388048299490, 0.656759118532, 0.942340456487,
+        1.256231197347, 1.618046386022, 2.069017226531, 2.732589570995,
+    ),
+}  # fmt: skip
+"""Positive levels of the quantiser with least mean square error for a standard normal variable."""
+
+
+def _dither_(values: Tensor, noise: Tensor, levels: tuple[float, ...]) -> None:
+    """Add noise as wide as the mean distance of levels, centred on zero."""
+    width = (levels[-1] - levels[0]) / (len(levels) - 1)
+    values.add_(noise.sub_(0.5), alpha=width)

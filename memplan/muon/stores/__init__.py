@@ -1,0 +1,1 @@
+"""Gradients between backward and step, loops over stretches of tensors, and errors."""

@@ -1,0 +1,1 @@
+"""One update of one parameter, and where its states are."""

@@ -1,0 +1,1 @@
+"""Weights that are codes, and how they are updated in place."""

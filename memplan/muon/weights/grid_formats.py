@@ -1,0 +1,316 @@
+"""IQ3_XXS, IQ2_XXS, IQ2_XS and IQ2_S: groups of elements as points of a grid, with signs and small scales.
+
+Each group of 4 or 8 magnitudes is one of a few hundred grid points, which the ``gguf`` package holds
+and which are read from it when first needed. A block of 256 has an fp16 scale ``d``; each sub-block of
+32 or 16 a 4-bit scale ``s``; a value is ``d * (0.5 + s) * factor * grid * sign``. Where only 7 of 8 signs
+are stored, the eighth makes the number of minus signs even.
+
+``gguf`` itself cannot encode these formats: the encoder here finds the nearest grid point by
+one matrix product, for scales that are least squares fits over a few candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.weights.weight_formats import WeightFormat, read_scale, write_scale
+
+SUPER = 256
+LEAST_DISTANCE = 1e-3
+_SMALLEST_SCALE = 1e-30
+_SIGN_GROUP = 8
+
+
+class Grid(NamedTuple):
+    """A format's grid, fp32.
+
+    Attributes:
+        points: ``(points, group)``.
+        halves: Half the squared length of each point, ``(points,)``.
+        distances: Between any two points, at least ``LEAST_DISTANCE``, ``(points, points)``.
+    """
+
+    points: Tensor
+    halves: Tensor
+    distances: Tensor
+
+
+@lru_cache(maxsize=32)
+def grid_of(name: str, device: torch.device) -> Grid:
+    """Return a format's grid, with what is worked out from it once.
+
+    Raises:
+        OptimizerError: If the ``gguf`` package is not installed.
+    """
+    try:
+        from gguf import quants
+    except ImportError as error:
+        raise OptimizerError(f"{name}: needs the gguf package, which holds its grid (pip install gguf)") from error
+    kind = getattr(quants, name.upper().replace("-", "_"))
+    kind.init_grid()
+    grid = torch.from_numpy(kind.grid.reshape(kind.grid_shape)).clone().to(device)
+    distances = torch.cdist(grid, grid, compute_mode="donot_use_mm_for_euclid_dist").clamp_min_(LEAST_DISTANCE)
+    return Grid(grid, grid.square().sum(dim=1).div_(2), distances)
+
+
+@lru_cache(maxsize=32)
+def largest_of(name: str) -> float:
+    """Return the largest number of a format's grid."""
+    return float(grid_of(name, torch.device("cpu")).points.max())
+
+
+@dataclass(frozen=True, slots=True)
+class GridFormat(WeightFormat):
+    """What the four formats share.
+
+    Attributes:
+        group: Elements of a grid point.
+        sub: Elements that share a 4-bit scale.
+        factor: Of all scales.
+        even_signs: Whether only 7 of 8 signs are stored.
+    """
+
+    group: int = 8
+    sub: int = 32
+    factor: float = 0.25
+    even_signs: bool = True
+
+    encoded_blocks: ClassVar[int] = 256
+
+    def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return grid indices ``(blocks, 256 / group)``, sign bytes ``(blocks, 32)`` and scales, all int32."""
+        raise NotImplementedError
+
+    def _pack(self, blocks: Tensor, index: Tensor, signs: Tensor, scales: Tensor) -> None:
+        """Write what ``_unpack`` returns; of ``signs`` the top bit may be left out."""
+        raise NotImplementedError
+
+    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
+        grid = grid_of(self.name, blocks.device).points
+        index, signs, scales = self._unpack(blocks)
+        step = (read_scale(blocks) * scales.float().add_(0.5)).mul_(self.factor)
+        torch.index_select(grid, 0, index.view(-1), out=out.view(-1, self.group))
+        out.view(-1, SUPER // self.sub, self.sub).mul_(step[:, :, None])
+        out.mul_(_sign_factors(signs).view(-1, SUPER))
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        grid = grid_of(self.name, blocks.device)
+        signs, magnitudes = self._signs(values)
+        subs = magnitudes.view(-1, SUPER // self.sub, self.sub)
+        if keep:
+            d, scales = self._kept_scales(subs, blocks, largest_of(self.name))
+        else:
+            d, scales = self._fresh_scales(subs, blocks, grid, search)
+        step = (scales.add(0.5) * d).mul_(self.factor).clamp_min_(_SMALLEST_SCALE)
+        points = (subs / step[:, :, None]).view(-1, self.group)
+        index = _nearest(points, grid)
+        if generator is not None:
+            index = _stochastic(points, index, grid, generator)
+        self._pack(blocks, index.view(values.shape[0], -1), signs, scales.to(torch.int32))
+        if generator is None and not keep:
+            self._refit(blocks, values)
+
+    def _fresh_scales(self, subs: Tensor, blocks: Tensor, grid: Grid, search: int) -> tuple[Tensor, Tensor]:
+        """Write a new ``d``, and return it with the 4-bit scales, fp32."""
+        best = self._sub_scales(subs, grid, search)
+        d = write_scale(blocks, best.amax(dim=1, keepdim=True).div_(15.5 * self.factor))
+        scales = best.div_(d.mul(self.factor).clamp_min_(_SMALLEST_SCALE)).sub_(0.5).round_().clamp_(0, 15)
+        return d, scales
+
+    def _kept_scales(self, subs: Tensor, blocks: Tensor, top: float) -> tuple[Tensor, Tensor]:
+        """Return the stored ``d`` and 4-bit scales, one step up or down where a sub-block outgrew its own.
+
+        Where even the largest 4-bit scale is too small, ``d`` grows by a sixteenth of itself.
+        """
+        old = read_scale(blocks)
+        scales = self._unpack(blocks)[2].float()
+        reach = subs.amax(dim=2).div_((scales.add(0.5) * old).mul_(self.factor * top).clamp_min_(_SMALLEST_SCALE))
+        scales.add_((reach > 1.25).float()).sub_((reach < 0.6).float()).clamp_(min=0)
+        d = write_scale(blocks, torch.where((scales > 15).any(dim=1, keepdim=True), old * (1 + 1 / 16), old))
+        return d, scales.clamp_(max=15)
+
+    def _signs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sign bytes ``(blocks, 32)``, int32, and what the grid has to meet, ``(blocks, 256)``.
+
+        Where the number of minus signs is odd but must be even, the smallest element takes the wrong sign.
+        """
+        groups = values.view(-1, SUPER // _SIGN_GROUP, _SIGN_GROUP)
+        negative = groups < 0
+        if self.even_signs:
+            odd = negative.sum(dim=2, keepdim=True).remainder_(2).bool()
+            smallest = groups.abs().argmin(dim=2, keepdim=True)
+            negative.scatter_(2, smallest, negative.gather(2, smallest).logical_xor_(odd))
+        magnitudes = torch.where(negative, -groups, groups).view(-1, SUPER)
+        powers = torch.arange(_SIGN_GROUP, device=values.device, dtype=torch.int32)
+        return (negative.to(torch.int32) << powers).sum(dim=2, dtype=torch.int32), magnitudes
+
+    def _sub_scales(self, subs: Tensor, grid: Grid, search: int) -> Tensor:
+        """Return for each sub-block, ``(blocks, subs)``, the best least squares scale of a few tried.
+
+        Candidates map the largest magnitude to the grid's largest value and to ones beyond it.
+        """
+        largest = subs.amax(dim=2).div_(grid.points.max())
+        best = torch.zeros_like(largest)
+        gain = torch.full_like(largest, -1)
+        for candidate in range(search):
+            share = 1.0 if search == 1 else 1.15 - 0.6 * candidate / (search - 1)
+            points = subs / largest.mul(share).clamp_min_(_SMALLEST_SCALE)[:, :, None]
+            index = _nearest(points.view(-1, self.group), grid)
+            chosen = torch.index_select(grid.points, 0, index, out=points.view(-1, self.group)).view(subs.shape)
+            square = chosen.square().sum(dim=2)
+            fit = chosen.mul_(subs).sum(dim=2).clamp_min_(0)
+            score = fit.square().div_(square)
+            better = score > gain
+            gain = torch.where(better, score, gain)
+            best = torch.where(better, fit.div_(square), best)
+        return best
+
+    def _refit(self, blocks: Tensor, values: Tensor) -> None:
+        """Replace each block's ``d`` by the least squares fit to the codes that were chosen."""
+        decoded = torch.empty_like(values)
+        self._decode_part(blocks, decoded)
+        ratio = (
+            (decoded * values)
+            .sum(dim=1, keepdim=True)
+            .div_(decoded.square().sum(dim=1, keepdim=True).clamp_min_(_SMALLEST_SCALE))
+        )
+        old = read_scale(blocks)
+        write_scale(blocks, torch.where(ratio > 0, old * ratio, old))
+
+
+class Iq3Xxs(GridFormat):
+    """98 bytes: d, 64 grid indices, 8 words of four 7-bit signs and a 4-bit scale."""
+
+    __slots__ = ()
+
+    def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        words = blocks[:, 66:98].clone(memory_format=torch.contiguous_format).view(torch.int32)
+        return blocks[:, 2:66].to(torch.int32), *_split_words(words)
+
+    def _pack(self, blocks: Tensor, index: Tensor, signs: Tensor, scales: Tensor) -> None:
+        blocks[:, 2:66].copy_(index)
+        blocks[:, 66:98].copy_(_joined_words(signs, scales).view(torch.uint8))
+
+
+class Iq2Xxs(GridFormat):
+    """66 bytes: d, then for each 32 elements four grid indices, and a word of signs and scale."""
+
+    __slots__ = ()
+
+    def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pairs = blocks[:, 2:].view(-1, 8, 8)
+        words = pairs[:, :, 4:].clone(memory_format=torch.contiguous_format).view(torch.int32).view(-1, 8)
+        return pairs[:, :, :4].to(torch.int32).view(-1, 32), *_split_words(words)
+
+    def _pack(self, blocks: Tensor, index: Tensor, signs: Tensor, scales: Tensor) -> None:
+        pairs = blocks[:, 2:].view(-1, 8, 8)
+        pairs[:, :, :4].copy_(index.view(-1, 8, 4))
+        pairs[:, :, 4:].copy_(_joined_words(signs, scales).view(torch.uint8).view(-1, 8, 4))
+
+
+class Iq2Xs(GridFormat):
+    """74 bytes: d, 32 half-words of a 9-bit grid index and 7 signs, 16 4-bit scales."""
+
+    __slots__ = ()
+
+    def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        words = (
+            blocks[:, 2:66]
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.int16)
+            .to(torch.int32)
+            .bitwise_and_(0xFFFF)
+        )
+        signs = _with_even_sign(words >> 9)
+        return words.bitwise_and_(511), signs, _nibbles(blocks[:, 66:74])
+
+    def _pack(self, blocks: Tensor, index: Tensor, signs: Tensor, scales: Tensor) -> None:
+        words = (signs.bitwise_and(127) << 9).bitwise_or_(index)
+        blocks[:, 2:66].copy_(words.to(torch.int16).view(torch.uint8))
+        blocks[:, 66:74].copy_(scales[:, 1::2].bitwise_left_shift(4).bitwise_or_(scales[:, ::2]))
+
+
+class Iq2S(GridFormat):
+    """82 bytes: d, 32 low bytes of grid indices, 32 sign bytes, 8 bytes of high bits, 16 4-bit scales."""
+
+    __slots__ = ()
+    encoded_blocks: ClassVar[int] = 128
+
+    def _unpack(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shifts = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.int32)
+        high = (blocks[:, 66:74].to(torch.int32)[:, :, None] >> shifts).bitwise_and_(3).view(-1, 32)
+        index = high.bitwise_left_shift_(8).bitwise_or_(blocks[:, 2:34].to(torch.int32))
+        return index, blocks[:, 34:66].to(torch.int32), _nibbles(blocks[:, 74:82])
+
+    def _pack(self, blocks: Tensor, index: Tensor, signs: Tensor, scales: Tensor) -> None:
+        blocks[:, 2:34].copy_(index.bitwise_and(255))
+        blocks[:, 34:66].copy_(signs)
+        shifts = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.int32)
+        blocks[:, 66:74].copy_(((index >> 8).view(-1, 8, 4) << shifts).sum(dim=2))
+        blocks[:, 74:82].copy_(scales[:, 1::2].bitwise_left_shift(4).bitwise_or_(scales[:, ::2]))
+
+
+def _nearest(points: Tensor, grid: Grid) -> Tensor:
+    """Return the index of the grid point nearest to each of ``points``, ``(groups, group)``, as int32."""
+    scores = torch.addmm(grid.halves, points, grid.points.mT, beta=-1)
+    return scores.argmax(dim=1).to(torch.int32)
+
+
+def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Generator) -> Tensor:
+    """Return ``index``, or a neighbour of it in the direction of the remainder, with odds that keep the mean.
+
+    With ``r`` the remainder and ``b`` the way to the neighbour, the odds are ``r.r / r.b``: along
+    ``r`` the mean of what is stored is the value. Of all grid points the neighbour is that whose
+    direction is nearest to ``r``.
+    """
+    near = torch.index_select(grid.points, 0, index)
+    remainder = points - near
+    along = remainder @ grid.points.mT
+    along.sub_((remainder * near).sum(dim=1, keepdim=True))
+    far = torch.index_select(grid.distances, 0, index)
+    neighbour = torch.div(along, far, out=far).argmax(dim=1, keepdim=True)
+    odds = remainder.square().sum(dim=1) / along.gather(1, neighbour).squeeze(1).clamp_min_(1e-6)
+    drawn = torch.rand(odds.shape, generator=generator, device=odds.device)
+    return torch.where(drawn < odds, neighbour.squeeze(1).to(torch.int32), index)
+
+
+def _split_words(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sign bytes ``(blocks, 32)`` and scales ``(blocks, 8)`` of words of 7, 7, 7, 7 and 4 bits."""
+    shifts = torch.arange(0, 28, 7, device=words.device, dtype=torch.int32)
+    signs = (words[:, :, None] >> shifts).bitwise_and_(127).view(-1, 32)
+    return _with_even_sign(signs), (words >> 28).bitwise_and_(15)
+
+
+def _joined_words(signs: Tensor, scales: Tensor) -> Tensor:
+    """Return the words that ``_split_words`` splits, int32 ``(blocks, 8)``."""
+    shifts = torch.arange(0, 28, 7, device=signs.device, dtype=torch.int32)
+    words = (signs.bitwise_and(127).view(-1, 8, 4) << shifts).sum(dim=2, dtype=torch.int32)
+    return words.bitwise_or_(scales << 28)
+
+
+def _with_even_sign(signs: Tensor) -> Tensor:
+    """Return 7-bit ``signs`` with the eighth bit that makes the number of ones even."""
+    parity = signs ^ (signs >> 4)
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return signs | (parity.bitwise_and_(1) << 7)
+
+
+def _sign_factors(signs: Tensor) -> Tensor:
+    """Return -1 or 1 for each bit of ``signs``, fp32 ``(blocks, 32, 8)``."""
+    shifts = torch.arange(_SIGN_GROUP, device=signs.device, dtype=torch.int32)
+    return (signs[:, :, None] >> shifts).bitwise_and_(1).float().mul_(-2).add_(1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return the halves of each byte, low one first, int32."""
+    shifts = torch.tensor([0, 4], device=packed.device, dtype=torch.int32)
+    return (packed.to(torch.int32)[:, :, None] >> shifts).bitwise_and_(15).view(packed.shape[0], -1)

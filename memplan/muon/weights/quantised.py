@@ -1,0 +1,192 @@
+"""A weight that is codes and nothing else, and how an optimizer updates it in place.
+
+A ``QuantisedWeight`` holds a matrix in a GGUF layout. ``quantised_layers`` dequantise it for their
+product, and hand the gradient of the matrix to its store, from where ``Muon`` updates the codes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memplan.muon.stores.chunk_loops import starts
+from memplan.muon.stores.gradient_stores import Gradient, GradientStore
+from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.weights.weight_codecs import weight_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memplan.muon.weights.weight_formats import WeightFormat
+
+DECODE_CHUNK = 1 << 20
+
+
+class QuantisedWeight(nn.Module):
+    """A matrix as codes, which several layers may share.
+
+    Args:
+        codes: ``(rows, row_bytes)``, uint8, as in a GGUF file.
+        format: Name of the format, such as ``q4-0``.
+        columns: Elements of a row.
+
+    Attributes:
+        codes: The only parameter; it takes no gradient itself.
+        gradient: Where layers leave the gradient of the matrix between backward and step.
+    """
+
+    codes: nn.Parameter
+
+    def __init__(self, codes: Tensor, format: str, columns: int) -> None:
+        super().__init__()
+        self.format: WeightFormat = weight_format(format)
+        if codes.dtype != torch.uint8 or codes.shape[1:] != (self.format.row_bytes(columns),):
+            raise OptimizerError(f"{format}: codes of {codes.dtype} {tuple(codes.shape)} do not hold rows of {columns}")
+        self.codes = nn.Parameter(codes.contiguous(), requires_grad=False)
+        self.shape = torch.Size((codes.shape[0], columns))
+        self.gradient = GradientStore("bf16", self.shape)
+        self.anchor = torch.empty(0, requires_grad=True)
+        """Takes part in every product, so that autograd knows when the gradient is complete; it is empty."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, matrix: Tensor, format: str, generator: torch.Generator | None = None) -> QuantisedWeight:
+        """Return the codes of ``matrix``, ``(rows, columns)`` of any float dtype, nearest unless given noise."""
+        chosen = weight_format(format)
+        rows, columns = matrix.shape
+        codes = torch.zeros(rows, chosen.row_bytes(columns), dtype=torch.uint8, device=matrix.device)
+        step = max(DECODE_CHUNK // columns, 1)
+        for first in starts(rows, step):
+            part = matrix[first : first + step].detach().float().reshape(-1)
+            chosen.encode_(part, codes[first : first + step].view(-1, chosen.block_bytes), generator)
+        return cls(codes, format, columns)
+
+    @torch.no_grad()
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the matrix, ``(rows, columns)`` in ``dtype``, decoded a few rows at a time."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        return self._decode_into(self.codes, out)
+
+    def dequantise_bytes(self, dtype: torch.dtype) -> int:
+        """Return the most that ``dequantised`` allocates: the matrix, and some rows of it in fp32."""
+        rows, columns = self.shape
+        part = min(max(DECODE_CHUNK // columns, 1), rows) * columns
+        copied = 0 if dtype == torch.float32 else 4 * part
+        decode = self.format.decode_bytes(part // self.format.block_elements)
+        return rows * columns * dtype.itemsize + copied + decode
+
+    @torch.no_grad()
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the matrix, ``(*index.shape, columns)``."""
+        codes = self.codes.index_select(0, index.reshape(-1))
+        out = torch.empty(codes.shape[0], self.shape[1], dtype=dtype, device=codes.device)
+        return self._decode_into(codes, out).view(*index.shape, self.shape[1])
+
+    def _decode_into(self, codes: Tensor, out: Tensor) -> Tensor:
+        step = max(DECODE_CHUNK // self.shape[1], 1)
+        exact = None
+        if out.dtype != torch.float32:
+            exact = torch.empty(min(step, out.shape[0]) * self.shape[1], device=out.device)
+        for first in starts(out.shape[0], step):
+            part = out[first : first + step]
+            blocks = codes[first : first + step].view(-1, self.format.block_bytes)
+            if exact is None:
+                self.format.decode_(blocks, part.view(-1))
+            else:
+                part.copy_(self.format.decode_(blocks, exact[: part.numel()]).view(part.shape))
+        return out
+
+    def receive(self, gradient: Tensor) -> None:
+        """Take over, or add, the gradient that one product formed."""
+        self.gradient.take_(gradient)
+
+    def as_handle(self) -> QuantisedHandle:
+        """Return how an optimizer updates this weight."""
+        return QuantisedHandle(self)
+
+    def extra_repr(self) -> str:
+        """Say shape and format."""
+        return f"{tuple(self.shape)}, format={self.format.name}"
+
+
+class QuantisedHandle:
+    """A quantised weight as an update sees it: decoded, updated and encoded a stretch at a time.
+
+    Scales stay while values fit them (``WeightFormat.encode_``), so that only what changes is rounded.
+    """
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        self.weight = weight
+
+    @property
+    def key(self) -> Tensor:
+        """The codes."""
+        return self.weight.codes
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix, not of the codes."""
+        return self.weight.shape
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of a block of the format."""
+        return self.weight.format.block_elements
+
+    @property
+    def layout(self) -> WeightFormat:
+        """The format, which has the attributes of a layout."""
+        return self.weight.format
+
+    @property
+    def store(self) -> GradientStore:
+        """Where layers leave the gradient."""
+        return self.weight.gradient
+
+    @store.setter
+    def store(self, store: GradientStore) -> None:
+        self.weight.gradient = store
+
+    def gradient(self, reuse: bool) -> Gradient | None:
+        """Return the store while it holds a gradient; it is always free to be overwritten."""
+        del reuse
+        return self.store if self.store.codes is not None else None
+
+    def clear_gradient(self) -> None:
+        """Give the store's memory back."""
+        self.store.clear()
+
+    def collect(self, keep: bool) -> None:
+        """Do nothing: the store has the gradient already."""
+
+    def on_gradient(self, call: Callable[[], None]) -> Any:
+        """Register a hook of the anchor, which is called once all products have left their gradients."""
+        hook = self.weight.anchor.register_post_accumulate_grad_hook
+        return hook(lambda _: call())  # type: ignore[no-untyped-call]
+
+    def scratch(self, elements: int) -> Tensor | None:
+        """Return an fp32 copy of a stretch."""
+        return torch.empty(elements, device=self.key.device)
+
+    def scratch_bytes(self, elements: int, stochastic: bool = False) -> int:
+        """Return ``4 * elements``, and what decoding and encoding allocate for a part of the stretch."""
+        return 4 * elements + self.layout.update_bytes(elements // self.block_elements, stochastic)
+
+    def apply_(
+        self,
+        start: int,
+        update: Tensor,
+        keep: float,
+        rate: float,
+        scratch: Tensor | None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Decode, update and encode the blocks of a stretch."""
+        assert scratch is not None
+        chosen, size = self.weight.format, self.block_elements
+        blocks = self.weight.codes.view(-1, chosen.block_bytes)[start // size : (start + update.numel()) // size]
+        exact = chosen.decode_(blocks, scratch[: update.numel()])
+        exact.mul_(keep).add_(update, alpha=-rate)
+        chosen.encode_(exact, blocks, generator, keep=True)

@@ -1,0 +1,27 @@
+"""The weight formats by name, with the layouts of the catalog's entries of the same names."""
+
+from __future__ import annotations
+
+from memplan.muon.stores.optimizer_errors import unknown_choice
+from memplan.muon.weights.grid_formats import Iq2S, Iq2Xs, Iq2Xxs, Iq3Xxs
+from memplan.muon.weights.weight_formats import Q4Format, Q8Format, WeightFormat
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    "q8-0": Q8Format("q8-0", 32, 34),
+    "q4-0": Q4Format("q4-0", 32, 18),
+    "iq3-xxs": Iq3Xxs("iq3-xxs", 256, 98, group=4, sub=32, factor=0.5),
+    "iq2-xxs": Iq2Xxs("iq2-xxs", 256, 66),
+    "iq2-xs": Iq2Xs("iq2-xs", 256, 74, sub=16),
+    "iq2-s": Iq2S("iq2-s", 256, 82, sub=16, even_signs=False),
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Return a weight format.
+
+    Raises:
+        UnknownNameError: If ``name`` is not one of ``WEIGHT_FORMATS``.
+    """
+    if name not in WEIGHT_FORMATS:
+        raise unknown_choice("weight format", name, WEIGHT_FORMATS)
+    return WEIGHT_FORMATS[name]

@@ -1,0 +1,234 @@
+"""Weights in blocks, byte for byte as GGUF files store them: the interface, Q8_0 and Q4_0.
+
+A format turns rows of blocks, ``(blocks, block_bytes)`` uint8, into fp32 values and back. Decoding equals
+the ``gguf`` package bit for bit, and so does encoding of Q8_0 and Q4_0 to nearest. Temporaries are
+bounded: ``DECODED_AT_ONCE`` elements are decoded, and ``encoded_blocks`` encoded, at a time. On a GPU
+every stretch costs its kernels' launches, so that stretches are as long as a few MiB allow.
+
+Source:
+    https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (layouts)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from memplan.muon.stores.chunk_loops import starts
+from memplan.muon.stores.optimizer_errors import OptimizerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_SEARCH = 9
+DECODED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Temporaries:
+    """Bytes that the code below allocates for each block that it handles at a time.
+
+    Attributes:
+        decode: For ``decode_``.
+        nearest: For ``encode_`` to nearest that keeps scales.
+        stochastic: For ``encode_`` with noise that keeps scales.
+        fresh: For ``encode_`` to nearest with new scales.
+        decode_once: For ``decode_``, once.
+    """
+
+    decode: int
+    nearest: int
+    stochastic: int
+    fresh: int
+    decode_once: int = 0
+
+
+TEMPORARIES = {
+    "q8-0": Temporaries(6, 396, 268, 392),
+    "q4-0": Temporaries(16, 205, 285, 192),
+    "iq3-xxs": Temporaries(2496, 68_548, 137_412, 69_960, 32),
+    "iq2-xxs": Temporaries(2368, 35_396, 71_364, 36_680, 32),
+    "iq2-xs": Temporaries(2432, 68_228, 136_964, 69_648, 32),
+    "iq2-s": Temporaries(2432, 133_764, 268_036, 135_184, 32),
+}
+"""Counted, and asserted equal to measurement, by ``tests/muon/test_stores.py``: most is the scores of
+a block's groups against all points of a grid, two such tables where rounding is stochastic."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A GGUF block format; subclasses know its codes.
+
+    Attributes:
+        name: As in the catalog: ``q8-0``.
+        block_elements: Elements of a block.
+        block_bytes: Bytes of a block.
+        tensor_bytes: Bytes once for each tensor: none.
+    """
+
+    name: str
+    block_elements: int
+    block_bytes: int
+    tensor_bytes: int = 0
+
+    encoded_blocks: ClassVar[int] = 32_768
+
+    @property
+    def decoded_blocks(self) -> int:
+        """Blocks that are decoded at a time."""
+        return DECODED_AT_ONCE // self.block_elements
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row.
+
+        Raises:
+            OptimizerError: If ``columns`` is no whole number of blocks.
+        """
+        if columns % self.block_elements:
+            raise OptimizerError(
+                f"{self.name}: rows of {columns} do not divide into blocks of {self.block_elements} elements"
+            )
+        return columns // self.block_elements * self.block_bytes
+
+    def decode_(self, blocks: Tensor, out: Tensor) -> Tensor:
+        """Write the values of ``blocks`` into ``out``, fp32 ``(blocks * block_elements,)``, and return it."""
+        for part, values in self._stretches(blocks, out, self.decoded_blocks):
+            self._decode_part(part, values)
+        return out
+
+    def encode_(
+        self,
+        values: Tensor,
+        blocks: Tensor,
+        generator: torch.Generator | None = None,
+        search: int = DEFAULT_SEARCH,
+        keep: bool = False,
+    ) -> None:
+        """Write the codes of fp32 ``values`` into ``blocks``.
+
+        Args:
+            values: ``(blocks * block_elements,)``; not changed.
+            blocks: ``(blocks, block_bytes)``, overwritten.
+            generator: With it rounding is stochastic, with the mean of what is stored near the value.
+            search: How many scales are tried where the best is not known beforehand.
+            keep: Keep a scale that is stored while the values still fit it. Values that did not
+                change then keep their codes: only what an update adds is rounded, and not, step
+                after step, the whole weight.
+        """
+        for part, stretch in self._stretches(blocks, values, self.encoded_blocks):
+            self._encode_part(stretch, part, generator, search, keep)
+
+    def decode_bytes(self, blocks: int) -> int:
+        """Return what ``decode_`` allocates, tables that are read once in a process left out."""
+        table = TEMPORARIES[self.name]
+        return table.decode * min(blocks, self.decoded_blocks) + table.decode_once
+
+    def update_bytes(self, blocks: int, stochastic: bool = False) -> int:
+        """Return the most that ``decode_``, and then ``encode_`` with ``keep``, allocate."""
+        table = TEMPORARIES[self.name]
+        each = table.stochastic if stochastic else table.nearest
+        return max(self.decode_bytes(blocks), each * min(blocks, self.encoded_blocks))
+
+    def encode_bytes(self, blocks: int) -> int:
+        """Return what ``encode_`` to nearest, with new scales, allocates."""
+        return TEMPORARIES[self.name].fresh * min(blocks, self.encoded_blocks)
+
+    def _stretches(self, blocks: Tensor, values: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = values.view(-1, self.block_elements)
+        for first in starts(blocks.shape[0], count):
+            last = first + count
+            yield blocks[first:last], rows[first:last]
+
+    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        raise NotImplementedError
+
+
+def read_scale(blocks: Tensor) -> Tensor:
+    """Return the fp16 number at the start of each block, as fp32 ``(blocks, 1)``."""
+    return blocks[:, :2].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+
+
+def write_scale(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Write ``scale``, ``(blocks, 1)``, as fp16 at the start of each block; return what was written, as fp32."""
+    half = scale.clamp(-65504.0, 65504.0).half()
+    blocks[:, :2].copy_(half.view(torch.uint8))
+    return half.float()
+
+
+def reciprocal_or_zero(scale: Tensor) -> Tensor:
+    """Return ``1 / scale``, and 0 where ``scale`` is 0."""
+    return torch.where(scale == 0, scale, 1 / scale)
+
+
+class Q8Format(WeightFormat):
+    """Q8_0: an fp16 scale, then 32 signed bytes."""
+
+    __slots__ = ()
+
+    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
+        out.copy_(blocks[:, 2:].view(torch.int8)).mul_(read_scale(blocks))
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        del search
+        scale = values.abs().amax(dim=1, keepdim=True).div_(127)
+        if keep:
+            old = read_scale(blocks)
+            scale = torch.where((scale <= 1.004 * old) & (scale >= 0.5 * old), old, scale)
+        written = write_scale(blocks, scale)
+        if generator is None:
+            codes = round_half_away_(values * reciprocal_or_zero(scale))
+        else:
+            codes = values * reciprocal_or_zero(written)
+            codes.add_(torch.rand(codes.shape, generator=generator, device=codes.device)).floor_()
+        blocks[:, 2:].view(torch.int8).copy_(codes.clamp_(-128, 127))
+
+
+class Q4Format(WeightFormat):
+    """Q4_0: an fp16 scale, then 16 bytes with elements 0 to 15 in the low and 16 to 31 in the high halves."""
+
+    __slots__ = ()
+
+    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
+        codes = blocks[:, 2:]
+        out[:, :16].copy_(codes.bitwise_and(15))
+        out[:, 16:].copy_(codes.bitwise_right_shift(4))
+        out.sub_(8).mul_(read_scale(blocks))
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        del search
+        place = values.abs().argmax(dim=1, keepdim=True)
+        scale = values.gather(1, place).div_(-8)
+        if keep:
+            old = read_scale(blocks)
+            ends = (values * reciprocal_or_zero(old)).aminmax(dim=1, keepdim=True)
+            fits = (ends.min >= -8.5) & (ends.max <= 7.5) & ((ends.min <= -4) | (ends.max >= 4))
+            scale = torch.where(fits, old, scale)
+        written = write_scale(blocks, scale)
+        if generator is None:
+            codes = (values * reciprocal_or_zero(scale)).add_(8.5).trunc_()
+        else:
+            codes = (values * reciprocal_or_zero(written)).add_(8)
+            codes.add_(torch.rand(codes.shape, generator=generator, device=codes.device)).floor_()
+        whole = codes.clamp_(0, 15).to(torch.uint8)
+        blocks[:, 2:].copy_(whole[:, 16:].bitwise_left_shift(4).bitwise_or_(whole[:, :16]))
+
+
+def round_half_away_(values: Tensor) -> Tensor:
+    """Round to nearest in place, halves away from zero, as C's ``roundf`` and not as ``torch.round``."""
+    sign = values.sign()
+    values.abs_()
+    whole = values.floor()
+    values.sub_(whole).mul_(2).floor_().add_(whole)
+    return values.mul_(sign)

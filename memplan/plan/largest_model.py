@@ -1,0 +1,212 @@
+"""Inverse questions: the largest model for a GPU, and the fewest GPUs for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.errors import CannotAnswerError, MemplanError
+from memplan.model.inventory import parameter_count
+from memplan.model.model import Model
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, allowances_of, bytes_per_parameter, devices_for
+from memplan.training.resolved import TrainingSetup
+
+MOST_RANKS = 2**12
+"""GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestModel:
+    """The largest model for one device, as a bound and as a real one.
+
+    Attributes:
+        bytes_per_parameter: Uniform figure of the config.
+        max_parameters: Usable bytes over that figure: an upper bound that leaves out activations,
+            embeddings in other formats, the allocator and the CUDA context.
+        largest_fitting: Name of the largest catalog model that FITS, or None.
+        largest_fitting_parameters: Its parameters, or 0.
+    """
+
+    device: Device
+    setup: TrainingSetup
+    bytes_per_parameter: Fraction
+    max_parameters: int
+    largest_fitting: str | None
+    largest_fitting_parameters: int
+
+
+def max_parameters(setup: TrainingSetup, device: Device) -> int:
+    """Return the most parameters whose states alone fill the device's usable bytes.
+
+    Formula:
+        ``floor(usable_bytes / bytes_per_parameter)``
+    """
+    return int(device.usable_bytes(setup.reserve_bytes) / bytes_per_parameter(setup).total)
+
+
+def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
+    """Return the upper end of the device total, given the requested peak."""
+    allowances = allowances_of(plan.setup, device, plan.forms.stream_bytes)
+    allocated = requested + plan.rounding_bytes + allowances.library_bytes
+    return allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
+
+
+def largest_models(
+    models: Sequence[tuple[str, Model]], setup: TrainingSetup, devices: Sequence[Device]
+) -> list[LargestModel]:
+    """Return the largest of ``models`` for each device, planned at the setup's batch and length.
+
+    Args:
+        models: Catalog names and models.
+        setup: The training setup.
+        devices: Devices, each possibly several GPUs whose memory is pooled.
+    """
+    compiled = _compiled(models, setup)
+    figure = bytes_per_parameter(setup).total
+    rows = []
+    for device in devices_for(setup, devices):
+        usable = device.usable_bytes(setup.reserve_bytes)
+        name, count = next(
+            (
+                (name, count)
+                for name, count, plan, requested in compiled
+                if upper_bytes(plan, device, requested) <= usable
+            ),
+            (None, 0),
+        )
+        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count))
+    return rows
+
+
+def _compiled(models: Sequence[tuple[str, Model]], setup: TrainingSetup) -> list[tuple[str, int, CompiledPlan, int]]:
+    """Return (name, parameters, plan, requested peak) of every model that can be planned, largest first."""
+    found = []
+    for name, model in models:
+        try:
+            plan = CompiledPlan(model, setup)
+            requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
+        except MemplanError:
+            continue
+        found.append((name, parameter_count(model.inventory), plan, requested))
+    return sorted(found, key=lambda item: (-item[1], item[0]))
+
+
+def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
+    """Return the fewest GPUs of a kind whose pooled memory holds a job, or None if no number does.
+
+    The answer fits, and one GPU fewer does not: what is usable grows by the same amount with each
+    GPU and so does what each costs, so that fitting is monotonic in their number.
+    """
+    setup = plan.setup
+    _refuse_parallel(setup)
+    requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
+
+    def fits(count: int) -> bool:
+        several = Device(device.gpu, device.name, count)
+        return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
+
+    return _first_that_fits(fits, 1, MAXIMUM_GPUS)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The fewest GPUs of one kind for a job.
+
+    Attributes:
+        device: One of them.
+        plan: What one of them holds; where memory is pooled, what all of them hold together.
+        pooled: Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out.
+    """
+
+    device: Device
+    count: int
+    plan: MemoryPlan
+    pooled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where a job fits, by kind of GPU.
+
+    Attributes:
+        rows: One for each kind that suffices.
+        refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
+    """
+
+    rows: tuple[Placement, ...]
+    refusal: str = ""
+
+
+def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: Sequence[Device]) -> Placements:
+    """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
+
+    Args:
+        model: The model.
+        setup_of: The setup for a number of GPUs, as ``memplan fit --gpus`` makes it.
+        devices: One GPU of each kind.
+
+    Raises:
+        CannotAnswerError: The config says itself how many GPUs it is for.
+    """
+
+    @cache
+    def compiled(count: int) -> CompiledPlan:
+        return CompiledPlan(model, setup_of(count))
+
+    alone = compiled(1)
+    _refuse_parallel(alone.setup)
+    refusal = _refusal(compiled)
+    rows = []
+    for device in devices_for(alone.setup, devices):
+        plan = alone.evaluate(device)
+        if plan.verdict == "fits":
+            rows.append(Placement(device, 1, plan))
+        elif refusal and (count := fewest_devices(alone, device)) is not None:
+            pooled = Device(device.gpu, device.name, count)
+            rows.append(Placement(device, count, alone.evaluate(pooled), pooled=True))
+        elif not refusal and (count := fewest_ranks(compiled, device)) is not None:
+            rows.append(Placement(device, count, compiled(count).evaluate(device)))
+    return Placements(tuple(rows), refusal)
+
+
+def _refusal(compiled: Callable[[int], CompiledPlan]) -> str:
+    """Return why a job is not planned on two GPUs, or nothing where it is."""
+    try:
+        compiled(2)
+    except MemplanError as error:
+        return str(error)
+    return ""
+
+
+def fewest_ranks(compiled: Callable[[int], CompiledPlan], device: Device) -> int | None:
+    """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
+
+    It is the first such number beyond a power of two, which is the fewest as long as shards shrink
+    with their number: they do until single rows of a tensor are left.
+    """
+
+    def fits(count: int) -> bool:
+        return compiled(count).evaluate(device).verdict == "fits"
+
+    return _first_that_fits(fits, 2, MOST_RANKS)
+
+
+def _first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int | None:
+    """Double ``high`` until it fits, then halve the gap below; None where nothing up to ``most`` fits."""
+    while not fits(high):
+        high *= 2
+        if high > most:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _refuse_parallel(setup: TrainingSetup) -> None:
+    if setup.config.parallel.data > 1:
+        raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")

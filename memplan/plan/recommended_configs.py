@@ -1,0 +1,98 @@
+"""What to train with on a GPU: derived from the catalog and from the evidence, with what is not known named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memplan.catalog.training_config import Status
+from memplan.model.model import Model
+from memplan.plan.largest_model import LargestModel, largest_models
+from memplan.plan.planner import Device
+from memplan.training.resolved import TrainingSetup
+
+ESTABLISHED: tuple[Status, ...] = ("proven", "works")
+TRIED: tuple[Status, ...] = ("experimental",)
+SOUND = ("level", "indistinct", "close")
+"""Verdicts of a record of training that are within 5 % of fp32, or that seeds cannot tell from it."""
+ORDER: Mapping[Status, int] = {"proven": 0, "works": 1, "experimental": 2, "diverges": 3}
+PLAIN_PRECISIONS = ("bf16", "fp16", "fp32")
+"""Precisions that Newton-Schulz needs nothing special for, the one to prefer first: bf16 has the range of fp32."""
+NARROW_PRECISIONS = ("fp8", "int8")
+"""Precisions that need scales, and kernels that use them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What a GPU is best used with.
+
+    Attributes:
+        device: The GPU, or several with their memory pooled.
+        established: The config that holds the largest model among those whose status is works or
+            better, with that model; None where none holds any.
+        experimental: One that holds a larger model, is experimental, and trained about as well as fp32
+            in the record behind it; None where none does.
+        precision: Of Newton-Schulz products.
+        faster: Narrow precisions with a higher rate on paper, and how many times as high.
+    """
+
+    device: Device
+    established: LargestModel | None
+    experimental: LargestModel | None
+    precision: str
+    faster: tuple[tuple[str, Fraction], ...]
+
+
+def recommendations(
+    models: Sequence[tuple[str, Model]],
+    setups: Sequence[TrainingSetup],
+    devices: Sequence[Device],
+    verdict: Callable[[str], str],
+) -> list[Recommendation]:
+    """Return one recommendation for each device.
+
+    Args:
+        models: Catalog names and models.
+        setups: Configs that train all weights.
+        devices: Devices.
+        verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
+    """
+    kept = [setup for setup in setups if _sound(setup, verdict)]
+    answers = [largest_models(models, setup, devices) for setup in kept]
+    found = []
+    for device, rows in zip(devices, zip(*answers, strict=True), strict=True):
+        established = _best(rows, ESTABLISHED)
+        bold = _best(rows, TRIED)
+        least = 0 if established is None else established.largest_fitting_parameters
+        larger = bold if bold is not None and bold.largest_fitting_parameters > least else None
+        found.append(Recommendation(device, established, larger, *_precision(device)))
+    return found
+
+
+def _sound(setup: TrainingSetup, verdict: Callable[[str], str]) -> bool:
+    config = setup.config
+    return config.status in ESTABLISHED or (config.status in TRIED and verdict(config.evidence or "") in SOUND)
+
+
+def _best(rows: Sequence[LargestModel], statuses: Collection[Status]) -> LargestModel | None:
+    """Return the row with the largest model; of equals the better status, then the fewer bytes for a parameter."""
+    fitting = [row for row in rows if row.setup.config.status in statuses and row.largest_fitting is not None]
+
+    def order(row: LargestModel) -> tuple[int, int, Fraction, str]:
+        return (
+            -row.largest_fitting_parameters,
+            ORDER[row.setup.config.status],
+            row.bytes_per_parameter,
+            row.setup.name,
+        )
+
+    return min(fitting, key=order, default=None)
+
+
+def _precision(device: Device) -> tuple[str, tuple[tuple[str, Fraction], ...]]:
+    """Return the plain precision to use, and the narrow ones that are faster on paper."""
+    rates = device.gpu.dense_flops
+    plain = next((name for name in PLAIN_PRECISIONS if name in rates), "bf16")
+    narrow = ((name, Fraction(rates[name], rates[plain])) for name in NARROW_PRECISIONS if {name, plain} <= set(rates))
+    return plain, tuple((name, ratio) for name, ratio in narrow if ratio > 1)

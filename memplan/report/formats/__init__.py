@@ -1,1 +1,0 @@
-"""Budget checks in the formats that code forges and test reports read."""

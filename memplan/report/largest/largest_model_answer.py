@@ -1,0 +1,241 @@
+"""The answers of ``memplan max`` and ``memplan where``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.printed_numbers import numbers
+from memplan.model.inventory import parameter_count
+from memplan.model.model import Model
+from memplan.plan.largest_model import MOST_RANKS, LargestModel, Placement, Placements, largest_models
+from memplan.plan.planner import Device
+from memplan.published.table_schema import Library
+from memplan.report.document import Document, Table
+from memplan.training.resolved import TrainingSetup
+from memplan.units import format_bytes, format_count, format_fraction
+
+PUBLISHED = "s000.t02"
+"""The notes' table of the largest parameter count for each GPU."""
+
+WHY = (
+    "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
+    "matrix and nothing left for activations, logits, optimizer scratch, allocator or CUDA context. largest_fitting_model "
+    "was planned whole, at the batch and sequence shown, with its embeddings in their own format; it FITS at the upper end. "
+    "notes is what the notes printed, by their own rule (0.80 of decimal GB, formats without their scales)."
+)
+
+
+NotesFigures = Mapping[tuple[str, str, int], int]
+"""(config, GPU, how many of them) -> the parameters that the notes print."""
+
+
+def notes_figures(catalog: Catalog) -> NotesFigures:
+    """Return what the notes print as the largest parameter counts."""
+    library = Library(catalog.root)
+    table = library.tables[PUBLISHED]
+    found = {}
+    for cell in table.cells:
+        origin = library.origin(table, cell)
+        key = (origin.config or "", origin.gpu or "", origin.count or 1)
+        found[key] = int(numbers(cell.printed)[0].value)
+    return found
+
+
+def max_document(
+    models: Sequence[tuple[str, Model]],
+    setups: Sequence[TrainingSetup],
+    devices: Sequence[Device],
+    catalog: Catalog,
+    unit: str,
+) -> Document:
+    """Return the largest model for every device and setup."""
+    figures = notes_figures(catalog)
+    found = [row for setup in setups for row in largest_models(models, setup, devices)]
+    found.sort(key=lambda row: (-row.device.usable_bytes(0), row.device.name, setups.index(row.setup)))
+    data = [_max_data(row, figures) for row in found]
+    rows = tuple(_max_row(row, item, unit) for row, item in zip(found, data, strict=True))
+    headers = (
+        "gpu",
+        ">usable",
+        "config",
+        "status",
+        ">B/param",
+        ">max_parameters",
+        ">notes",
+        "largest_fitting_model",
+    )
+    batch = setups[0].config
+    head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {batch.activation_checkpointing}"
+    blocks: list[Table | str] = [head, Table(headers, rows), WHY]
+    if any(device.count > 1 for device in devices):
+        blocks.append(
+            "Memory of several GPUs is pooled, which is an upper bound: everything sharded evenly, nothing replicated, no communication buffers."
+        )
+    blocks.append(_max_sentence(found))
+    return Document({"schema": "memplan/max/1", "rows": data}, tuple(blocks))
+
+
+def _max_data(row: LargestModel, figures: NotesFigures) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "gpu": row.device.name,
+        "count": row.device.count,
+        "config": row.setup.name,
+        "status": row.setup.config.status,
+        "usable_bytes": row.device.usable_bytes(row.setup.reserve_bytes),
+        "bytes_per_parameter": float(row.bytes_per_parameter),
+        "max_parameters": row.max_parameters,
+        "largest_fitting_model": row.largest_fitting,
+        "largest_fitting_parameters": row.largest_fitting_parameters,
+    }
+    shown = "" if row.setup.changed else row.setup.name
+    printed = figures.get((shown, row.device.name, row.device.count))
+    if printed is not None:
+        data["notes_max_parameters"] = printed
+    return data
+
+
+def _max_row(row: LargestModel, data: Mapping[str, Any], unit: str) -> tuple[str, ...]:
+    notes = data.get("notes_max_parameters")
+    return (
+        row.device.name if row.device.count == 1 else f"{row.device.count} x {row.device.name}",
+        format_bytes(data["usable_bytes"], unit),
+        row.setup.label,
+        row.setup.config.status,
+        format_fraction(row.bytes_per_parameter),
+        format_count(row.max_parameters),
+        format_count(notes) if notes else "",
+        f"{row.largest_fitting} ({format_count(row.largest_fitting_parameters)})" if row.largest_fitting else "none",
+    )
+
+
+def _max_sentence(rows: Sequence[LargestModel]) -> str:
+    best = max(rows, key=lambda row: (row.largest_fitting_parameters, -row.device.memory_bytes))
+    if best.largest_fitting is None:
+        return "No catalog model fits on any of these GPUs."
+    with_config = f"{best.largest_fitting} with {best.setup.name}"
+    if best.device.count == 1:
+        return f"The largest catalog model that fits is {with_config} on {best.device.name}."
+    on = f"{best.device.count} x {best.device.name}"
+    return (
+        f"At most {with_config} on {on}: a bound, of pooled memory; memplan fit --gpus plans a job that is shared out."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What an hour of one GPU costs, as a user says.
+
+    Attributes:
+        hourly: Price by catalog name; GPUs that are not in it have none.
+        currency: What the prices are in, or nothing.
+    """
+
+    hourly: Mapping[str, Fraction] = field(default_factory=dict)
+    currency: str = ""
+
+    def text(self, amount: Fraction) -> str:
+        """Return an amount with two decimals and its currency."""
+        cents = (200 * amount.numerator + amount.denominator) // (2 * amount.denominator)
+        return f"{cents // 100}.{cents % 100:02d} {self.currency}".rstrip()
+
+
+def where_document(
+    model: Model, name: str, found: Placements, config: TrainingConfig, unit: str, prices: Prices | None = None
+) -> Document:
+    """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest.
+
+    Counts that are only bounds come last, whatever they cost, and are never the answer.
+
+    Args:
+        model: The model.
+        name: Of the training config.
+        found: Where the job fits.
+        config: For the batch and the sequence length.
+        unit: Unit of bytes in tables.
+        prices: What each GPU costs.
+    """
+    hourly = prices.hourly if prices else {}
+    ordered = sorted(found.rows, key=lambda row: _order(row, hourly))
+    costs = [row.count * hourly[row.device.name] if row.device.name in hourly else None for row in ordered]
+    data = [_where_data(row) for row in ordered]
+    if prices is not None:
+        data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
+    rows = tuple(_where_row(row, cost, unit, prices) for row, cost in zip(ordered, costs, strict=True))
+    job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {name}"
+    usable = ">usable in all" if found.refusal else ">usable each"
+    blocks: list[Table | str] = [
+        f"{job}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
+        Table((*(() if prices is None else (">per hour",)), ">count", "gpu", usable, ">device", ">upper end"), rows),
+        _how_shared(ordered, found.refusal),
+        _where_sentence(job, ordered, costs, prices),
+    ]
+    return Document(
+        {"schema": "memplan/where/1", "model": model.spec.name, "config": name, "rows": data},
+        tuple(block for block in blocks if block),
+        _where_code(ordered),
+    )
+
+
+def _order(row: Placement, hourly: Mapping[str, Fraction]) -> tuple[bool, bool, Fraction, int, int, str]:
+    name = row.device.name
+    cost = row.count * hourly.get(name, Fraction(0))
+    return row.pooled, name not in hourly, cost, row.count, row.device.gpu.cuda_total_bytes, name
+
+
+def _where_code(rows: Sequence[Placement]) -> int:
+    """Return 0 where the job fits somewhere, 3 where there are only bounds, 1 where there is nothing."""
+    return 1 if not rows else 3 if rows[0].pooled else 0
+
+
+def _where_data(row: Placement) -> dict[str, Any]:
+    return {
+        "gpu": row.device.name,
+        "count": row.count,
+        "pooled": row.pooled,
+        "usable_bytes": row.plan.usable_bytes,
+        "device_bytes": row.plan.device_bytes,
+        "upper_bytes": row.plan.upper_bytes,
+        "verdict": "bound" if row.pooled else row.plan.verdict,
+    }
+
+
+def _where_row(row: Placement, cost: Fraction | None, unit: str, prices: Prices | None) -> tuple[str, ...]:
+    least = ">= " if row.pooled else ""
+    sizes = (row.plan.usable_bytes, row.plan.device_bytes, row.plan.upper_bytes)
+    price = () if prices is None else ("" if cost is None else f"{least}{prices.text(cost)}",)
+    return (*price, f"{least}{row.count}", row.device.name, *(format_bytes(size, unit) for size in sizes))
+
+
+def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
+    """Return what several GPUs mean in an answer that has them."""
+    if all(row.count == 1 for row in rows):
+        return ""
+    if refusal:
+        return (
+            f"Not planned on several GPUs: {refusal}. Counts beyond 1 are lower bounds (>=): their memory is pooled, "
+            "everything sharded evenly, nothing replicated, no communication buffers."
+        )
+    return (
+        "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
+        "memplan fit --gpus plans them; bytes are one GPU's."
+    )
+
+
+def _where_sentence(
+    job: str, rows: Sequence[Placement], costs: Sequence[Fraction | None], prices: Prices | None
+) -> str:
+    if not rows:
+        return f"NO: {job} fits on no number of these GPUs, up to {MOST_RANKS:,} of a kind."
+    first, cost = rows[0], costs[0]
+    if first.pooled:
+        return f"UNKNOWN: {job} fits on none of these GPUs alone, and is not planned on several."
+    if prices is not None and cost is not None:
+        return f"FITS: {job} costs least on {first.count} x {first.device.name}: {prices.text(cost)} an hour."
+    if first.count == 1:
+        return f"FITS: {job} fits on one {first.device.name}, the smallest single GPU that holds it."
+    return f"FITS: {job} fits on {first.count} x {first.device.name}, the fewest; on no single GPU."

@@ -1,0 +1,105 @@
+"""The answer of ``memplan max --for batch|sequence|lora-rank|layers``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memplan.model.inventory import parameter_count
+from memplan.model.model import Model
+from memplan.report.document import Document, Table
+from memplan.solver.largest_per_device import Largest, Sought
+from memplan.solver.largest_value import Answer
+from memplan.training.resolved import TrainingSetup
+from memplan.units import format_bytes, format_count
+
+WORDS: dict[Sought, str] = {
+    "batch": "micro-batch",
+    "sequence": "sequence length",
+    "lora-rank": "adapter rank",
+    "layers": "number of layers",
+}
+
+
+def largest_document(
+    what: Sought, model: Model, setup: TrainingSetup, found: Sequence[Largest], unit: str, *, strict: bool
+) -> Document:
+    """Return the largest value on every device, the largest first."""
+    rows = sorted(found, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
+    data = {
+        "schema": "memplan/largest/1",
+        "for": what,
+        "model": model.spec.name,
+        "config": setup.name,
+        "rows": [_data(row) for row in rows],
+    }
+    config = setup.config
+    head = (
+        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}: largest {WORDS[what]} "
+        f"at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, checkpointing "
+        f"{config.activation_checkpointing}, the one sought apart"
+    )
+    headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")
+    table = Table(headers, tuple(_row(row, unit) for row in rows))
+    good = any(row.fits.value or (row.tight.value and not strict) for row in rows)
+    return Document(data, (head, table, _notes(what, model, rows), _sentence(what, model, rows)), 0 if good else 1)
+
+
+def _data(row: Largest) -> dict[str, Any]:
+    plan, following = row.plan, row.following
+    usable = (plan or following).usable_bytes if plan or following else 0  # type: ignore[union-attr]
+    return {
+        "gpu": row.device.name,
+        "count": row.device.count,
+        "usable_bytes": usable,
+        "value": row.fits.value,
+        "tight_value": row.tight.value,
+        "bounded": row.fits.bounded,
+        "device_bytes": plan.device_bytes if plan else None,
+        "upper_bytes": plan.upper_bytes if plan else None,
+        "next_upper_bytes": following.upper_bytes if following else None,
+    }
+
+
+def _row(row: Largest, unit: str) -> tuple[str, ...]:
+    plan, following = row.plan, row.following
+    known = plan or following
+    return (
+        row.device.name if row.device.count == 1 else f"{row.device.count} x {row.device.name}",
+        _text(row.fits),
+        format_bytes(plan.upper_bytes, unit) if plan else "",
+        format_bytes(following.upper_bytes, unit) if following else "",
+        format_bytes(known.usable_bytes, unit) if known else "",
+        _text(row.tight),
+    )
+
+
+def _text(answer: Answer) -> str:
+    if not answer.value:
+        return "none"
+    return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
+
+
+def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
+    notes = []
+    if any(row.device.count > 1 for row in rows):
+        notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
+    if any(row.fits.bounded for row in rows):
+        notes.append("(limit): larger values are no valid input, whatever the memory.")
+    made_for = model.spec.max_position_embeddings
+    if what == "sequence" and made_for and any(row.fits.value > made_for for row in rows):
+        notes.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
+    if what == "layers":
+        notes.append("Fewer layers are the model's first ones; more repeat its last one.")
+    return tuple(notes)
+
+
+def _sentence(what: Sought, model: Model, rows: Sequence[Largest]) -> str:
+    best = rows[0]
+    if not best.fits.value:
+        tight = max(rows, key=lambda row: row.tight.value)
+        if tight.tight.value:
+            return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {tight.device.name}; none FITS for sure."
+        return f"NO: {model.spec.name} fits with no {WORDS[what]} at all."
+    ending = "the input ends there" if best.fits.bounded else f"{best.fits.value + 1} does not"
+    return f"FITS: {WORDS[what]} {best.fits.value} fits on {best.device.name}, and {ending}."

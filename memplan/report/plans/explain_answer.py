@@ -1,0 +1,147 @@
+"""The answer of ``memplan explain``: the whole sum, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from memplan.plan.planner import MemoryPlan, form_text
+from memplan.report.document import Document, Table
+from memplan.report.plans.plan_answer import answer, component_table, components, heading, plan_data, totals_table
+from memplan.step.states.model_states import TensorStates
+from memplan.step.tapes.linear_forms import QUANTITIES, total_bytes
+from memplan.units import format_bytes
+
+LEGEND = (
+    "b: micro-batch size; t: sequence length; n: elements of a tensor. Every tensor's bytes are rounded up to whole blocks; "
+    "'x count' is the number of layers that have one."
+)
+
+
+def explain_document(plan: MemoryPlan, catalog_hash: str, unit: str) -> Document:
+    """Return every term of a plan, with its values and sources."""
+    states = states_table(plan)
+    saved = saved_table(plan, unit)
+    instants = candidates_table(plan, unit)
+    sources = tuple(
+        f"{c.name} ({c.kind}): {c.formula}{_values(c.values)}. Source: {c.source}" for c in components(plan)
+    )
+    blocks = (
+        heading(plan),
+        LEGEND,
+        states,
+        _sums(plan),
+        saved,
+        instants,
+        component_table(plan, unit),
+        totals_table(plan, unit),
+        sources,
+        answer(plan),
+    )
+    data = {
+        **plan_data(plan, catalog_hash),
+        "schema": "memplan/explain/1",
+        "tensors": [_tensor_data(e) for e in plan.states.tensors],
+    }
+    data["saved_for_backward"] = [
+        {"layer": layer, "operation": name, "formula": f"{coefficient} {QUANTITIES[quantity]}"}
+        for layer, tensors in plan.forms.layer_saved
+        for name, quantity, coefficient, _ in tensors
+    ]
+    return Document(data, blocks)
+
+
+def _values(values: Any) -> str:
+    return (
+        " with " + ", ".join(f"{k} = {v:,}" if isinstance(v, int) else f"{k} = {v}" for k, v in values.items())
+        if values
+        else ""
+    )
+
+
+def _tensor_data(entry: TensorStates) -> dict[str, Any]:
+    return {
+        "name": entry.tensor.name,
+        "shape": list(entry.tensor.shape),
+        "role": entry.tensor.role,
+        "count": entry.tensor.count,
+        "format": entry.format_name,
+        "optimizer": entry.optimizer_name if entry.trainable else None,
+        "weight_bytes": entry.weight_bytes,
+        "master_bytes": entry.master_bytes,
+        "gradient_bytes": entry.gradient_bytes,
+        "state_bytes": entry.state_bytes,
+        "host_bytes": entry.host_bytes,
+    }
+
+
+def states_table(plan: MemoryPlan) -> Table:
+    """Return the bytes that training keeps for every tensor."""
+    rows = tuple(
+        (
+            entry.tensor.name.replace("model.", "", 1),
+            "x".join(map(str, entry.tensor.shape)),
+            str(entry.tensor.count),
+            entry.format_name,
+            f"{entry.weight_bytes:,}",
+            f"{entry.gradient_bytes:,}",
+            f"{entry.state_bytes:,}",
+            entry.optimizer_name if entry.trainable else "frozen",
+        )
+        for entry in plan.states.tensors
+    )
+    headers = ("tensor", "shape", ">x count", "format", ">weight B", ">gradient B", ">states B", "optimizer")
+    return Table(headers, rows, "Model states, bytes of one tensor")
+
+
+def _sums(plan: MemoryPlan) -> tuple[str, ...]:
+    """Return the sums over all tensors, as exact integers."""
+    states = plan.states
+    lines = [
+        f"weights          = sum(weight B x count)   = {states.weight_bytes:,}",
+        f"gradients        = sum(gradient B x count) = {states.gradient_bytes:,}",
+        f"optimizer_states = sum(states B x count)   = {states.state_bytes:,}",
+    ]
+    if plan.setup.offloads_states:
+        lines.append(f"host             = sum(states on the host x count) = {states.host_bytes:,}")
+    if states.master_bytes:
+        lines.append(f"master_weights   = sum(n x width x count)  = {states.master_bytes:,}")
+    return tuple(lines)
+
+
+def saved_table(plan: MemoryPlan, unit: str) -> Table:
+    """Return what one layer of each kind keeps for backward, tensor by tensor."""
+    rows: list[tuple[str, ...]] = []
+    for layer, tensors in plan.forms.layer_saved:
+        total = 0
+        for name, quantity, coefficient, _ in tensors:
+            size = coefficient * plan.values[quantity]
+            total += size
+            rows.append((layer, f"{coefficient:,} x {QUANTITIES[quantity]}", format_bytes(size, unit), name))
+        rows.append((layer, "sum", format_bytes(total, unit), ""))
+    kind = plan.setup.config.activation_checkpointing
+    title = "Kept for backward by one layer" + (
+        "" if kind == "none" else f" while it runs again (checkpointing {kind})"
+    )
+    return Table(("layer", ">bytes", ">here", "first kept by"), tuple(rows), title)
+
+
+def candidates_table(plan: MemoryPlan, unit: str) -> Table:
+    """Return each instant's closed form: what is alive besides weights, states and buffers."""
+    rows = tuple((name, operation, format_bytes(size, unit), text) for name, operation, size, text in _forms(plan))
+    return Table(
+        ("instant", "operation", ">besides", "closed form"),
+        rows,
+        "Instants: bytes alive besides weights, states and buffers",
+    )
+
+
+def _forms(plan: MemoryPlan) -> Iterator[tuple[str, str, int, str]]:
+    """Yield the fullest candidate of every instant."""
+    best: dict[str, tuple[int, str, str]] = {}
+    for candidate in plan.forms.candidates:
+        size = total_bytes(candidate.form, plan.values)
+        if size > best.get(candidate.name, (-1, "", ""))[0]:
+            best[candidate.name] = (size, candidate.operation, form_text(candidate.form))
+    for name, (size, operation, text) in best.items():
+        yield name, operation, size, text

@@ -1,0 +1,156 @@
+"""The answer of ``memplan frontier``: a grid of batch and sequence length, and the line through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.model.inventory import parameter_count
+from memplan.report.document import Document, Table
+from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.solver.batch_frontier import Cell, Edge, Frontier
+from memplan.solver.largest_value import Answer
+from memplan.units import format_bytes, format_count
+
+LETTERS = {"fits": "", "tight": " T", "no": " x"}
+
+
+def frontier_document(grid: Frontier, catalog: Catalog, unit: str, *, strict: bool, tidy: bool) -> Document:
+    """Return the grid as tables and JSON.
+
+    Args:
+        grid: What was found.
+        catalog: For its hash.
+        unit: Unit of bytes.
+        strict: TIGHT counts as NO.
+        tidy: Whether each cell is to be a row of its own, as CSV has it.
+    """
+    data = {
+        "schema": "memplan/frontier/1",
+        "catalog_hash": catalog.hash,
+        "model": grid.plan.model.spec.name,
+        "config": grid.plan.setup.name,
+        "gpu": {"name": grid.device.name, "count": _gpus(grid), "usable_bytes": grid.usable_bytes},
+        "rows": [_cell_data(cell) for row in grid.cells for cell in row],
+        "largest_batch": [_edge_data("sequence_length", edge, "batch") for edge in grid.by_length],
+        "longest_sequence": [_edge_data("micro_batch_size", edge, "length") for edge in grid.by_batch],
+    }
+    if tidy:
+        return Document(data, (_tidy(grid),), heat_map_code(grid, strict))
+    blocks = (
+        _heading(grid),
+        _grid(grid, unit),
+        _edges("sequence", "largest micro-batch", grid.by_length),
+        _edges("micro-batch", "longest sequence", grid.by_batch),
+        _note(grid),
+        _sentence(grid),
+    )
+    return Document(data, blocks, heat_map_code(grid, strict))
+
+
+def heat_map_code(grid: Frontier, strict: bool) -> int:
+    """Return 0 where a cell fits (or is TIGHT, unless strict), else 1."""
+    good = ("fits",) if strict else ("fits", "tight")
+    return 0 if any(cell.verdict in good for row in grid.cells for cell in row) else 1
+
+
+def _cell_data(cell: Cell) -> dict[str, Any]:
+    return {
+        "micro_batch_size": cell.batch,
+        "sequence_length": cell.length,
+        "verdict": cell.verdict,
+        "requested_bytes": cell.requested_bytes,
+        "device_bytes": cell.device_bytes,
+        "upper_bytes": cell.upper_bytes,
+    }
+
+
+def _edge_data(key: str, edge: Edge, what: str) -> dict[str, Any]:
+    return {
+        key: edge.at,
+        f"fits_{what}": edge.fits.value,
+        f"tight_{what}": edge.tight.value,
+        "bounded": edge.fits.bounded,
+    }
+
+
+def _gpus(grid: Frontier) -> int:
+    return max(grid.device.count, grid.plan.setup.config.parallel.data)
+
+
+def _heading(grid: Frontier) -> str:
+    plan, config = grid.plan, grid.plan.setup.config
+    several = f"{grid.device.count} x " if grid.device.count > 1 else ""
+    several = f"each of {_gpus(grid)} " if config.parallel.data > 1 else several
+    return (
+        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name} on "
+        f"{several}{grid.device.name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"
+    )
+
+
+def _grid(grid: Frontier, unit: str) -> Table:
+    """Return the device bytes of every cell; T marks what is TIGHT and x what does not fit."""
+    headers = (">sequence \\ batch", *(f">{batch}" for batch in grid.batches))
+    rows = tuple(
+        (str(length), *(f"{format_bytes(cell.device_bytes, unit)}{LETTERS[cell.verdict]}" for cell in row))
+        for length, row in zip(grid.lengths, grid.cells, strict=True)
+    )
+    return Table(headers, tuple(tuple(cell if cell[-1] in "Tx" else f"{cell}  " for cell in row) for row in rows))
+
+
+def _tidy(grid: Frontier) -> Table:
+    rows = tuple(
+        (
+            str(cell.batch),
+            str(cell.length),
+            VERDICT_WORDS[cell.verdict],
+            str(cell.requested_bytes),
+            str(cell.device_bytes),
+            str(cell.upper_bytes),
+        )
+        for row in grid.cells
+        for cell in row
+    )
+    headers = ("micro_batch_size", "sequence_length", "verdict", "requested_bytes", "device_bytes", "upper_bytes")
+    return Table(headers, rows)
+
+
+def _edges(key: str, what: str, edges: Sequence[Edge]) -> Table:
+    rows = tuple((str(edge.at), answer_text(edge.fits), answer_text(edge.tight)) for edge in edges)
+    return Table((f">{key}", f">{what} that FITS", ">TIGHT up to"), rows)
+
+
+def answer_text(answer: Answer) -> str:
+    """Return an answer as text: ``none``, or a number, or ``at least`` it where a limit of the input ended it."""
+    if not answer.value:
+        return "none"
+    return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
+
+
+def _note(grid: Frontier) -> tuple[str, ...]:
+    lines = [
+        "Bytes are what nvidia-smi would show. T: TIGHT, fits unless the upper end comes true; x: does not fit. The next "
+        "batch, or the next longer sequence, no longer fits."
+    ]
+    if grid.device.count > 1:
+        lines.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
+    made_for = grid.plan.model.spec.max_position_embeddings
+    if made_for and any(edge.fits.value > made_for for edge in grid.by_batch):
+        lines.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
+    return tuple(lines)
+
+
+def _sentence(grid: Frontier) -> str:
+    fitting = [cell for row in grid.cells for cell in row if cell.verdict == "fits"]
+    name = f"{grid.plan.model.spec.name} with {grid.plan.setup.name} on {grid.device.name}"
+    if not fitting:
+        least = grid.cells[0][0]
+        over = least.upper_bytes - grid.usable_bytes
+        tight = "TIGHT" if any(cell.verdict == "tight" for row in grid.cells for cell in row) else "NO"
+        return f"{tight}: no cell of the grid FITS for {name}; batch {least.batch} at {least.length} may need {format_bytes(over)} too much."
+    best = max(fitting, key=lambda cell: (cell.batch * cell.length, cell.length))
+    return (
+        f"FITS: {len(fitting)} of {len(grid.batches) * len(grid.lengths)} cells for {name}; the most tokens are "
+        f"{best.batch} x {best.length} at {format_bytes(best.device_bytes)}."
+    )

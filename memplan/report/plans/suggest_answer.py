@@ -1,0 +1,205 @@
+"""The answer of ``memplan suggest``: settings that fit, what each gives up, or the nearest miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.model.inventory import parameter_count
+from memplan.report.document import Document, Table
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
+from memplan.solver.search.best_first import Miss
+from memplan.solver.search.pareto_front import Found
+from memplan.solver.search.space import optimizer_names
+from memplan.solver.search.suggested_settings import Settings, Suggestions
+from memplan.solver.search.timing import Rates
+from memplan.units import format_bytes, format_count, parse_bytes
+
+NOT_SEARCHED = (
+    "Not searched: {gpus}; weights or activations in host memory; optimizers whose "
+    "updates have not been traced; adapters (--set adapter.kind=lora searches them). recompute: what runs twice, +loss the head too."
+)
+ONE_GPU = "several GPUs (--gpus N searches them)"
+SEVERAL_GPUS = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
+
+
+def suggest_document(answer: Suggestions, catalog: Catalog, unit: str) -> Document:
+    """Return the settings that fit, or what comes nearest."""
+    data: dict[str, Any] = {
+        "schema": "memplan/suggest/1",
+        "rows": [row_data(row, answer, catalog) for row in answer.rows],
+        "combinations": answer.outcome.considered,
+        "plans_compiled": answer.outcome.compiled,
+    }
+    head = _heading(answer, unit)
+    if answer.rows:
+        lines = tuple(f"{rank}. Gives up: {row.gives_up}." for rank, row in enumerate(answer.rows, 1))
+        blocks = (head, _table(answer, catalog, unit), lines, _notes(answer), _sentence(answer, unit))
+        return Document(data, blocks)
+    if answer.miss is not None:
+        data["nearest_miss"] = _miss_data(answer.miss, catalog)
+    data["experimental_fits"] = answer.experimental_fits
+    return Document(data, (head, _notes(answer), _miss_sentence(answer, unit)), 1)
+
+
+def row_data(row: Settings, answer: Suggestions, catalog: Catalog) -> dict[str, Any]:
+    """Return one answer: a plan, with what the search says of it besides."""
+    found = row.found
+    return plan_data(row.plan, catalog.hash) | {
+        "quality_risk": found.standing.risk,
+        "gives_up": row.gives_up,
+        "estimate": {
+            "step_seconds": found.step_picoseconds / 10**12,
+            "tokens_per_second": 10**15 * row.plan.setup.config.parallel.data / max(found.token_femtoseconds, 1),
+            "rates_of": answer.outcome.rates.source,
+        },
+    }
+
+
+def _heading(answer: Suggestions, unit: str) -> str:
+    base, space = answer.space.base, answer.space
+    model = answer.model
+    usable = format_bytes(answer.device.usable_bytes(parse_bytes(base.reserve)), unit)
+    parameters = format_count(parameter_count(model.inventory))
+    gpus = base.parallel.data
+    on = answer.device.name if gpus == 1 else f"each of {gpus} {answer.device.name}"
+    name = f"{model.spec.name} ({parameters} parameters) on {on} ({usable} usable)"
+    step = f", at least {space.step_batch} sequences per step" if space.step_batch > 1 else ""
+    return (
+        f"{name}: {answer.outcome.considered:,} combinations at sequence {base.sequence_length}, "
+        f"micro-batch {space.batches[0]} or more{step}; {answer.outcome.compiled} planned"
+    )
+
+
+def _table(answer: Suggestions, catalog: Catalog, unit: str) -> Table:
+    several = answer.space.base.parallel.data > 1
+    rows = tuple(_row(rank, row, catalog, unit) for rank, row in enumerate(answer.rows, 1))
+    headers: tuple[str, ...] = (
+        ">#",
+        "verdict",
+        "status",
+        ">risk",
+        ">upper end",
+        ">tokens/s",
+        ">b",
+        "weights",
+        "gradients",
+        "optimizer",
+        "recompute",
+        *(("zero",) if several else ()),
+    )
+    return Table(headers, rows)
+
+
+def _row(rank: int, row: Settings, catalog: Catalog, unit: str) -> tuple[str, ...]:
+    found, plan = row.found, row.plan
+    state, way = found.state, found.way
+    weights = (
+        state.weights.dtype if not plan.setup.autocast else f"{state.weights.dtype}, {state.weights.compute_dtype}"
+    )
+    weights = f"{weights} + {state.master}" if state.master != "none" else weights
+    again = way.checkpointing if way.loss != "chunked" else f"{way.checkpointing}+loss"
+    released = " by layer" if way.lifetime == "layer" else ""
+    return (
+        str(rank),
+        VERDICT_WORDS[plan.verdict],
+        found.standing.status,
+        str(found.standing.risk),
+        format_bytes(plan.upper_bytes, unit),
+        f"~{_tokens_per_second(found, plan.setup.config.parallel.data):,}",
+        str(found.batch) if plan.setup.config.gradient_accumulation_steps == 1 else _accumulated(found, plan.setup),
+        weights,
+        f"{state.gradient or 'own'}{released}",
+        optimizer_names(state.optimizer, catalog)[0] + (" on host" if state.offload == "cpu" else ""),
+        again,
+        *((str(plan.setup.config.parallel.zero_stage),) if plan.setup.config.parallel.data > 1 else ()),
+    )
+
+
+def _accumulated(found: Found, setup: Any) -> str:
+    return f"{found.batch} x {setup.config.gradient_accumulation_steps}"
+
+
+def _tokens_per_second(found: Found, gpus: int) -> int:
+    """Return an estimate for all GPUs with two digits, which is more than it is good for."""
+    rate = 10**15 * gpus // max(found.token_femtoseconds, 1)
+    scale: int = 10 ** max(0, len(str(rate)) - 2)
+    return (rate + scale // 2) // scale * scale
+
+
+def _notes(answer: Suggestions) -> tuple[str, ...]:
+    rates, gpus = answer.outcome.rates, answer.space.base.parallel.data
+    offloaded = any(row.found.state.offload == "cpu" for row in answer.rows)
+    link = f"{rates.host_bytes / 10**9:g} GB/s each way ({rates.host_link})"
+    of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
+    return (
+        f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
+        "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
+        "weights that ended far behind fp32 in every record, which come last.",
+        *(several_notes(gpus, rates) if gpus > 1 else ()),
+        *([f"on host: states pass to the device and back at {link}, with nothing else running."] if offloaded else []),
+        "Order: fits at the upper end, status, time in tenths, risk. Only what nothing beats in all of them is shown.",
+        NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else SEVERAL_GPUS),
+    )
+
+
+def several_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
+    """Return what the figures of several GPUs mean."""
+    return (
+        f"b and bytes are those of one GPU, tokens/s those of all {gpus}: {rates.peer_bytes / 10**9:g} GB/s each way between GPUs, "
+        "which overlaps with the rest and counts where it takes longer.",
+        "zero: 3 shards weights, gradients and optimizer states (torch's fully_shard), 0 replicates them (DistributedDataParallel).",
+    )
+
+
+def _sentence(answer: Suggestions, unit: str) -> str:
+    best = answer.rows[0]
+    plan = best.plan
+    word = VERDICT_WORDS[plan.verdict]
+    host = f" and {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
+    label = " These settings are experimental." if best.found.standing.status == "experimental" else ""
+    return (
+        f"{word}: {plan.model.spec.name} fits on {device_name(plan)} with the settings above; the first "
+        f"needs up to {format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
+        "Keep them with --save FILE, and pass that to --config."
+    )
+
+
+# ------------------------------------------------------------------ nothing fits
+def _miss_data(miss: Miss, catalog: Catalog) -> dict[str, Any]:
+    plan = miss.plan
+    return {
+        "plan": plan_data(plan, catalog.hash),
+        "over_bytes": max(0, plan.upper_bytes - plan.usable_bytes),
+        "smallest_gpu": None if miss.smallest_gpu is None else miss.smallest_gpu.name,
+    }
+
+
+def _miss_sentence(answer: Suggestions, unit: str) -> str:
+    name, miss = answer.model.spec.name, answer.miss
+    if miss is None:
+        return (
+            f"NO: no combination is left for {name}: all contradict what is fixed, are experimental (add --experimental) "
+            "or are known to diverge."
+        )
+    plan, config = miss.plan, miss.plan.setup.config
+    over = format_bytes(plan.upper_bytes - plan.usable_bytes, unit)
+    weights = plan.setup.format_names["hidden_matrix"]
+    kept = "kept for the step" if config.gradients.lifetime == "step" else "released layer by layer"
+    checkpointing = "no" if config.activation_checkpointing == "none" else config.activation_checkpointing
+    bigger = (
+        f"The smallest GPU that would do is {miss.smallest_gpu.name}."
+        if miss.smallest_gpu is not None
+        else "No single GPU of the catalog would do."
+    )
+    if config.parallel.data > 1:
+        bigger = bigger.replace("that would do", f"of which {config.parallel.data} would do")
+        bigger = bigger.replace("No single GPU of the catalog", f"No {config.parallel.data} GPUs of one kind")
+    host = f" in host memory ({format_bytes(plan.host_bytes, unit)})" if plan.setup.offloads_states else ""
+    hint = " Experimental settings fit: add --experimental." if answer.experimental_fits else ""
+    return (
+        f"NO: none of {answer.outcome.considered:,} combinations fits. The nearest miss needs up to "
+        f"{format_bytes(plan.upper_bytes, unit)}, {over} too much: {weights} weights, "
+        f"{plan.setup.optimizer_names['hidden_matrix']}{host}, gradients {kept}, {checkpointing} checkpointing, "
+        f"micro-batch {plan.micro_batch_size}. {bigger}{hint}"
+    )

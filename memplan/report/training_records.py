@@ -1,0 +1,131 @@
+"""Records of training, as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memplan.documents.escaping import escaped_json
+from memplan.documents.opening import files_in
+from memplan.documents.strict_json import read_json
+from memplan.report.document import Document, Table
+from memplan.report.evidence_lines import SCHEMA, evidence_line, percent_range
+from memplan.units import format_bytes, format_count
+
+PARAMETERS, STEPS, BATCH = 869_504, 300, 16
+"""Of most runs that are shipped."""
+
+
+def list_document(folder: Path) -> Document:
+    """Return all records that are shipped: runs of configs with what they found, and experiments."""
+    records = {path.stem: read_json(path) for path in files_in(folder, "*.json")}
+    runs = [(name, record) for name, record in records.items() if record.get("schema") == SCHEMA]
+    others = [(name, record) for name, record in records.items() if name.startswith("lab-")]
+    runs.sort(key=lambda item: (_size(item[1]), _mean(item[1])))
+    trained = Table(
+        ("record", ">loss", ">against baseline", ">held", "verdict", "besides"),
+        tuple(_listed(name, record) for name, record in runs),
+        f"Configs in training: {PARAMETERS:,} parameters, {STEPS} steps of {BATCH} x 128 bytes, unless said",
+    )
+    tried = Table(
+        ("record", "seeds", "date", "first finding"),
+        tuple(
+            (name.removeprefix("lab-"), str(len(record["seeds"])), record["date"], record["findings"][0])
+            for name, record in others
+        ),
+        "Experiments",
+    )
+    data = [{"name": name, **_summary(record)} for name, record in [*runs, *others]]
+    against = "Baselines: muon-fp32-weights under Muon, fp32-adamw under AdamW, and those of the same size, batch and steps; seed by seed."
+    last = f"{len(runs)} records of training, {len(others)} of experiments; one in full: memplan lab show RECORD"
+    return Document({"schema": "memplan/list/1", "rows": data}, (trained, against, tried, last))
+
+
+def _size(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return what runs that can be compared have in common; the usual ones come first."""
+    training = record["training"]
+    own = (record["model"]["parameters"], -training["micro_batch_size"], -training["steps"])
+    return (0, 0, 0) if own == (PARAMETERS, -BATCH, -STEPS) else own
+
+
+def _mean(record: Mapping[str, Any]) -> float:
+    loss = record["validation_loss"]
+    return float("inf") if loss is None else float(loss["mean"])
+
+
+def _listed(name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
+    loss, gap = record["validation_loss"], record["gap_percent"]
+    return (
+        name.removeprefix("train-"),
+        "not finite" if loss is None else f"{loss['mean']:.3f}",
+        "" if gap is None else percent_range(gap),
+        format_bytes(sum(size["measured_bytes"] for size in record["bytes"].values()), "MiB"),
+        record["verdict"],
+        ", ".join(_unusual(record)),
+    )
+
+
+def _unusual(record: Mapping[str, Any]) -> list[str]:
+    """Return in what a run differs from most: its rounding, its size, its batch, its steps."""
+    training, parameters = record["training"], record["model"]["parameters"]
+    return [
+        *(["nearest rounding"] if training["rounding"] == "nearest" else []),
+        *([f"{format_count(parameters)}"] if parameters != PARAMETERS else []),
+        *([f"batch {training['micro_batch_size']}"] if training["micro_batch_size"] != BATCH else []),
+        *([f"{training['steps']} steps"] if training["steps"] != STEPS else []),
+    ]
+
+
+def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("schema", "config", "settings", "verdict", "validation_loss", "gap_percent", "experiment", "seeds", "date")
+    return {key: record[key] for key in keys if key in record}
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """Return a record as a file holds it: short lists on one line."""
+    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
+    points = [point for run in record["runs"] for point in run["curve"]]
+    for point in points:
+        text = text.replace(json.dumps(point, indent=1).replace("\n", "\n    "), json.dumps(point))
+    return escaped_json(text) + "\n"
+
+
+def training_record_document(record: dict[str, Any], unit: str) -> Document:
+    """Return runs, bytes and verdict of a record."""
+    runs = Table(
+        (">seed", ">loss before", ">training loss", ">validation loss", ">tokens/s"),
+        tuple(
+            (
+                str(run["seed"]),
+                _number(run["first_validation_loss"]),
+                _number(run["curve"][-1][1]),
+                _number(run["validation_loss"]),
+                f"{run['tokens_per_second']:,}",
+            )
+            for run in record["runs"]
+        ),
+        "Runs",
+    )
+    sizes = record["bytes"].items()
+    rows = [(name, item["predicted_bytes"], item["measured_bytes"]) for name, item in sizes]
+    held = Table(
+        ("component", ">planned", ">measured", ">difference"),
+        tuple(
+            (name, format_bytes(p, unit), format_bytes(m, unit), f"{m - p:+,} B" if m - p else "0 B")
+            for name, p, m in rows
+        ),
+        "Bytes",
+    )
+    seed = record["runs"][0]
+    curve = Table(
+        (">step", ">training loss"),
+        tuple((str(step), _number(loss)) for step, loss in seed["curve"][:: max(1, len(seed["curve"]) // 10)]),
+        f"Loss, seed {seed['seed']}",
+    )
+    return Document(record, (curve, runs, held, evidence_line(record)))
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

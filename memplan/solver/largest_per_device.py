@@ -1,0 +1,116 @@
+"""The largest batch, sequence length, adapter rank or number of layers on each of several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from memplan.errors import InvalidFileError
+from memplan.model.model import Model
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, devices_for
+from memplan.solver.gauge import gauge_of
+from memplan.solver.largest_value import (
+    MOST_LAYERS,
+    MOST_RANK,
+    Answer,
+    largest,
+    largest_batch,
+    longest_sequence,
+    with_layers,
+)
+from memplan.training.resolved import TrainingSetup
+
+Sought = Literal["batch", "sequence", "lora-rank", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """What was found for one device.
+
+    Attributes:
+        fits: The largest value that FITS; the next one does not.
+        tight: The same for TIGHT, never less.
+        plan: The plan at the value that FITS, or None where not even 1 does.
+        following: The plan at the next value, or None where no job may ask for it.
+    """
+
+    device: Device
+    fits: Answer
+    tight: Answer
+    plan: MemoryPlan | None
+    following: MemoryPlan | None
+
+
+@dataclass(slots=True)
+class _Plans:
+    """Plans by value; what depends on no device is compiled once for all of them."""
+
+    make: Callable[[int], CompiledPlan]
+    made: dict[int, CompiledPlan] = field(default_factory=dict)
+
+    def __getitem__(self, value: int) -> CompiledPlan:
+        if value not in self.made:
+            self.made[value] = self.make(value)
+        return self.made[value]
+
+
+def largest_values(what: Sought, model: Model, setup: TrainingSetup, devices: Sequence[Device]) -> list[Largest]:
+    """Return the largest value of one thing on each device, all else being as the setup says.
+
+    Raises:
+        InvalidFileError: A rank is sought for a config without adapters.
+    """
+    if what == "lora-rank" and setup.config.adapter is None:
+        raise InvalidFileError(
+            [f"--for lora-rank: {setup.name} has no adapters; add --config lora or --set adapter.kind=lora"]
+        )
+    plans = _Plans(_maker(what, model, setup))
+    return [_on(what, setup, plans, device) for device in devices_for(setup, devices)]
+
+
+def _maker(what: Sought, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:
+    """Return what compiles the plan at a value; for batch and sequence length it is the same plan."""
+    if what == "layers":
+        return lambda count: CompiledPlan(with_layers(model, count), setup)
+    adapter = setup.config.adapter
+    if what == "lora-rank" and adapter is not None:
+        return lambda rank: CompiledPlan(
+            model, replace(setup, config=replace(setup.config, adapter=replace(adapter, rank=rank)))
+        )
+    plan = CompiledPlan(model, setup)
+    return lambda _: plan
+
+
+def _on(what: Sought, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
+    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0)
+    fits = _answer(what, setup, plans, gauge.most_requested_bytes())
+    tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
+    plan = _evaluated(what, plans, device, fits.value) if fits.value else None
+    following = None if fits.bounded else _evaluated(what, plans, device, fits.value + 1)
+    return Largest(device, fits, tight, plan, following)
+
+
+def _answer(what: Sought, setup: TrainingSetup, plans: _Plans, most: int, guess: int | None = None) -> Answer:
+    """Return the largest value whose requested bytes, rounded to blocks, are at most ``most``."""
+    config = setup.config
+    if what == "batch":
+        plan = plans[1]
+        return largest_batch(plan, config.sequence_length, most - plan.rounding_bytes)
+    if what == "sequence":
+        plan = plans[1]
+        return longest_sequence(plan, config.micro_batch_size, most - plan.rounding_bytes, guess or 1024)
+
+    def fits(value: int) -> bool:
+        plan = plans[value]
+        return plan.requested_bytes(config.micro_batch_size, config.sequence_length) + plan.rounding_bytes <= most
+
+    return largest(fits, MOST_LAYERS if what == "layers" else MOST_RANK, guess or 16)
+
+
+def _evaluated(what: Sought, plans: _Plans, device: Device, value: int) -> MemoryPlan:
+    if what == "batch":
+        return plans[1].evaluate(device, batch=value)
+    if what == "sequence":
+        return plans[1].evaluate(device, length=value)
+    return plans[value].evaluate(device)

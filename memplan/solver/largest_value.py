@@ -1,0 +1,130 @@
+"""How large can one thing be: a search that ends exactly, and what is particular to each thing.
+
+Every answer here fits, and the next larger value does not. The requested bytes of a compiled plan
+are, at a fixed sequence length, the largest of a few forms that are all but linear in the batch, so
+a division finds the largest batch or its neighbour. The sequence length enters squared and rounded,
+so it is bisected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import add, mul
+
+from memplan.catalog.training_config import MAXIMUM_TOKENS
+from memplan.errors import CannotAnswerError
+from memplan.model.model import Model
+from memplan.model.spec import LayerRun, ModelSpec
+from memplan.plan.planner import CompiledPlan
+from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Form, with_totals
+
+MOST_BATCH = 2**24
+MOST_LENGTH = 2**30
+MOST_RANK = 2**16
+MOST_LAYERS = 2**14
+"""What a training config may say; larger answers would be slips. See ``memplan/training/resolved.py``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The largest value that fits.
+
+    Attributes:
+        value: It; 0 where not even 1 fits.
+        bounded: Whether a limit of the input stopped it: the next value is no valid input.
+    """
+
+    value: int
+    bounded: bool = False
+
+
+def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
+    """Return the largest value of which ``fits`` holds, for something that only ever stops to fit.
+
+    Goes from a guess in steps that double until a value that fits and one that does not are found,
+    then halves the bracket: the value returned was seen to fit and the next one was seen not to.
+
+    Example:
+        >>> largest(lambda n: n <= 37, 1000), largest(lambda n: n <= 37, 20), largest(lambda n: False, 9)
+        (Answer(value=37, bounded=False), Answer(value=20, bounded=True), Answer(value=0, bounded=False))
+    """
+    low = high = max(1, min(guess, most))
+    step = 1
+    if fits(low):
+        while low < most:
+            high, step = min(low + step, most), 2 * step
+            if not fits(high):
+                break
+            low = high
+        if low == most:
+            return Answer(most, bounded=True)
+    else:
+        while low:
+            low, step = max(high - step, 0), 2 * step
+            if not low or fits(low):
+                break
+            high = low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Answer(low)
+
+
+def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
+    """Return the largest micro-batch whose requested peak is at most ``most_bytes``.
+
+    Formula:
+        Each candidate instant is ``fixed + b * each`` beyond a few thousand tokens, so
+        ``b = (most - fixed) / each``, and the least of them counts. Rounding, chunks of the loss and
+        sorting in the embedding's backward bend the forms a little, so b is then settled exactly.
+    """
+    limit = min(MOST_BATCH, MAXIMUM_TOKENS // length)
+    guess = max(1, min((_crossing(plan, form, length, most_bytes) for form in _forms(plan)), default=1))
+    return largest(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess)
+
+
+def _forms(plan: CompiledPlan) -> list[Form]:
+    """Return the coefficients of every candidate instant, with what is always there."""
+    always = with_totals(plan.forms.buffers)
+    return [tuple(map(add, with_totals(candidate.form), always)) for candidate in plan.candidates]
+
+
+def _crossing(plan: CompiledPlan, form: Form, length: int, most_bytes: int) -> int:
+    """Return about where one form reaches ``most_bytes``: a straight line through two far batches."""
+    near = (plan.model.spec.vocab_size + EMBEDDING_DIRECT_INDICES) // length + 1
+    low, high = (sum(map(mul, form, plan.values(batch, length))) for batch in (near, 2 * near))
+    room = most_bytes - plan.constant_bytes
+    return near + (room - low) * near // (high - low) if high > low else MOST_BATCH
+
+
+def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 1024) -> Answer:
+    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it."""
+    limit = min(MOST_LENGTH, MAXIMUM_TOKENS // batch, plan.model.spec.learned_positions or MOST_LENGTH)
+    return largest(lambda length: plan.requested_bytes(batch, length) <= most_bytes, limit, guess)
+
+
+def with_layers(model: Model, count: int) -> Model:
+    """Return a model with another number of layers: its first ones, and its last one again where more are asked.
+
+    Raises:
+        CannotAnswerError: The model has no layers to repeat.
+    """
+    layers = [run.layer for run in model.spec.runs for _ in range(run.count)]
+    if not layers:
+        raise CannotAnswerError(f"{model.spec.name} has no layers")
+    chosen = [*layers[:count], *[layers[-1]] * (count - len(layers))]
+    spec: ModelSpec = replace(model.spec, runs=_runs(chosen))
+    return Model.from_spec(spec, model.source)
+
+
+def _runs(layers: Sequence[object]) -> tuple[LayerRun, ...]:
+    """Return equal neighbours as runs."""
+    runs: list[LayerRun] = []
+    first = 0
+    for layer, group in groupby(layers):
+        size = len(list(group))
+        runs.append(LayerRun(layer, size, first))  # type: ignore[arg-type]
+        first += size
+    return tuple(runs)

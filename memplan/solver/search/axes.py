@@ -1,0 +1,150 @@
+"""The axes of a search: every choice there is, and which of them a request keeps as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import InvalidFileError, match_hint
+from memplan.solver.search.space import Space, WeightChoice
+from memplan.step.states.muon_scratch import CODING
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
+
+T = TypeVar("T")
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Micro-batches that are searched."""
+
+FROZEN_FORMATS = ("q8-0", "q6-k", "q5-k", "q4-k", "q4-0", "iq4-xs", "nf4", "nf4-dq", "iq3-xxs", "iq2-xxs")
+"""Block formats that weights below adapters are searched in; trained ones are in whatever the library codes.
+
+Rows that do not divide into blocks stay in the compute dtype.
+"""
+
+TRACED_ALGORITHMS = frozenset(("adamw", "muon"))
+"""Optimizers that are searched: those whose updates have been traced, so that what fits is known to fit.
+
+SGD has been too, but falls behind adaptive methods on language models (https://arxiv.org/abs/1912.03194).
+"""
+
+AXES: dict[str, tuple[str, ...]] = {
+    "weights": ("weights", "compute_dtype", "loss_scaling"),
+    "master": ("master_weights",),
+    "gradients": ("gradients.dtype",),
+    "lifetime": ("gradients.lifetime",),
+    "optimizer": ("optimizer",),
+    "checkpointing": ("activation_checkpointing",),
+    "offload": ("offload.optimizer_states",),
+    "optimizer-kernel": ("kernels.optimizer",),
+    "newton-schulz": ("kernels.newton_schulz",),
+    "loss": ("kernels.loss", "kernels.loss_chunks"),
+    "allocator": ("allocator",),
+    "batch": ("micro_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+}
+"""What ``--keep`` takes -> the keys of a training config that it keeps; setting a key keeps its axis too."""
+
+KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
+"""What ``--keep kernels`` stands for."""
+
+
+def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
+    """Return the space over every axis, with what is not searched taken from ``base``."""
+    profile = base.kernels.profile()
+    adapters = base.adapter is not None
+    return Space(
+        base=base,
+        weights=_weight_choices(catalog, base),
+        masters=("none",) if adapters else ("none", "fp32"),
+        gradients=(None,) if adapters else (None, *_gradient_dtypes(catalog)),
+        lifetimes=("step",)
+        if base.clip_gradients or base.zero_gradients == "fill" or step_batch > max(batches)
+        else ("step", "layer"),
+        optimizers=tuple({"default": name} for name in _optimizer_names(catalog)),
+        optimizer_kernels=_first(profile.optimizer, ("fused", "foreach")),
+        newton_schulz=_first(profile.newton_schulz, ("min", "fast")),
+        checkpointing=("none", "selective", "full"),
+        losses=_first(profile.loss, ("bf16", "fp32", "chunked")),
+        allocators=_first(base.allocator, ("native", "expandable")),
+        batches=tuple(batches),
+        offloads=("none",) if adapters else ("none", "cpu"),
+        step_batch=step_batch,
+    )
+
+
+def _first(chosen: T, others: tuple[T, ...]) -> tuple[T, ...]:
+    return (chosen, *(other for other in others if other != chosen))
+
+
+def _weight_choices(catalog: Catalog, base: TrainingConfig) -> tuple[WeightChoice, ...]:
+    floats = (
+        WeightChoice("fp32 under bf16 autocast", "fp32", {"default": "fp32"}, "bf16", False, False),
+        WeightChoice("fp32", "fp32", {"default": "fp32"}, "fp32", False, False),
+        WeightChoice("bf16", "bf16", {"default": "bf16"}, "bf16", False, False),
+        WeightChoice("fp16", "fp16", {"default": "fp16"}, "fp16", True, False),
+    )
+    narrow = "bf16" if base.adapter is not None else "q8-0"
+    rest = {"embedding": narrow, "head": narrow, "router": "bf16", "norm": "bf16" if base.adapter else "fp32"}
+    coded = (
+        WeightChoice(name, name, {"hidden_matrix": name, **rest}, "bf16", False, True)
+        for name in (CODING if base.adapter is None else FROZEN_FORMATS)
+        if name in catalog.formats
+    )
+    return (*floats, *coded)
+
+
+def _gradient_dtypes(catalog: Catalog) -> tuple[str, ...]:
+    return tuple(name for name in ("bf16", "fp32", "fp8-e4m3", "fp8-e5m2") if name in catalog.gradients)
+
+
+def _optimizer_names(catalog: Catalog) -> Iterator[str]:
+    """Yield the optimizers that are searched; any other can be set, and is planned then."""
+    for name, entry in catalog.optimizers.entries.items():
+        if entry.status != "diverges" and entry.algorithm in TRACED_ALGORITHMS:
+            yield name
+
+
+# ------------------------------------------------------------------ fixing axes
+def kept(space: Space, names: Sequence[str], catalog: Catalog) -> Space:
+    """Return a space whose axes called ``names`` keep what the base config says.
+
+    Raises:
+        InvalidFileError: A name that is no axis.
+    """
+    unknown = [name for name in names if name not in AXES and name != "kernels"]
+    if unknown:
+        known = (*AXES, "kernels")
+        hint = match_hint(unknown[0], known)
+        raise InvalidFileError([f"--keep {unknown[0]}: expected one of {', '.join(known)}{hint}"])
+    base = space.base
+    setup = resolve(base, catalog, "base")
+    fixed: dict[str, object] = {}
+    for axis in [part for name in names for part in (KERNELS if name == "kernels" else (name,))]:
+        fixed |= _fixed(axis, base, base.kernels.profile(), setup)
+    return replace(space, **fixed)  # type: ignore[arg-type]
+
+
+def _fixed(name: str, base: TrainingConfig, profile: KernelProfile, setup: TrainingSetup) -> dict[str, object]:
+    coded = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    hidden = setup.format_names["hidden_matrix"]
+    own = WeightChoice(hidden, hidden, base.weights, base.compute_dtype, base.loss_scaling, coded)
+    choices: dict[str, dict[str, object]] = {
+        "weights": {"weights": (own,)},
+        "master": {"masters": (base.master_weights,)},
+        "gradients": {"gradients": (base.gradients.dtype,)},
+        "lifetime": {"lifetimes": (base.gradients.lifetime,)},
+        "optimizer": {"optimizers": (dict(setup.optimizer_names),)},
+        "checkpointing": {"checkpointing": (base.activation_checkpointing,)},
+        "offload": {"offloads": (base.offload.optimizer_states,)},
+        "optimizer-kernel": {"optimizer_kernels": (profile.optimizer,)},
+        "newton-schulz": {"newton_schulz": (profile.newton_schulz,)},
+        "loss": {"losses": (profile.loss,)},
+        "allocator": {"allocators": (base.allocator,)},
+        "batch": {"batches": (base.micro_batch_size,)},
+        "accumulation": {"accumulation": base.gradient_accumulation_steps},
+    }
+    return choices[name]

@@ -1,0 +1,282 @@
+"""The best settings that fit: a best-first search for the Pareto front.
+
+Combinations fall into classes by what is known of them. Within a class the estimated time orders
+them, and it needs no memory to be known; so combinations are tried from the fastest on, each first
+against lower bounds of its bytes (what stays; then what passes, shared by many), and planned whole
+only when these fit. The first that fits is the fastest of its class. A class is left as soon as
+what remains is no faster than a combination that is at least as well known: it is dominated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
+
+from memplan.catalog.catalog import Catalog
+from memplan.errors import CannotAnswerError
+from memplan.model.model import Model
+from memplan.plan.allowances import Allowances, allowances_for, communicating
+from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, devices_for
+from memplan.solver.gauge import Gauge, gauge_of
+from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
+from memplan.solver.search.pareto_front import FINE, Class, Found, no_worse, ranked
+from memplan.solver.search.sizes import Run, Sizes
+from memplan.solver.search.space import Space, StateChoice, optimizer_names
+from memplan.solver.search.timing import Rates, rates_of
+from memplan.training.resolved import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The combination that needs the least, where none fits."""
+
+    plan: MemoryPlan
+    smallest_gpu: Device | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        found: The front, best first.
+        tight: Whether these may not fit at the upper end.
+        considered: Combinations in the space.
+        compiled: Plans that had to be compiled.
+        rates: Whose rates the times are from.
+    """
+
+    found: tuple[Found, ...]
+    tight: bool
+    considered: int
+    compiled: int
+    rates: Rates
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """A combination whose batch is open.
+
+    Attributes:
+        room: Bytes that are left for what passes, gradients included.
+        update: Estimated time of the optimizer step.
+        soonest: Time per token that none of its batches beats.
+    """
+
+    state: StateChoice
+    standing: Standing
+    run: Run
+    room: int
+    update: int
+    soonest: int
+
+    def timed(self) -> Iterator[tuple[int, int]]:
+        """Yield (time, index) of each batch that may fit."""
+        run, room = self.run, self.room
+        for index, steps in enumerate(run.steps):
+            if run.peak_bytes(index) <= room:
+                yield run.token_femtoseconds(index, self.update), index
+            elif steps == 1:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """A combination at its smallest batch."""
+
+    state: StateChoice
+    run: Run
+    gauge: Gauge
+    always: int
+
+
+class Search:
+    """A search over one space for one model, device and sequence length.
+
+    Args:
+        model: The model.
+        space: What may be chosen.
+        device: What has to hold it.
+        length: Tokens per sequence.
+        catalog: Where names are looked up, and statuses stand.
+        experimental: Whether combinations of experimental parts may be found.
+    """
+
+    def __init__(
+        self, model: Model, space: Space, device: Device, length: int, catalog: Catalog, *, experimental: bool
+    ) -> None:
+        self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
+        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries)
+        self.sizes = Sizes(model, space, length, catalog, self.rates)
+        self.most_status = STATUSES.index("experimental" if experimental else "works")
+        evidence = Evidence(catalog, space.base.adapter is not None)
+        self.tight = False
+        self.states = list(self._stood(evidence))
+        self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
+
+    def _stood(self, evidence: Evidence) -> Iterator[tuple[StateChoice, Standing]]:
+        """Yield what may stay with how well it is known, without what is not allowed."""
+        for state in self.space.states(self.catalog):
+            weights = state.weights
+            formed = weights.compute_dtype if weights.coded else weights.dtype
+            names = optimizer_names(state.optimizer, self.catalog)
+            standing = evidence.standing(weights.dtype, formed, state.gradient or formed, state.master, names)
+            known = STATUSES.index(standing.status) <= self.most_status
+            if known and self._is_updated(state) and self._within_host(state):
+                yield state, standing
+
+    def _is_updated(self, state: StateChoice) -> bool:
+        """Tell whether something updates a combination, and several GPUs can share it."""
+        try:
+            self.sizes.states(self.sizes.setup(state))
+        except CannotAnswerError:
+            return False
+        return True
+
+    def _within_host(self, state: StateChoice) -> bool:
+        limit = self.space.host_bytes
+        return limit is None or state.offload == "none" or self.sizes.host_bytes(state) <= limit
+
+    # ---------------------------------------------------------------- the front
+    def run(self, *, tight: bool = False) -> Outcome:
+        """Return the Pareto front of what fits, best first.
+
+        Args:
+            tight: Also take what fits only at the expected value.
+        """
+        self.tight = tight
+        most = {key: gauge.most_requested_bytes(tight) for key, gauge in self._gauges().items()}
+        classes = self._classes(most)
+        found: dict[Class, Found] = {}
+        for own in sorted(classes):
+            bound = min((f.token_femtoseconds for other, f in found.items() if no_worse(other, own)), default=None)
+            best = self._fastest(classes[own], own, bound)
+            if best is not None:
+                found[own] = best
+        return Outcome(tuple(ranked(found.values())), tight, self.space.size, self.sizes.compiled, self.rates)
+
+    def _gauges(self) -> dict[tuple[bool, str], Gauge]:
+        """Return what the device makes of a peak, by whether codes are trained and by allocator."""
+        usable = self.device.usable_bytes(self.reserve_bytes)
+        return {
+            (coded, allocator): Gauge(usable, self._allowances(coded, allocator))
+            for coded in (False, True)
+            for allocator in self.space.allocators
+        }
+
+    def _allowances(self, coded: bool, allocator: str) -> Allowances:
+        """Return the allowances, without the streams of collectives, which depend on the plan."""
+        found = allowances_for(self.device.gpu, self.device.count, allocator, coded)
+        ranks = self.space.base.parallel.data
+        return found if ranks == 1 else communicating(found, ranks, 0)
+
+    def _codes(self, state: StateChoice) -> bool:
+        return state.weights.coded and self.space.base.adapter is None
+
+    def _classes(self, most: Mapping[tuple[bool, str], int]) -> dict[Class, list[_Arm]]:
+        """Return the combinations, batches left open, whose states alone do not rule them out."""
+        classes: dict[Class, list[_Arm]] = {}
+        ways, sequences = list(self.space.passes()), max(b * self.space.steps(b) for b in self.space.batches)
+        for state, standing in self.states:
+            always = self.sizes.always_bytes(state)
+            rooms = {name: most[self._codes(state), name] - always for name in self.space.allocators}
+            if max(rooms.values()) < 0:
+                continue
+            kept = self.sizes.kept_gradient_bytes(state)
+            update = self.sizes.update_picoseconds(state)
+            least = update * 1000 // (sequences * self.length)
+            members = {
+                life: classes.setdefault(self.class_of(state, standing, life), []) for life in self.space.lifetimes
+            }
+            for way in ways:
+                run, room = self.sizes.run_of(state.weights, state.gradient, way), rooms[way.allocator]
+                if run.batches and room >= (0 if way.lifetime == "layer" else kept):
+                    members[way.lifetime].append(_Arm(state, standing, run, room, update, run.quickest + least))
+        return classes
+
+    def class_of(self, state: StateChoice, standing: Standing, lifetime: str) -> Class:
+        """Return the class of a combination; a state stored like the parameter is as coarse as the weights."""
+        weights = self.catalog.formats[state.weights.dtype]
+        optimizer = self.catalog.optimizers[optimizer_names(state.optimizer, self.catalog)[0]]
+        widths = [
+            weights.bytes_per_element if slot.as_parameter else Fraction(slot.block_bytes, slot.block_elements)
+            for slot in optimizer.slots
+            if slot.layout == "elementwise"
+        ]
+        coarse = -int(FINE * min(widths, default=Fraction(0)))
+        own = -int(FINE * weights.bytes_per_element)
+        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
+        return standing.rank, standing.risk, released, own, coarse, offloaded
+
+    def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
+        """Return the fastest combination that fits and beats a bound, or None."""
+        heap = [(arm.soonest, 0, index, 0) for index, arm in enumerate(arms) if bound is None or arm.soonest < bound]
+        heapify(heap)
+        while heap:
+            time, stage, index, place = heappop(heap)
+            if bound is not None and time >= bound:
+                return None
+            arm = arms[index]
+            if stage == 0:
+                for soon, at in arm.timed():
+                    if bound is None or soon < bound:
+                        heappush(heap, (soon, 1, index, at))
+            elif self._fits(arm, arm.run.batches[place]):
+                return self._found(arm, own, place, time)
+        return None
+
+    def _fits(self, arm: _Arm, batch: int) -> bool:
+        plan = self.sizes.plan(arm.state, arm.run.way, batch)
+        room = arm.room
+        if plan.forms.stream_bytes and not self.tight:
+            gauge = gauge_of(plan.setup, self.device, plan.forms.stream_bytes)
+            room = gauge.most_requested_bytes() - plan.constant_bytes
+        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= room
+
+    def _found(self, arm: _Arm, own: Class, place: int, time: int) -> Found:
+        batch, way = arm.run.batches[place], arm.run.way
+        step = arm.run.step_picoseconds(place, arm.update)
+        return Found(arm.state, way, batch, arm.standing, own, time, step, self.sizes.plan(arm.state, way, batch))
+
+    # ---------------------------------------------------------------- nothing fits
+    def nearest_miss(self) -> Miss | None:
+        """Return the combination that needs the least memory, of equals on the host, or None where nothing is allowed."""
+        heap: list[tuple[int, int, int, int]] = []
+        arms: list[_Least] = []
+        gauges = self._gauges()
+        for state, _ in self.states:
+            always, kept = self.sizes.always_bytes(state), self.sizes.kept_gradient_bytes(state)
+            host = self.sizes.host_bytes(state)
+            for way in self.space.passes():
+                run = self.sizes.run_of(state.weights, state.gradient, way)
+                if run.batches:
+                    gauge = gauges[self._codes(state), way.allocator]
+                    least = always + (kept if way.lifetime == "step" else 0)
+                    heap.append((gauge.upper_bytes(least, 0), 0, host, len(arms)))
+                    arms.append(_Least(state, run, gauge, always))
+        heapify(heap)
+        while heap:
+            _, stage, host, index = heappop(heap)
+            arm = arms[index]
+            if stage == 2:
+                return self._miss(self.sizes.plan(arm.state, arm.run.way, arm.run.batches[0]), arm.run.batches[0])
+            heappush(heap, (self._need(stage, arm), stage + 1, host, index))
+        return None
+
+    def _need(self, stage: int, arm: _Least) -> int:
+        """Return the upper end of what an arm needs: what stays and what passes, then exactly."""
+        if stage == 0:
+            return arm.gauge.upper_bytes(arm.always + arm.run.peak_bytes(0), 0)
+        batch = arm.run.batches[0]
+        plan = self.sizes.plan(arm.state, arm.run.way, batch)
+        upper = arm.gauge.upper_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)
+        return upper + plan.forms.stream_bytes
+
+    def _miss(self, compiled: CompiledPlan, batch: int) -> Miss:
+        plan = compiled.evaluate(self.device, batch, self.length)
+        devices = devices_for(compiled.setup, [Device(gpu, name) for name, gpu in self.catalog.gpus.entries.items()])
+        devices.sort(key=lambda device: (device.usable_bytes(self.reserve_bytes), device.name))
+        enough = (d for d in devices if compiled.evaluate(d, batch, self.length).verdict == "fits")
+        return Miss(plan, next(enough, None))

@@ -1,0 +1,118 @@
+"""What is known of a combination of settings: its status, and its quality risk as an ordinal.
+
+No number here is invented: a part of a combination (how weights are stored, how gradients are,
+which optimizers step) stands as high as the statuses in ``configs/`` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.recorded_rows import Records
+from memplan.catalog.training_config import Status, TrainingConfig
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
+
+STATUSES: tuple[Status, ...] = ("proven", "works", "experimental", "diverges")
+"""From the best to the worst; the index is the ordinal of :class:`Standing`."""
+
+UNKNOWN = STATUSES.index("experimental")
+FAR_BEHIND = "far behind"
+"""Verdict of a record of training whose loss ended more than 12 % above fp32's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Ordinals of the parts of a combination: 0 proven, 1 works, 2 experimental, 3 diverges.
+
+    Attributes:
+        far_behind: Every record of a shipped config with such weights ended far behind fp32.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    far_behind: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The status as an ordinal, with those whose weights are known to end far behind after the others."""
+        return 2 * STATUSES.index(self.status) + self.far_behind
+
+    @property
+    def status(self) -> Status:
+        """The worst of the parts: a chain holds where its weakest link does."""
+        return STATUSES[max(self.weights, self.gradients, self.optimizer)]
+
+    @property
+    def risk(self) -> int:
+        """Quality risk: the ordinals added up, and 1 for weights far behind. It orders and measures nothing."""
+        return self.weights + self.gradients + self.optimizer + self.far_behind
+
+
+class Evidence:
+    """Statuses of parts, read off the catalog.
+
+    A weight format and a gradient dtype have the best status of any shipped config that trains with
+    them, or are experimental where none does. An optimizer has its own status, the worst of those
+    that a combination uses. A float format under fp32 master weights counts as fp32, since updates
+    are added up in fp32 (https://arxiv.org/abs/1710.03740). A combination that a shipped config
+    says diverges does so whatever its parts.
+
+    Args:
+        catalog: Whose configs and optimizers count; a user's own among them.
+        adapters: Whether weights are frozen under adapters; configs of the other kind say nothing then.
+    """
+
+    def __init__(self, catalog: Catalog, adapters: bool) -> None:
+        self._optimizers = catalog.optimizers
+        self._weights: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
+        self._diverging: set[tuple[str, str, str]] = set()
+        self._verdicts: dict[str, set[str]] = {}
+        records = Records(catalog.root)
+        for name, config in catalog.configs.entries.items():
+            if (config.adapter is not None) == adapters:
+                setup = resolve(config, catalog, name)
+                self._learn(setup, config)
+                if config.evidence and (verdict := records.verdict(config.evidence)):
+                    self._verdicts.setdefault(setup.format_names["hidden_matrix"], set()).add(verdict)
+
+    def _learn(self, setup: TrainingSetup, config: TrainingConfig) -> None:
+        rank = STATUSES.index(config.status)
+        weights, gradients = setup.format_names["hidden_matrix"], gradient_name(setup)
+        if config.status == "diverges":
+            self._diverging.add((weights, gradients, setup.optimizer_names["hidden_matrix"]))
+            return
+        self._weights[weights] = min(rank, self._weights.get(weights, UNKNOWN))
+        self._gradients[gradients] = min(rank, self._gradients.get(gradients, UNKNOWN))
+
+    def standing(self, weights: str, formed: str, gradients: str, master: str, optimizers: Sequence[str]) -> Standing:
+        """Return how well a combination's parts are known.
+
+        Args:
+            weights: Format of hidden matrices.
+            formed: Dtype that backward forms their gradients in.
+            gradients: Dtype that these are kept in.
+            master: Format of master weights, or ``none``.
+            optimizers: All that step something, that of hidden matrices first.
+        """
+        optimizer = max(STATUSES.index(self._optimizers[name].status) for name in optimizers)
+        if (weights, gradients, optimizers[0]) in self._diverging:
+            optimizer = STATUSES.index("diverges")
+        if FLOAT_BYTES.get(gradients, 0) > FLOAT_BYTES[formed]:
+            gradients = formed
+        held = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
+        far = self._verdicts.get(held) == {FAR_BEHIND}
+        return Standing(self._rank(self._weights, held), self._rank(self._gradients, gradients), optimizer, far)
+
+    def _rank(self, known: Mapping[str, int], name: str) -> int:
+        return known.get(name, UNKNOWN)
+
+
+def gradient_name(setup: TrainingSetup) -> str:
+    """Return the dtype that gradients of hidden matrices are kept in."""
+    weights = setup.format_names["hidden_matrix"]
+    own = weights if weights in FLOAT_BYTES else setup.config.compute_dtype
+    return setup.config.gradients.dtype or own

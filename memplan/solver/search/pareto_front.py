@@ -1,0 +1,96 @@
+"""What a search found, in order: the Pareto front, and the few of it that are worth showing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memplan.plan.planner import CompiledPlan
+from memplan.solver.search.evidence_levels import Standing
+from memplan.solver.search.space import PassChoice, StateChoice
+
+FINE = 2**16
+
+Class = tuple[int, int, int, int, int, int]
+"""Rank of the evidence, quality risk, whether gradients are released at once (which rules out accumulating and
+clipping), how coarse weights and optimizer states are (their bytes per element in units of
+1 / FINE, negated), and whether optimizer states take host memory."""
+
+
+TENTHS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One combination that fits.
+
+    Attributes:
+        token_femtoseconds: Estimated time per token, which orders.
+        step_picoseconds: Estimated time of one optimizer step.
+    """
+
+    state: StateChoice
+    way: PassChoice
+    batch: int
+    standing: Standing
+    group: Class
+    token_femtoseconds: int
+    step_picoseconds: int
+    plan: CompiledPlan
+
+    @property
+    def objectives(self) -> tuple[int, ...]:
+        """What the front is taken over, each the less the better: those of its class, and time."""
+        return (*self.group, self.token_femtoseconds)
+
+
+def no_worse(other: Class, own: Class) -> bool:
+    """Tell whether a class is at least as good as another in every respect."""
+    return all(a <= b for a, b in zip(other, own, strict=True))
+
+
+def ranked(found: Iterable[Found]) -> list[Found]:
+    """Return a front, best first: evidence, then estimated time in tenths, then quality risk, then time exactly.
+
+    Estimates that are less than a tenth of the fastest apart are taken to be equal.
+    """
+    front = list(found)
+    fastest = min((item.token_femtoseconds for item in front), default=1)
+
+    def key(item: Found) -> tuple[object, ...]:
+        status, risk, released, *coarse = item.group
+        tenths = (item.token_femtoseconds - fastest) * TENTHS // max(fastest, 1)
+        return status, tenths, risk, released, *coarse, item.token_femtoseconds
+
+    return sorted(front, key=key)
+
+
+def thinned(front: Sequence[Found]) -> list[Found]:
+    """Return a front without what is faster than another by less than a tenth, and no better otherwise."""
+    return [
+        item
+        for item in front
+        if not any(
+            other is not item
+            and no_worse(other.group, item.group)
+            and other.token_femtoseconds * TENTHS < item.token_femtoseconds * (TENTHS + 1)
+            for other in front
+        )
+    ]
+
+
+def best_few(front: Sequence[Found], most: int) -> list[Found]:
+    """Return the first of a ranked front, with places for the least risk, the finest weights, and no host memory.
+
+    None is lost to combinations that are all alike and a little faster.
+    """
+    if len(front) <= most:
+        return list(front)
+    status = front[0].group[0]
+    equal = [item for item in front if item.group[0] == status]
+    least_risk = min(equal, key=lambda item: (item.group[1], *item.group[2:]))
+    finest = min(equal, key=lambda item: item.group[3])
+    alone = next((item for item in front if not item.group[5]), front[0])
+    wanted = [item for item in front if item in (least_risk, finest, alone, front[0])][:most]
+    others = [item for item in front if item not in wanted][: most - len(wanted)]
+    return [item for item in front if item in wanted or item in others]

@@ -1,0 +1,227 @@
+"""The settings that a search may choose from, and what fixes some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import LossKernel, NewtonSchulzKernel, OptimizerKernel
+from memplan.catalog.training_config import (
+    Checkpointing,
+    ComputeDtype,
+    GradientLifetime,
+    Gradients,
+    MasterWeights,
+    Place,
+    Status,
+    TrainingConfig,
+)
+from memplan.training.resolved import FLOAT_BYTES, is_bundled
+
+Allocator = Literal["native", "expandable"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChoice:
+    """How weights are stored and computed with.
+
+    Attributes:
+        dtype: Format of hidden matrices.
+        coded: Whether hidden matrices are in a block format and so trained without being floats.
+    """
+
+    name: str
+    dtype: str
+    formats: Mapping[str, str]
+    compute_dtype: ComputeDtype
+    loss_scaling: bool
+    coded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateChoice:
+    """What stays from step to step, how it is updated, and whether optimizer states lie in host memory."""
+
+    weights: WeightChoice
+    master: MasterWeights
+    gradient: str | None
+    optimizer: Mapping[str, str]
+    optimizer_kernel: OptimizerKernel
+    newton_schulz: NewtonSchulzKernel
+    offload: Place = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PassChoice:
+    """How forward and backward run."""
+
+    lifetime: GradientLifetime
+    checkpointing: Checkpointing
+    loss: LossKernel
+    allocator: Allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Every combination that a search considers.
+
+    Attributes:
+        base: Config whose other keys all combinations share.
+        step_batch: Sequences of an optimizer step, at least; the fewest accumulation steps that give
+            so many go with each micro-batch.
+        accumulation: Accumulation steps where they are fixed.
+        host_bytes: Host memory that offloaded states may take; None for any amount.
+    """
+
+    base: TrainingConfig
+    weights: tuple[WeightChoice, ...]
+    masters: tuple[MasterWeights, ...]
+    gradients: tuple[str | None, ...]
+    lifetimes: tuple[GradientLifetime, ...]
+    optimizers: tuple[Mapping[str, str], ...]
+    optimizer_kernels: tuple[OptimizerKernel, ...]
+    newton_schulz: tuple[NewtonSchulzKernel, ...]
+    checkpointing: tuple[Checkpointing, ...]
+    losses: tuple[LossKernel, ...]
+    allocators: tuple[Allocator, ...]
+    batches: tuple[int, ...]
+    offloads: tuple[Place, ...] = ("none",)
+    step_batch: int = 1
+    accumulation: int | None = None
+    host_bytes: int | None = None
+
+    @property
+    def axes(self) -> tuple[Sequence[object], ...]:
+        """The choices of each axis."""
+        return (
+            self.weights,
+            self.masters,
+            self.gradients,
+            self.lifetimes,
+            self.optimizers,
+            self.optimizer_kernels,
+            self.newton_schulz,
+            self.checkpointing,
+            self.losses,
+            self.allocators,
+            self.batches,
+            self.offloads,
+        )
+
+    @property
+    def size(self) -> int:
+        """Combinations before any is ruled out: the product of the axes."""
+        return prod(map(len, self.axes))
+
+    def steps(self, batch: int) -> int:
+        """Return the accumulation steps that go with a micro-batch, which each GPU has one of."""
+        return self.accumulation or -(-self.step_batch // (batch * self.base.parallel.data))
+
+    def config(
+        self, state: StateChoice, way: PassChoice, batch: int, description: str = "", status: Status = "works"
+    ) -> TrainingConfig:
+        """Return a combination as a complete training config."""
+        kernels = replace(
+            self.base.kernels,
+            optimizer=state.optimizer_kernel,
+            newton_schulz=state.newton_schulz,
+            loss=way.loss,
+        )
+        return replace(
+            self.base,
+            description=description or self.base.description,
+            status=status,
+            evidence=None,
+            weights=state.weights.formats,
+            compute_dtype=state.weights.compute_dtype,
+            loss_scaling=state.weights.loss_scaling,
+            master_weights=state.master,
+            gradients=Gradients(state.gradient, way.lifetime),
+            optimizer=state.optimizer,
+            activation_checkpointing=way.checkpointing,
+            kernels=kernels,
+            allocator=way.allocator,
+            offload=replace(self.base.offload, optimizer_states=state.offload),
+            micro_batch_size=batch,
+            gradient_accumulation_steps=self.steps(batch),
+        )
+
+    def states(self, catalog: Catalog) -> Iterator[StateChoice]:
+        """Yield what may stay from step to step, without what changes nothing or cannot be.
+
+        A kernel that no optimizer of the combination runs stays at its first choice.
+        """
+        for weights in self.weights:
+            for optimizer in self.optimizers:
+                entries = [catalog.optimizers[name] for name in optimizer_names(optimizer, catalog)]
+                able = all(map(is_bundled, entries))
+                bundled = len(self.optimizers) == 1 or able
+                if weights.coded and not bundled:
+                    continue
+                torch = any(e.algorithm == "adamw" and e.step == "torch" for e in entries)
+                muon = any(e.algorithm == "muon" for e in entries)
+                parts = product(
+                    _masters(self.masters, weights, torch and not muon),
+                    _gradients(self.gradients, weights, bundled, catalog),
+                    self.optimizer_kernels if torch else self.optimizer_kernels[:1],
+                    self.newton_schulz if muon else self.newton_schulz[:1],
+                    self.offloads,
+                )
+                for master, gradient, kernel, newton_schulz, offload in parts:
+                    state = StateChoice(weights, master, gradient, optimizer, kernel, newton_schulz, offload)
+                    if offload == "none" or (able and self._offloads(state, muon)):
+                        yield state
+
+    def _offloads(self, state: StateChoice, muon: bool) -> bool:
+        """Tell whether the bundled optimizer can step a combination, which then runs none of torch's kernels."""
+        first = state.optimizer_kernel == self.optimizer_kernels[0]
+        return first and state.master == "none" and not (muon and state.newton_schulz == "torch")
+
+    def passes(self) -> Iterator[PassChoice]:
+        """Yield how forward and backward may run."""
+        for parts in product(self.lifetimes, self.checkpointing, self.losses, self.allocators):
+            yield PassChoice(*parts)
+
+    def allowed(self, way: PassChoice, batch: int) -> bool:
+        """Tell whether a batch goes with a pass: gradients that are released at once cannot accumulate."""
+        return way.lifetime == "step" or self.steps(batch) == 1
+
+
+def optimizer_names(optimizer: Mapping[str, str], catalog: Catalog) -> tuple[str, ...]:
+    """Return the optimizers that a mapping brings in, that of hidden matrices first, what takes the rest included."""
+    first = optimizer.get("hidden_matrix", optimizer.get("default", ""))
+    found = []
+    for given in dict.fromkeys((first, *optimizer.values())):
+        name = catalog.optimizers.name_of(given)
+        entry = catalog.optimizers[name]
+        found += [name, *([entry.rest] if entry.takes == "matrices" and entry.rest is not None else [])]
+    return tuple(dict.fromkeys(found))
+
+
+def _masters(choices: Sequence[MasterWeights], weights: WeightChoice, torch: bool) -> Iterator[MasterWeights]:
+    """Yield master weights wider than the weights, for torch's AdamW; beside codes, bf16 weights would cost less."""
+    for choice in choices:
+        wider = torch and not weights.coded and FLOAT_BYTES.get(choice, 0) > FLOAT_BYTES[weights.dtype]
+        if len(choices) == 1 or choice == "none" or wider:
+            yield choice
+
+
+def _gradients(
+    choices: Sequence[str | None], weights: WeightChoice, bundled: bool, catalog: Catalog
+) -> Iterator[str | None]:
+    """Yield gradient dtypes but for the weights' own by another name, and narrow ones that nothing steps.
+
+    A 16-bit gradient of fp32 weights is none that torch would keep.
+    """
+    own = weights.compute_dtype if weights.coded else weights.dtype
+    for choice in choices:
+        if len(choices) == 1 or choice is None:
+            yield choice
+        elif choice != own:
+            width, formed = catalog.gradients[choice].element_bytes, FLOAT_BYTES[own]
+            if width > formed or (width == 1 and bundled):
+                yield choice

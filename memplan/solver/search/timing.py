@@ -1,0 +1,276 @@
+"""An estimate of a step's time from a GPU's bandwidth and arithmetic: a roofline, and no measurement.
+
+It is there to order settings. Kernels reach 30 to 80 % of such rates, so times come out too short,
+and orders between settings whose estimates are close mean little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memplan.catalog.entries import Gpu
+from memplan.errors import CannotAnswerError
+from memplan.model.inventory import Role
+from memplan.model.model import Model
+from memplan.model.spec import Attention
+from memplan.step.states.model_states import ModelStates, TensorStates, model_states
+from memplan.step.states.parallel_shards import gathered_setup, is_sharded, sent_bytes
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+PICOSECONDS = 10**12
+SAVED_BYTES = 34
+"""Bytes that a layer keeps for each token and unit of width in 16 bits, without scores.
+
+Source: https://arxiv.org/abs/2205.05198, equation 1.
+"""
+LOGIT_PASSES = 6
+"""Times that logits pass through memory: product, logarithms (in, out), their gradient (in, out), product."""
+NEWTON_SCHULZ_STEPS = 5
+MATRICES: frozenset[Role] = frozenset(("hidden_matrix", "expert_matrix", "router"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a GPU does in a second.
+
+    Attributes:
+        source: Catalog name of the GPU that the rates are of.
+        flops: Dense floating-point operations by dtype.
+        bytes: Memory bandwidth.
+        host_link: Link to host memory.
+        host_bytes: Its bandwidth, one way.
+        peer_bytes: Bandwidth to other GPUs, one way; 0 where there is no link.
+    """
+
+    source: str
+    flops: Mapping[str, int]
+    bytes: int
+    host_link: str
+    host_bytes: int
+    peer_bytes: int = 0
+
+    def compute(self, operations: int, dtype: str) -> int:
+        """Return the picoseconds of so many operations; dtypes that a GPU lacks run as fp32."""
+        return operations * PICOSECONDS // self.flops.get(dtype, self.flops["fp32"])
+
+    def traffic(self, moved: int) -> int:
+        """Return the picoseconds of moving so many bytes."""
+        return moved * PICOSECONDS // self.bytes
+
+    def host_traffic(self, moved: int) -> int:
+        """Return the picoseconds of moving so many bytes between host and device."""
+        return moved * PICOSECONDS // self.host_bytes
+
+    def peer_traffic(self, sent: int) -> int:
+        """Return the picoseconds of sending so many bytes to other GPUs, while as many come in.
+
+        Raises:
+            CannotAnswerError: The GPU has no link to others.
+        """
+        if sent and not self.peer_bytes:
+            raise CannotAnswerError(f"{self.source} has no known link to other GPUs, from which time is estimated")
+        return sent * PICOSECONDS // self.peer_bytes if sent else 0
+
+
+PCIE_BYTES = {"pcie-3-x16": 16 * 10**9, "pcie-4-x16": 32 * 10**9, "pcie-5-x16": 64 * 10**9}
+"""Bytes per second of PCIe's sixteen lanes, one way, as vendors state it."""
+
+HOST_LINKS = {"nvlink-2": "pcie-3-x16", "nvlink-4": "pcie-5-x16", "nvlink-5": "pcie-5-x16"}
+"""Link between GPUs -> the link to the host that cards with it have; PCIe 4 where a kind is not listed.
+
+Source: data sheets of the V100 SXM2 (32 GB/s both ways), A100 SXM (64 GB/s) and H100 SXM (128 GB/s).
+"""
+
+
+def host_link(gpu: Gpu) -> tuple[str, int]:
+    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or what joins a superchip's parts."""
+    link = gpu.interconnect
+    if link.kind.startswith("pcie") or link.kind == "nvlink-c2c":
+        return link.kind, link.bytes_per_second
+    kind = HOST_LINKS.get(link.kind, "pcie-4-x16")
+    return kind, PCIE_BYTES[kind]
+
+
+def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> Rates:
+    """Return a GPU's rates; those of the catalog's GPU nearest in memory where it has none (``--gpu-memory``).
+
+    Raises:
+        CannotAnswerError: No GPU of the catalog has rates.
+    """
+    if gpu.bandwidth_bytes_per_second and "fp32" in gpu.dense_flops:
+        return _rates(name, gpu)
+    rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
+    if not rated:
+        raise CannotAnswerError("no GPU of the catalog has bandwidth and arithmetic, from which time is estimated")
+    nearest, entry = min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
+    return _rates(nearest, entry)
+
+
+def _rates(name: str, gpu: Gpu) -> Rates:
+    peer = gpu.interconnect.bytes_per_second
+    return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second, *host_link(gpu), peer)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one token, and one micro-batch, ask of a GPU under some weights and gradients.
+
+    Attributes:
+        layer_parameters: Parameters of the layers' matrices that a token passes through.
+        head_parameters: Parameters of the head.
+        attention_width: Sum over layers of all heads' key and value widths.
+        read_bytes: Bytes moved to read all matrices once: decoded or cast first where they are stored otherwise.
+        gradient_bytes: Bytes moved to form and keep all gradients.
+        stream_bytes: Bytes of one token in all layers' saved tensors.
+        logit_bytes: Bytes of one token's logits in the compute dtype.
+        backward: Products of backward for each of forward: 2, or 1 where weights are frozen.
+        dtype: What products compute in.
+        sent_bytes: Sent to other GPUs.
+    """
+
+    layer_parameters: int
+    head_parameters: int
+    attention_width: int
+    read_bytes: int
+    gradient_bytes: int
+    stream_bytes: int
+    logit_bytes: int
+    backward: int
+    dtype: str
+    sent_bytes: int = 0
+
+
+def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
+    """Return the work of a model's micro-batch under a setup's weights and gradients."""
+    spec = model.spec
+    sent = sent_bytes(setup, model.inventory, states.gradient_bytes)
+    if is_sharded(setup.config.parallel):
+        setup = gathered_setup(setup)
+        states = model_states(setup, model.inventory, ())
+    layers = sum(t.active_elements * t.count for t in model.inventory if t.role in MATRICES)
+    attention = sum(run.count * _attention_width(run.layer.attention) for run in spec.runs)
+    saved = SAVED_BYTES * spec.hidden_size * spec.num_hidden_layers * setup.compute_bytes // 2
+    return Work(
+        layer_parameters=layers,
+        head_parameters=spec.vocab_size * spec.hidden_size,
+        attention_width=attention,
+        read_bytes=sum(e.tensor.count * (e.weight_bytes + 2 * e.copy_bytes) for e in states.tensors),
+        gradient_bytes=sum(e.tensor.count * _gradient_traffic(e) for e in states.tensors if e.trainable),
+        stream_bytes=saved,
+        logit_bytes=spec.vocab_size * setup.compute_bytes,
+        backward=2 if setup.config.adapter is None else 1,
+        dtype=setup.config.compute_dtype,
+        sent_bytes=sent,
+    )
+
+
+def _attention_width(part: object) -> int:
+    if isinstance(part, Attention):
+        return 2 * part.query_size
+    return part.num_heads * (part.qk_head_dim + part.v_head_dim)  # type: ignore[attr-defined, no-any-return]
+
+
+def _gradient_traffic(entry: TensorStates) -> int:
+    """Return what forming a gradient moves: written, and read and written again where it is kept otherwise."""
+    same = entry.gradient_bytes == entry.formed_bytes
+    return entry.formed_bytes if same else 2 * entry.formed_bytes + entry.gradient_bytes
+
+
+def micro_batch_picoseconds(
+    work: Work, rates: Rates, batch: int, length: int, *, checkpointing: str, loss: str, accumulates: bool
+) -> int:
+    """Return the estimated time of one forward and backward.
+
+    Formula:
+        ``max(F / flops, W / bandwidth) + M / bandwidth`` for n = b t tokens, where
+        F = (1 + B + r) (2 n P_layers + n t A / 2) + (1 + B + c) 2 n P_head, with B products of backward
+        per product of forward, r = 1 for full checkpointing and c = 1 for a chunked loss; causal
+        attention costs half its square. W = (2 + r) times the bytes of reading every matrix, and
+        the gradients' (twice where they are added to others). M = 2 passes over the saved tensors, 3
+        with checkpointing, and 6 over the logits, half as many again in fp32 and for a chunked loss.
+        Several GPUs: the time of what each sends, where that is longer, since it overlaps with the rest.
+
+    Source:
+        Roofline: https://doi.org/10.1145/1498765.1498785. Operations: https://arxiv.org/abs/2001.08361,
+        table 1. Saved tensors: https://arxiv.org/abs/2205.05198, equation 1.
+    """
+    n = batch * length
+    full, chunked = int(checkpointing == "full"), int(loss == "chunked")
+    layers = 2 * n * work.layer_parameters + n * length * work.attention_width // 2
+    head = 2 * n * work.head_parameters
+    operations = (1 + work.backward + full) * layers + (1 + work.backward + chunked) * head
+    weights = (2 + full) * work.read_bytes + (2 if accumulates else 1) * work.gradient_bytes
+    passes = 2 if checkpointing == "none" else 3
+    wide = 2 if loss == "bf16" else 3
+    moved = n * (passes * work.stream_bytes + (LOGIT_PASSES + 2 * chunked) * work.logit_bytes * wide // 2)
+    alone = max(rates.compute(operations, work.dtype), rates.traffic(weights)) + rates.traffic(moved)
+    return max(alone, rates.peer_traffic(work.sent_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWork:
+    """What an optimizer asks of a GPU in one step, weights and gradients left out.
+
+    Attributes:
+        moved_bytes: States and master weights read and written, and further passes.
+        operations: Of Newton-Schulz.
+        host_bytes: Moved between host and device.
+    """
+
+    moved_bytes: int
+    operations: int
+    host_bytes: int = 0
+
+
+def update_work(setup: TrainingSetup, states: ModelStates) -> UpdateWork:
+    """Return the work of one optimizer step.
+
+    Formula:
+        States and master weights read and written. torch's foreach and for-loop AdamW pass over the
+        weights once more, over the gradients too, and ten times more over one moment. Muon: five
+        iterations of 6 m^2 n operations, or 4 m^2 n + 2 m^3 with ``fast`` and ``torch``, for sides m <= n.
+        States in host memory are copied in and out besides, over the link and through buffers on the device.
+
+    Source:
+        torch/optim/adam.py (v2.13.0), ``_multi_tensor_adam`` beside the fused kernel;
+        https://kellerjordan.github.io/posts/muon/; memplan/muon/orthogonalisation/newton_schulz.py.
+    """
+    moved = operations = linked = 0
+    for entry in states.tensors:
+        if entry.trainable:
+            count = entry.tensor.count
+            moved += count * (2 * (entry.master_bytes + entry.state_bytes) + _extra_traffic(setup, entry))
+            if entry.optimizer.algorithm == "muon":
+                operations += count * _newton_schulz(entry, setup.profile.newton_schulz)
+            if setup.offloads_states:
+                linked += 2 * count * entry.host_bytes
+    return UpdateWork(moved + 2 * linked, operations, linked)
+
+
+def update_picoseconds(trained_bytes: int, gradient_bytes: int, work: UpdateWork, rates: Rates) -> int:
+    """Return the estimated time of one optimizer step.
+
+    Formula:
+        ``(2 * weights + gradients + moved) / bandwidth + operations / flops in bf16 + host / link``, the
+        weights that are trained being read and written. Copies over the link are taken to run alone.
+    """
+    here = rates.traffic(2 * trained_bytes + gradient_bytes + work.moved_bytes)
+    return here + rates.compute(work.operations, "bf16") + rates.host_traffic(work.host_bytes)
+
+
+def _extra_traffic(setup: TrainingSetup, entry: TensorStates) -> int:
+    optimizer = entry.optimizer
+    plain = optimizer.algorithm == "adamw" and optimizer.step == "torch" and entry.format_name in FLOAT_BYTES
+    if not plain or setup.profile.optimizer == "fused" or setup.offloads_states:
+        return 0
+    return 3 * entry.tensor.elements * entry.element_bytes + 5 * entry.state_bytes
+
+
+def _newton_schulz(entry: TensorStates, kind: str) -> int:
+    """Return the operations of orthogonalising a matrix, or each of a stack of them."""
+    rows, columns = entry.tensor.shape[-2:]
+    stack = entry.tensor.elements // (rows * columns)
+    m, n = min(rows, columns), max(rows, columns)
+    each = 6 * m * m * n if kind == "min" else 4 * m * m * n + 2 * m**3
+    return NEWTON_SCHULZ_STEPS * stack * each

@@ -1,0 +1,1 @@
+"""The bytes of a training step at each instant."""

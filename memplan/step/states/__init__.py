@@ -1,0 +1,1 @@
+"""What stays between steps, and what the optimizer step takes beyond it."""

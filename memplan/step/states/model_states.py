@@ -1,0 +1,326 @@
+"""Model states: weights, master weights, gradients and optimizer states, exact to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from memplan.catalog.entries import Codec, Optimizer, StateSlot, StorageFormat
+from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.step.states.parallel_shards import held
+from memplan.step.states.update_kernels import FUSED, Stepper, Updated, kept_slots, stepper
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStates:
+    """What training keeps for one parameter tensor; times ``tensor.count`` for all layers.
+
+    Attributes:
+        tensor: The parameter.
+        format_name: How its weight is stored.
+        trainable: Whether it has a gradient and an optimizer.
+        weight_bytes: Stored weight.
+        master_bytes: Second copy that the optimizer updates.
+        formed_bytes: Gradient as backward forms it.
+        gradient_bytes: Gradient as it is kept.
+        state_bytes: Optimizer states on the device.
+        host_bytes: Optimizer states on the host: step counters, and all where they are offloaded.
+        element_bytes: Bytes of an element as operations read it: its own, or decoded.
+        copy_bytes: Copy of the weight in the compute dtype that a product needs; 0 for none.
+        optimizer_name: Optimizer that takes it.
+        optimizer: The same, as its catalog entry.
+        gradient_name: Dtype of its gradient as it is kept.
+        stepper: The class that updates it; None where it is frozen.
+        codec: What codes its weight again after an update; None for floats, and for codes that stay.
+    """
+
+    tensor: ParameterTensor
+    format_name: str
+    trainable: bool
+    weight_bytes: int
+    master_bytes: int
+    formed_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    host_bytes: int
+    element_bytes: int
+    copy_bytes: int
+    optimizer_name: str
+    optimizer: Optimizer
+    gradient_name: str
+    stepper: Stepper | None
+    codec: Codec | None
+
+    def of(self, tensor: ParameterTensor) -> TensorStates:
+        """Return the states of another tensor of the same role and shape; ``replace`` takes four times as long."""
+        return TensorStates(
+            tensor,
+            self.format_name,
+            self.trainable,
+            self.weight_bytes,
+            self.master_bytes,
+            self.formed_bytes,
+            self.gradient_bytes,
+            self.state_bytes,
+            self.host_bytes,
+            self.element_bytes,
+            self.copy_bytes,
+            self.optimizer_name,
+            self.optimizer,
+            self.gradient_name,
+            self.stepper,
+            self.codec,
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a product decodes the weight first."""
+        return self.format_name not in FLOAT_BYTES
+
+
+def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, StorageFormat]:
+    """Return the format of a tensor: that of its role, where its rows divide into blocks.
+
+    Rows that do not divide, and tensors of one dimension, stay in the compute dtype.
+    """
+    name, chosen = setup.format_names[tensor.role], setup.formats[tensor.role]
+    fits = chosen.block_elements == 1 or (
+        len(tensor.shape) > 1 and (chosen.blocking == "tensor" or tensor.shape[-1] % chosen.block_elements == 0)
+    )
+    if fits:
+        return name, chosen
+    compute = setup.config.compute_dtype
+    return compute, StorageFormat(compute, 1, setup.compute_bytes, "", ())
+
+
+def tensor_states(
+    setup: TrainingSetup, tensor: ParameterTensor, frozen: bool, group: Collection[Updated] = ()
+) -> TensorStates:
+    """Return the bytes that training keeps for one tensor.
+
+    Args:
+        setup: The training setup.
+        tensor: The parameter.
+        frozen: Whether it is not trained.
+        group: What is updated together with it; by default it alone.
+
+    Formula:
+        weight: ``ceil(n / block_elements) * block_bytes + tensor_bytes`` of its format;
+        gradient: ``n * element_bytes + tensor_bytes``; states: the sum over the optimizer's slots.
+
+    Raises:
+        CannotAnswerError: Nothing updates the tensor as its optimizer would.
+    """
+    elements = tensor.elements
+    name, layout = stored_format(setup, tensor)
+    own_bytes = FLOAT_BYTES.get(name, setup.compute_bytes)
+    computed = min(own_bytes, setup.compute_bytes) if tensor.role not in ("norm", "embedding") else own_bytes
+    optimizer_name, optimizer = setup.optimizer_names[tensor.role], setup.optimizers[tensor.role]
+    given = updated(setup, tensor)
+    kind = None if frozen else stepper(setup, optimizer_name, optimizer, group or [given])
+    master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
+    device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, master_bytes or own_bytes) if kind else (0, 0)
+    return TensorStates(
+        tensor=tensor,
+        format_name=name,
+        trainable=not frozen,
+        weight_bytes=layout.tensor_storage_bytes(elements),
+        master_bytes=0 if frozen else elements * master_bytes,
+        formed_bytes=0 if frozen else elements * computed,
+        gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),
+        state_bytes=device,
+        host_bytes=host,
+        element_bytes=own_bytes,
+        copy_bytes=_copy_bytes(setup, tensor, name),
+        optimizer_name=optimizer_name,
+        optimizer=optimizer,
+        gradient_name=given.gradient,
+        stepper=kind,
+        codec=layout.codec,
+    )
+
+
+def updated(setup: TrainingSetup, tensor: ParameterTensor) -> Updated:
+    """Return what an update is given of a tensor."""
+    name, layout = stored_format(setup, tensor)
+    own = name if name in FLOAT_BYTES else setup.config.compute_dtype
+    gradient = setup.config.gradients.dtype or own
+    return Updated(name, gradient, len(tensor.shape), name not in FLOAT_BYTES, layout.codec)
+
+
+def _gradient_bytes(setup: TrainingSetup, elements: int, own_bytes: int) -> int:
+    """Return the bytes of a gradient as it is kept."""
+    if setup.gradient is None:
+        return elements * own_bytes
+    return elements * setup.gradient.element_bytes + setup.gradient.tensor_bytes
+
+
+def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int:
+    """Return the bytes of the copy in the compute dtype that a product makes, or 0."""
+    if FLOAT_BYTES.get(name) == setup.compute_bytes or tensor.role == "norm":
+        return 0
+    return tensor.elements * setup.compute_bytes
+
+
+@lru_cache(maxsize=65536)
+def _slots_bytes(slots: tuple[StateSlot, ...], shape: tuple[int, ...], own_bytes: int, fused: bool) -> tuple[int, int]:
+    device = host = 0
+    for slot in slots:
+        if slot.dimensions == ("more" if len(shape) < 2 else "one"):
+            continue
+        size = slot_bytes(slot, shape, own_bytes)
+        if slot.device == "host" or (slot.device == "device-if-fused" and not fused):
+            host += size
+        else:
+            device += size
+    return device, host
+
+
+def state_bytes(
+    optimizer: Optimizer, kind: Stepper, shape: tuple[int, ...], own_bytes: int, fused: bool
+) -> tuple[int, int]:
+    """Return the optimizer's state bytes for one tensor: (on the device, on the host).
+
+    Args:
+        optimizer: Catalog entry.
+        kind: The class that updates the tensor.
+        shape: Dimensions of the tensor.
+        own_bytes: Bytes of an element of the tensor that is updated, for slots stored like it.
+        fused: Whether a fused kernel keeps step counters on the device.
+    """
+    slots = optimizer.exempt_slots if is_exempt(optimizer, shape) else optimizer.slots
+    return _slots_bytes(kept_slots(kind, slots), shape, own_bytes, fused)
+
+
+def is_exempt(optimizer: Optimizer, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor keeps an optimizer's exempt slots."""
+    elements = prod(shape)
+    return elements < optimizer.exempt_below or elements % optimizer.exempt_unless_multiple > 0
+
+
+def _placed_bytes(
+    setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, shape: tuple[int, ...], own_bytes: int
+) -> tuple[int, int]:
+    """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
+    fused = setup.profile.optimizer == "fused" and kind in FUSED
+    device, host = state_bytes(optimizer, kind, shape, own_bytes, fused)
+    return (0, device + host) if setup.offloads_states else (device, host)
+
+
+def slot_bytes(slot: StateSlot, shape: tuple[int, ...], own_bytes: int) -> int:
+    """Return the bytes of one state tensor.
+
+    Formula:
+        ``ceil(n / block_elements) * block_bytes + tensor_bytes``, where n counts parameters,
+        rows, columns, or is 1, as the slot's layout says.
+
+    Example:
+        >>> slot_bytes(StateSlot("momentum", 128, 132), (4096, 4096), 2)
+        17301504
+    """
+    elements = prod(shape)
+    if slot.layout == "rows":
+        elements //= shape[-1]
+    elif slot.layout == "columns":
+        elements //= shape[-2] if len(shape) > 1 else 1
+    elif slot.layout == "scalar":
+        elements = 1
+    if slot.as_parameter:
+        return elements * own_bytes
+    return ceil_div(elements, slot.block_elements) * slot.block_bytes + slot.tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """States of all tensors, and their sums.
+
+    Attributes:
+        tensors: One entry per distinct tensor, base model first, adapters after it.
+    """
+
+    tensors: tuple[TensorStates, ...]
+    weight_bytes: int
+    master_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    host_bytes: int
+    average_bytes: int
+
+
+def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
+    """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
+    frozen = setup.config.adapter is not None
+    own, added = list(held(inventory, setup.config.parallel)), list(adapters)
+    groups = _groups(setup, added if frozen else own)
+    alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    tensors = []
+    for tensor in own:
+        known = alike.get((tensor.role, tensor.shape))
+        group = groups.get(setup.optimizer_names[tensor.role], ())
+        found = tensor_states(setup, tensor, frozen, group) if known is None else known.of(tensor)
+        alike[tensor.role, tensor.shape] = found
+        tensors.append(found)
+    tensors += [_adapter_states(setup, tensor) for tensor in added]
+    average = FLOAT_BYTES.get(setup.config.weight_average, 0)
+    return ModelStates(
+        tensors=tuple(tensors),
+        weight_bytes=sum(t.weight_bytes * t.tensor.count for t in tensors),
+        master_bytes=sum(t.master_bytes * t.tensor.count for t in tensors),
+        gradient_bytes=sum(t.gradient_bytes * t.tensor.count for t in tensors),
+        state_bytes=sum(t.state_bytes * t.tensor.count for t in tensors) + _shared_bytes(setup, tensors),
+        host_bytes=sum(t.host_bytes * t.tensor.count for t in tensors),
+        average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in tensors if t.trainable),
+    )
+
+
+def _groups(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, set[Updated]]:
+    """Return what each optimizer updates at once; nothing where each tensor is updated alone."""
+    found: dict[str, set[Updated]] = {}
+    if setup.config.gradients.lifetime == "step":
+        for role, tensor in {(tensor.role, tensor.shape): tensor for tensor in tensors}.items():
+            found.setdefault(setup.optimizer_names[role[0]], set()).add(updated(setup, tensor))
+    return found
+
+
+def _shared_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
+    """Return what optimizers hold once, where any of their tensors needs it; there is one for each tensor updated alone."""
+    users = [t for t in tensors if t.trainable and not is_exempt(t.optimizer, t.tensor.shape)]
+    if setup.config.gradients.lifetime == "layer":
+        return sum(t.optimizer.shared_bytes * t.tensor.count for t in users)
+    return sum({t.optimizer_name: t.optimizer.shared_bytes for t in users}.values())
+
+
+def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStates:
+    """Return the states of an adapter's matrix, which has its own dtype."""
+    adapter = setup.config.adapter
+    assert adapter is not None
+    width = FLOAT_BYTES[adapter.dtype]
+    role: Role = "hidden_matrix" if len(tensor.shape) > 1 else "norm"
+    name, optimizer = setup.optimizer_names[role], setup.optimizers[role]
+    alone = Updated(adapter.dtype, setup.config.gradients.dtype or adapter.dtype, len(tensor.shape))
+    kind = stepper(setup, name, optimizer, [alone])
+    device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, width)
+    size = tensor.elements * width
+    cast = setup.autocast and adapter.dtype != setup.config.compute_dtype
+    return TensorStates(
+        tensor=tensor,
+        format_name=adapter.dtype,
+        trainable=True,
+        weight_bytes=size,
+        master_bytes=0,
+        formed_bytes=size,
+        gradient_bytes=_gradient_bytes(setup, tensor.elements, width),
+        state_bytes=device,
+        host_bytes=host,
+        element_bytes=width,
+        copy_bytes=tensor.elements * setup.compute_bytes if cast else 0,
+        optimizer_name=name,
+        optimizer=optimizer,
+        gradient_name=alone.gradient,
+        stepper=kind,
+        codec=None,
+    )

@@ -1,0 +1,271 @@
+"""Temporaries of the optimizer step: what an update allocates beyond what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from memplan.step.states.model_states import TensorStates, is_exempt
+from memplan.step.states.muon_scratch import (
+    CHUNK_ELEMENTS,
+    COLUMN_CHUNK,
+    chunk_elements,
+    moment_chunk_bytes,
+    staged_bytes,
+    weight_block,
+    weight_chunk_bytes,
+    weight_scratch_bytes,
+)
+from memplan.step.states.update_algorithms import RULES, run_of
+from memplan.step.states.update_kernels import BUNDLED
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Temporaries:
+    """Scratch memory of an update, and the formula that it came from."""
+
+    bytes: int
+    formula: str
+
+
+NOTHING = Temporaries(0, "0: in place")
+
+
+def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> Temporaries:
+    """Return the largest scratch memory of an optimizer step over all trainable tensors.
+
+    Optimizers step one after the other, Muon first, so the largest of them counts. Where the bundled
+    optimizer keeps gradients in stores, it gives each back once it is used up; what is free by then
+    is taken off.
+    """
+    if setup.config.gradients.lifetime == "layer":
+        return max((tensor_temporaries(setup, entry) for entry in tensors if entry.trainable), key=_size)
+    found, free = NOTHING, 0
+    for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
+        stored = _stored(setup, group)
+        if _steps_by_tensor(setup, group):
+            for entry, before in zip(group, _stored_before(group, stored), strict=True):
+                found = max(found, _less(_bundled(setup, entry), free + before), key=_size)
+        else:
+            found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
+        free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
+    return found
+
+
+def _groups(tensors: Iterable[TensorStates]) -> dict[str, list[TensorStates]]:
+    """Return the trained tensors by optimizer."""
+    groups: dict[str, list[TensorStates]] = {}
+    for entry in tensors:
+        if entry.trainable:
+            groups.setdefault(entry.optimizer_name, []).append(entry)
+    return groups
+
+
+def stored_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> frozenset[str]:
+    """Return the tensors whose gradients stand in a store of the bundled optimizer, which the step empties."""
+    groups = ((group, _stored(setup, group)) for group in _groups(tensors).values())
+    return frozenset(
+        entry.tensor.name for group, sizes in groups for entry, size in zip(group, sizes, strict=True) if size
+    )
+
+
+def _less(item: Temporaries, free: int) -> Temporaries:
+    return replace(item, bytes=max(0, item.bytes - free))
+
+
+def _steps_by_tensor(setup: TrainingSetup, group: list[TensorStates]) -> bool:
+    """Whether the bundled optimizer steps the weights of a group: one tensor after the other."""
+    return group[0].stepper == BUNDLED and setup.config.master_weights == "none"
+
+
+def _stored(setup: TrainingSetup, group: list[TensorStates]) -> list[int]:
+    """Return the bytes of each gradient that stands in a store of the bundled optimizer, 0 for others.
+
+    Coded weights have stores, in bf16 unless told otherwise; then, or where a gradient is converted, all have.
+    """
+    if not _steps_by_tensor(setup, group):
+        return [0] * len(group)
+    every = any(_converted(entry) or (entry.codec is not None and entry.gradient_name != "bf16") for entry in group)
+    return [entry.gradient_bytes if every or entry.codec else 0 for entry in group]
+
+
+def handed_over(setup: TrainingSetup, entry: TensorStates) -> bool:
+    """Whether the bundled optimizer moves a parameter's gradient into a store, and lets go of the one formed."""
+    return entry.trainable and _converted(entry) and _stored(setup, [entry])[0] > 0
+
+
+def _converted(entry: TensorStates) -> bool:
+    """Whether a parameter's gradient is kept in another dtype than its own."""
+    return not entry.quantized and entry.gradient_name != entry.format_name
+
+
+def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
+    """Return, for the first of each tensor's copies, the stored gradients that are used up before it."""
+    found: list[int] = []
+    before_run = in_run = done = 0
+    for index, (entry, size) in enumerate(zip(group, stored, strict=True)):
+        if index and run_of(group[index - 1]) != run_of(entry):
+            before_run += in_run
+            in_run, done = 0, before_run
+        found.append(done)
+        done += size
+        in_run += size * entry.tensor.count
+    return found
+
+
+def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
+    """Return the scratch memory of rounding into, or adding to, a gradient store of the bundled optimizer.
+
+    Formula:
+        Two chunks of fp32, and two fp32 numbers where the store has a scale.
+
+    Source:
+        ``add_workspace_bytes`` in memplan/muon/stores/gradient_stores.py, measured.
+    """
+    if not entry.trainable or not (entry.codec or _converted(entry)):
+        return 0
+    if not _steps_by_tensor(setup, [entry]) and entry.gradient_bytes >= 2 * entry.tensor.elements:
+        return 0  # a tensor of its own, which further gradients are added to in place
+    scale = 8 if setup.gradient is not None and setup.gradient.tensor_bytes else 0
+    return 8 * min(CHUNK_ELEMENTS, entry.tensor.elements) + scale
+
+
+def _size(item: Temporaries) -> int:
+    return item.bytes
+
+
+def tensor_temporaries(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
+    """Return the scratch memory of updating one tensor alone."""
+    return _group_temporaries(setup, [replace(entry, tensor=replace(entry.tensor, count=1))])
+
+
+def _group_temporaries(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
+    return (_with_masters if setup.config.master_weights != "none" else _update)(setup, group)
+
+
+def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
+    """Return the scratch memory of an update of the weights themselves."""
+    kind = group[0].stepper
+    if kind == BUNDLED:
+        return max((_bundled(setup, entry) for entry in group), key=_size)
+    assert kind is not None
+    return Temporaries(*RULES[kind](group, setup.profile.optimizer))
+
+
+def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
+    return (_muon if entry.optimizer.algorithm == "muon" else _chunked)(setup, entry)
+
+
+def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
+    """Return the scratch memory of an update of master weights: all gradients are cast to their dtype first."""
+    name = setup.config.master_weights
+    masters = [_master(entry, name) for entry in group]
+    casts = sum(
+        master.gradient_bytes * entry.tensor.count
+        for entry, master in zip(group, masters, strict=True)
+        if entry.gradient_name != name
+    )
+    update = _update(setup, masters)
+    return Temporaries(casts + update.bytes, f"gradients cast to {name}, and {update.formula}")
+
+
+def _master(entry: TensorStates, name: str) -> TensorStates:
+    """Return the master weight of a tensor, and its gradient, in place of the weight."""
+    width = FLOAT_BYTES[name]
+    size = entry.tensor.elements * width
+    return replace(
+        entry, format_name=name, element_bytes=width, formed_bytes=size, gradient_bytes=size, gradient_name=name
+    )
+
+
+def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
+    """Return Muon's scratch memory for one matrix, the larger side being ``n`` and the smaller ``m``.
+
+    Formula:
+        Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
+        where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
+        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
+        chunk includes two stretches of a momentum in host memory.
+
+    Source:
+        memplan/muon/byte_model.py, measured.
+    """
+    rows, columns = entry.tensor.shape[-2:]
+    m, n = min(rows, columns), max(rows, columns)
+    c = min(COLUMN_CHUNK, n)
+    kind = setup.profile.newton_schulz
+    own = 0 if entry.gradient_name == "bf16" else 2 * entry.tensor.elements
+    extra = f" + {own:,} for the update" if own else ""
+    squares, chunks = (2, 1) if kind == "fast" else (1, 2)
+    newton_schulz = 2 * squares * m * m + 2 * chunks * m * c
+    k = chunk_elements(entry.tensor.elements, entry.optimizer.slots[0].block_elements)
+    staged = staged_bytes(entry, k) if setup.offloads_states else 0
+    chunk = max(moment_chunk_bytes(entry) + staged, weight_chunk_bytes(entry))
+    if chunk > newton_schulz:
+        return Temporaries(own + chunk, f"momentum and weight in chunks of {CHUNK_ELEMENTS:,} elements{extra}")
+    text = f"{2 * squares} m^2 + {2 * chunks} m c{extra}, m = {m}, n = {n}, c = {c}"
+    return Temporaries(own + newton_schulz, text)
+
+
+def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
+    """Return the scratch memory of the bundled AdamW, which goes through a tensor in chunks of k elements.
+
+    Formula:
+        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights that are
+        not fp32; k is a number of whole blocks of both. Moments in host memory: two stretches of k elements of each
+        besides.
+
+    Source:
+        memplan/muon/byte_model.py, measured.
+    """
+    slots = [s for s in entry.optimizer.slots if s.layout == "elementwise"]
+    exempt = is_exempt(entry.optimizer, entry.tensor.shape)
+    block = 1 if exempt else max(slot.block_elements for slot in slots)
+    width = 4 if exempt else slots[0].block_bytes
+    k = chunk_elements(entry.tensor.elements, max(block, weight_block(entry)))
+    moments = 4 * k if width == 4 and block == 1 else 12 * k + (k // 32 if block > 1 else 0)
+    weight = weight_scratch_bytes(entry, k)
+    staged = staged_bytes(entry, k) if setup.offloads_states else 0
+    text = f"the largest tensor in chunks of {k:,} elements"
+    return Temporaries(moments + weight + staged, f"{text}, and two stretches of its states" if staged else text)
+
+
+def average_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
+    """Return the scratch memory of moving the averaged weights: one weight in the average's dtype, decoded first.
+
+    The weight that was decoded before it is still named then.
+    """
+    name = setup.config.weight_average
+    trained = [entry for entry in tensors if entry.trainable]
+    decoded = [entry.tensor.elements * setup.compute_bytes if entry.quantized else 0 for entry in trained]
+    found = 0
+    for index, entry in enumerate(trained):
+        own = setup.config.compute_dtype if entry.quantized else entry.format_name
+        cast = 0 if own == name else entry.tensor.elements * FLOAT_BYTES[name]
+        found = max(found, decoded[index] + max(cast, decoded[index - 1] if entry.quantized else 0))
+    return found
+
+
+FOREACH_CHUNK_ELEMENTS = 2**16
+"""Elements whose norm one block of ``_foreach_norm`` takes (aten/src/ATen/native/cuda/MultiTensorApply.cuh)."""
+
+
+def clipping_bytes(tensors: Iterable[TensorStates]) -> int:
+    """Return the scratch memory of ``clip_grad_norm_``.
+
+    One norm per tensor, and the larger of: partial norms in fp32, for each tensor as many as the
+    largest has chunks; the stack of the norms, and their norm.
+
+    Source:
+        torch/nn/utils/clip_grad.py (v2.13.0), ``_get_total_norm``; aten/src/ATen/native/cuda/ForeachReduceOp.cu.
+    """
+    trained = [entry for entry in tensors if entry.trainable]
+    if not trained:
+        return 0
+    count = sum(entry.tensor.count for entry in trained)
+    widths = [(e.tensor.count, 4 if e.gradient_bytes == 4 * e.tensor.elements else 2) for e in trained]
+    norms = sum(count * width for count, width in widths)
+    chunks = max(ceil_div(entry.tensor.elements, FOREACH_CHUNK_ELEMENTS) for entry in trained)
+    return norms + max(4 * count * chunks, norms + max(width for _, width in widths))

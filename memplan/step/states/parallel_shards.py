@@ -1,0 +1,159 @@
+"""The one way to divide: what one rank of a data-parallel group holds, and what passes between ranks.
+
+Every byte that several GPUs share out goes through :func:`shard`; nothing else in memplan divides by
+their number. Ranks are equal but for the last shards, which may be emptier; the first rank is planned,
+whose shards are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from memplan.catalog.entries import StorageFormat
+from memplan.catalog.training_config import Parallel
+from memplan.model.inventory import ROLES, Inventory, ParameterTensor
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import ceil_div
+
+FULLY_SHARDED = 3
+"""The ZeRO stage that shards weights, gradients and optimizer states (https://arxiv.org/abs/1910.02054)."""
+
+
+def is_sharded(parallel: Parallel) -> bool:
+    """Tell whether ranks hold shards; without, each holds everything."""
+    return parallel.data > 1 and parallel.zero_stage == FULLY_SHARDED
+
+
+def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
+    """Return the first rank's part of a tensor: whole slices of its first dimension, padding included.
+
+    Formula:
+        ``ceil(rows / ranks)`` rows.
+
+    Source:
+        ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py (v2.13.0).
+
+    Example:
+        >>> shard(ParameterTensor("w", (10, 3), "hidden_matrix"), 4).shape
+        (3, 3)
+    """
+    return replace(tensor, shape=(ceil_div(tensor.shape[0], ranks), *tensor.shape[1:]))
+
+
+def held(inventory: Iterable[ParameterTensor], parallel: Parallel) -> Inventory:
+    """Return the tensors that one rank holds: shards, or everything."""
+    if not is_sharded(parallel):
+        return tuple(inventory)
+    return tuple(shard(tensor, parallel.data) for tensor in inventory)
+
+
+def share(parallel: Parallel) -> Fraction:
+    """Return what one rank holds of a tensor that divides evenly."""
+    return Fraction(1, parallel.data if is_sharded(parallel) else 1)
+
+
+def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup that forward and backward of gathered weights run under.
+
+    They are gathered in the compute dtype, so that nothing is cast in a product; norms run in it too.
+
+    Source:
+        ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py (v2.13.0).
+    """
+    config, dtype = setup.config, setup.config.compute_dtype
+    return replace(
+        setup,
+        config=replace(config, parallel=Parallel()),
+        format_names=dict.fromkeys(ROLES, dtype),
+        formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", ())),
+        gradient=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are gathered, and whose gradients are reduced, together.
+
+    Attributes:
+        gathered_bytes: All of them whole, in the compute dtype, padding included.
+        reduced_bytes: Their gradients as they go into the reduction, likewise, in the weights' dtype.
+        kept_bytes: The rank's share of these gradients.
+        cast_bytes: Its share of the weights, cast to the compute dtype before they are gathered; 0 for none.
+        last_bytes: The whole gradient of the last matrix, which a loop's variable holds until the end
+            of the reduction.
+    """
+
+    gathered_bytes: int
+    reduced_bytes: int
+    kept_bytes: int
+    cast_bytes: int
+    last_bytes: int
+
+
+def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
+    """Return what a unit takes; layers count once.
+
+    Formula:
+        ``ranks * elements of the shards * bytes of an element``.
+
+    Args:
+        tensors: Its tensors, whole.
+        setup: The training setup.
+
+    Source:
+        ``foreach_all_gather`` and ``foreach_reduce`` in
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
+    """
+    ranks = setup.config.parallel.data
+    elements = sum(tensor.elements for tensor in held(tensors, setup.config.parallel))
+    matrices = [tensor.elements for tensor in tensors if len(tensor.shape) > 1]
+    own = FLOAT_BYTES[setup.format_names["hidden_matrix"]]
+    return Unit(
+        gathered_bytes=ranks * elements * setup.compute_bytes,
+        reduced_bytes=ranks * elements * own,
+        kept_bytes=elements * own,
+        cast_bytes=elements * setup.compute_bytes if own != setup.compute_bytes else 0,
+        last_bytes=matrices[-1] * setup.compute_bytes if matrices else 0,
+    )
+
+
+def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:
+    """Return the buckets that replicas' gradients are reduced in, which stay from step to step.
+
+    Formula:
+        As many bytes as there are gradients, beside them (``gradient_as_bucket_view=False``, the default).
+
+    Source:
+        ``initialize_buckets`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0).
+    """
+    return gradient_bytes if parallel.data > 1 and not is_sharded(parallel) else 0
+
+
+def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:
+    """Return the bytes that each rank sends, and receives, for one forward and backward.
+
+    Formula:
+        ``(N - 1) / N`` times: sharded, every layer gathered twice, the rest once, and all gradients
+        reduced and scattered; replicated, all gradients twice, as a ring reduces them.
+
+    Args:
+        setup: The training setup.
+        inventory: The whole tensors.
+        trained_bytes: Gradients of the tensors that are trained, where everything is replicated.
+
+    Source:
+        Ring algorithms: https://arxiv.org/abs/1802.05799; what is gathered and when: torch's ``fully_shard``.
+    """
+    parallel = setup.config.parallel
+    if parallel.data == 1:
+        return 0
+    if not is_sharded(parallel):
+        return 2 * trained_bytes * (parallel.data - 1) // parallel.data
+    total = 0
+    for tensor in inventory:
+        whole = unit((tensor,), setup)
+        times = 2 if "{}" in tensor.name else 1
+        total += tensor.count * (times * whole.gathered_bytes + whole.reduced_bytes)
+    return total * (parallel.data - 1) // parallel.data

@@ -1,0 +1,191 @@
+"""Which code updates a group of tensors, what it keeps for each of them, and what nothing updates.
+
+The formula and the trace both ask here, so that they plan and run the same update, and refuse in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from memplan.catalog.entries import Codec, Implementation, Optimizer, StateSlot, StorageFormat
+from memplan.errors import CannotAnswerError
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+Stepper = Implementation | Literal["torch.optim.Muon"]
+BUNDLED: Stepper = "memplan.muon.Muon"
+FUSED: frozenset[Stepper] = frozenset(("torch.optim.AdamW", "torch.optim.SGD"))
+"""Classes that have a fused kernel, which keeps step counters on the device."""
+
+KEPT: Mapping[Stepper, frozenset[str]] = {
+    "adam_mini.Adam_mini": frozenset(("m", "vmean")),
+    "bitsandbytes.optim.AdamW8bit": frozenset(("state1", "state2", "absmax1", "absmax2")),
+    "lion_pytorch.Lion": frozenset(("exp_avg",)),
+    "memplan.muon.Muon": frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")),
+    "torch.optim.Adafactor": frozenset(("row_var", "col_var", "variance", "step")),
+    "torch.optim.AdamW": frozenset(("exp_avg", "exp_avg_sq", "step")),
+    "torch.optim.Muon": frozenset(("momentum_buffer",)),
+    "torch.optim.SGD": frozenset(("momentum_buffer",)),
+}
+"""Class -> the state tensors that it keeps."""
+
+STORED_GRADIENTS = ("fp32", "bf16", "fp8-e4m3", "fp8-e5m2")
+"""Dtypes in which the bundled optimizer stores gradients (memplan/muon/stores/gradient_stores.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A tensor as an update is given it.
+
+    Attributes:
+        format_name: How it is stored.
+        gradient: Dtype of its gradient as it is kept.
+        dimensions: How many it has.
+        coded: Whether it is stored as codes.
+        codec: What codes it again; None where nothing does.
+    """
+
+    format_name: str
+    gradient: str
+    dimensions: int
+    coded: bool = False
+    codec: Codec | None = None
+
+
+def trainable(layout: StorageFormat, name: str) -> bool:
+    """Tell whether weights in a format can be trained: floats of torch, and formats with a codec."""
+    return name in FLOAT_BYTES or layout.codec is not None
+
+
+def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection[Updated]) -> Stepper:
+    """Return the class that updates a group of tensors.
+
+    Args:
+        setup: The training setup.
+        name: Catalog name of the optimizer, for messages.
+        entry: Its catalog entry.
+        group: What its tensors are, each kind once.
+
+    Raises:
+        CannotAnswerError: No implementation takes them, or none is known.
+    """
+    if entry.implementation == "none":
+        return "none"
+    _refuse_what_is_not_modelled(setup, name, entry)
+    _refuse_formats(setup, group)
+    if setup.config.master_weights != "none":
+        group = _masters(setup, group)
+    kind = _kind(setup, entry, group)
+    if kind == BUNDLED:
+        _refuse_gradients(setup, group)
+    elif not _plain(setup, group):
+        raise CannotAnswerError(_not_plain(setup, name, kind, group))
+    elif kind == "torch.optim.Muon":
+        _refuse_torch_muon(setup, name, entry, group)
+    return kind
+
+
+def kept_slots(kind: Stepper, slots: Iterable[StateSlot]) -> tuple[StateSlot, ...]:
+    """Return the slots of an entry that a class keeps: ``torch.optim.Muon`` counts no steps, say."""
+    return tuple(slot for slot in slots if kind not in KEPT or slot.name in KEPT[kind])
+
+
+def _kind(setup: TrainingSetup, entry: Optimizer, group: Collection[Updated]) -> Stepper:
+    """Return the entry's own class, or what takes its place: the bundled AdamW where torch's cannot step."""
+    assert entry.implementation is not None
+    if entry.implementation == BUNDLED and entry.takes == "matrices" and setup.profile.newton_schulz == "torch":
+        return "torch.optim.Muon"
+    same = _state_widths(entry) == {FLOAT_BYTES.get(item.format_name) for item in group}
+    if entry.implementation == "torch.optim.AdamW" and not (same and _plain(setup, group)):
+        return BUNDLED
+    return entry.implementation
+
+
+def _plain(setup: TrainingSetup, group: Iterable[Updated]) -> bool:
+    """Whether torch's optimizers can take a group: floats with gradients of their own dtype, states beside them."""
+    own = all(not item.coded and item.gradient == item.format_name for item in group)
+    return own and not setup.offloads_states
+
+
+def _state_widths(entry: Optimizer) -> set[int]:
+    return {slot.block_bytes for slot in entry.slots if slot.layout == "elementwise" and slot.block_elements == 1}
+
+
+def _masters(setup: TrainingSetup, group: Iterable[Updated]) -> list[Updated]:
+    """Return the master weights of a group, whose gradients are cast to their dtype."""
+    dtype = setup.config.master_weights
+    if any(item.coded for item in group):
+        raise CannotAnswerError(
+            f"{setup.name}: master_weights: {dtype} beside coded weights is not modelled: nothing codes the weights "
+            "again from their masters; use master_weights: none"
+        )
+    return [Updated(dtype, dtype, item.dimensions) for item in group]
+
+
+# ------------------------------------------------------------------ what is refused
+def _refuse_what_is_not_modelled(setup: TrainingSetup, name: str, entry: Optimizer) -> None:
+    kind = entry.implementation
+    if kind is None:
+        raise CannotAnswerError(
+            f"{setup.name}: optimizer {name} names no implementation, so what its update allocates is not known; "
+            f"give it one of {', '.join(KEPT)}, or untraced to plan its states alone"
+        )
+    unknown = [slot.name for slot in entry.slots if slot.name not in KEPT.get(kind, {slot.name})]
+    if unknown:
+        raise CannotAnswerError(
+            f"{setup.name}: optimizer {name} keeps {', '.join(unknown)}, which {kind} does not; "
+            f"it keeps {', '.join(sorted(KEPT[kind]))}"
+        )
+
+
+def _refuse_formats(setup: TrainingSetup, group: Iterable[Updated]) -> None:
+    """Refuse codes that nothing forms again after an update."""
+    for item in group:
+        if item.coded and item.codec is None:
+            raise CannotAnswerError(
+                f"{setup.name}: weights in {item.format_name} cannot be trained: nothing codes them again after an "
+                f"update; use {', '.join((*FLOAT_BYTES, *get_args(Codec)))}, or freeze them beside adapters"
+            )
+
+
+def _refuse_gradients(setup: TrainingSetup, group: Iterable[Updated]) -> None:
+    """Refuse gradients that the bundled optimizer neither takes as they are nor stores."""
+    for item in group:
+        stored = item.gradient in STORED_GRADIENTS and {item.gradient, item.format_name} != {"bf16", "fp16"}
+        if not stored and (item.coded or item.gradient != item.format_name):
+            raise CannotAnswerError(
+                f"{setup.name}: gradients of {item.format_name} weights in {item.gradient} are not supported: the "
+                f"bundled optimizer stores {', '.join(STORED_GRADIENTS)}; set gradients.dtype to one of them"
+            )
+
+
+def _not_plain(setup: TrainingSetup, name: str, kind: Stepper, group: Iterable[Updated]) -> str:
+    coded = [item.format_name for item in group if item.coded]
+    other = [item.gradient for item in group if item.gradient != item.format_name]
+    what = (
+        f"weights in {coded[0]}"
+        if coded
+        else f"gradients in {other[0]} beside weights in another dtype"
+        if other
+        else "states in host memory"
+    )
+    return (
+        f"{setup.name}: {name} does not take {what}, which the bundled optimizer alone does ({kind} runs here); "
+        "use one of muon-* or adamw-fp32, adamw-bf16, adamw-int8"
+    )
+
+
+def _refuse_torch_muon(setup: TrainingSetup, name: str, entry: Optimizer, group: Iterable[Updated]) -> None:
+    """Refuse what ``torch.optim.Muon`` does not do: stacks of matrices, and momentum in another dtype."""
+    momentum = next(slot for slot in entry.slots if slot.layout == "elementwise")
+    for item in group:
+        if item.dimensions != 2:
+            why = "takes matrices, not stacks of them"
+        elif (momentum.block_elements, momentum.block_bytes) != (1, FLOAT_BYTES[item.format_name]):
+            why = f"keeps momentum in the gradient's dtype, {item.gradient}, which {name} does not"
+        else:
+            continue
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.newton_schulz: torch runs torch.optim.Muon, which {why}; use min or fast"
+        )

@@ -1,0 +1,183 @@
+"""Make other people's modules take CUDA's kernels on ``meta`` tensors.
+
+A CPU build of torch decides for itself how a composite operator runs. The overrides here are
+registered with the dispatcher at ``AutogradMeta``, so they also hold where a checkpointed part
+is computed again, which a ``TorchFunctionMode`` would miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.trace.reference.operations import aten, attention, repeated, rms_norm
+from memplan.units import round_up
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@contextmanager
+def _overridden(overrides: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
+    """Run operators on ``meta`` tensors by other functions, and grouped products in every dtype.
+
+    Grouped products are replaced below autograd, which keeps their own derivatives.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for name, function in overrides.items():
+            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
+        library.impl("_grouped_mm", _grouped_mm, "Meta")  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def cuda_operators() -> Iterator[None]:
+    """Run dropout and grouped products on ``meta`` tensors as CUDA does, also inside composite operators.
+
+    CUDA's mask of dropout is one byte, and its grouped products take fp16 and fp32 besides bf16.
+    """
+    with _overridden({"dropout": _dropout}):
+        yield
+
+
+@contextmanager
+def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Run attention, norms, dropout and grouped products on ``meta`` tensors as CUDA would under ``profile``.
+
+    Args:
+        profile: Says which attention kernel runs.
+        autocast: Dtype that CUDA's autocast casts products to, or None for no autocast.
+    """
+    overrides: dict[str, Callable[..., Tensor]] = {
+        "scaled_dot_product_attention": _attention(profile, autocast),
+        "rms_norm": _rms_norm(autocast),
+        "dropout": _dropout,
+    }
+    if autocast is not None:
+        overrides |= _autocast(autocast)
+    with _overridden(overrides):
+        yield
+
+
+def _attention(profile: KernelProfile, autocast: torch.dtype | None) -> Callable[..., Tensor]:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        del enable_gqa
+        if autocast is not None:
+            query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
+        if is_causal and attn_mask is None:
+            return attention(query, key, value, kernel=profile.attention, target="cuda", dropout=dropout_p, scale=scale)
+        return _masked_attention(query, key, value, attn_mask, dropout_p, scale)
+
+    return scaled_dot_product_attention
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+) -> Tensor:
+    """Return attention under a mask, which only the efficient kernel takes; a boolean mask becomes an additive one.
+
+    Source:
+        ``convert_boolean_attn_mask`` in aten/src/ATen/native/transformers/attention.cpp.
+    """
+    key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    if mask is not None:
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    keeps = torch.is_grad_enabled()
+    out: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, keeps, dropout, False, scale=scale
+    )[0]
+    return out
+
+
+def _rms_norm(autocast: torch.dtype | None) -> Callable[..., Tensor]:
+    def fused(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        del normalized_shape
+        if autocast is not None:
+            x, weight = x.float(), None if weight is None else weight.float()
+        return rms_norm(x, weight, eps or 1e-6, "cuda")
+
+    return fused
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, train)[0] if train and p else x
+
+
+def _grouped_mm(
+    first: Tensor,
+    second: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the result of a grouped product, which is all that CUDA allocates in fp16 and fp32.
+
+    Only bf16 has a kernel of its own; other floats are multiplied group by group, each straight into
+    its part of the result. torch's own ``meta`` form knows bf16 alone. Rows of the result begin at
+    multiples of 16 bytes.
+
+    Source:
+        aten/src/ATen/native/GroupedMMUtils.h, ``create_grouped_gemm_output_tensor`` and
+        ``_grouped_mm_fallback`` (v2.13.0); https://github.com/pytorch/pytorch/pull/162059.
+    """
+    assert bias is None, "grouped products with a bias do not exist yet"
+    groups: tuple[int, ...] = ()
+    if first.dim() == second.dim():
+        groups = (len(offs),) if offs is not None else (first.shape[0],)
+    rows, columns = first.shape[-2], second.shape[-1]
+    dtype = out_dtype or first.dtype
+    padded = round_up(columns, 16 // dtype.itemsize)
+    strides = (rows * padded, padded, 1)[-2 - len(groups) :]
+    return first.new_empty_strided((*groups, rows, columns), strides, dtype=dtype)
+
+
+def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
+    """Return overrides that cast as CUDA's autocast does: products down, softmax and losses up.
+
+    Weights are cast at every call: with checkpointing off each weight is used once, so that the
+    cache of the real autocast holds the same copies.
+
+    Source:
+        aten/src/ATen/autocast_mode.h, ``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``.
+    """
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        lowered = None if bias is None else bias.to(dtype)
+        out: Tensor = aten.linear.default._op_dk(_COMPOSITE, x.to(dtype), weight.to(dtype), lowered)
+        return out
+
+    def matmul(x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = aten.matmul.default._op_dk(_COMPOSITE, x.to(dtype), other.to(dtype))
+        return out
+
+    def softmax(x: Tensor, dim: int, given: torch.dtype | None = None) -> Tensor:
+        out: Tensor = aten.softmax.int._op_dk(_COMPOSITE, x, dim, given or torch.float32)
+        return out
+
+    def layer_norm(
+        x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any
+    ) -> Tensor:
+        wide = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
+        out: Tensor = aten.layer_norm.default._op_dk(_COMPOSITE, x.float(), shape, *wide, *rest)
+        return out
+
+    return {"linear": linear, "matmul": matmul, "softmax.int": softmax, "layer_norm": layer_norm}

@@ -1,0 +1,151 @@
+"""torch's ``fully_shard`` (FSDP2) on ``meta`` tensors: its own code runs, nothing is sent anywhere.
+
+One process plays rank 0 of a group of any size. Collectives are replaced, through the interface that
+torch has for that, by ones that allocate what the real ones do and move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from memplan.trace.recording.recorder import Recorder
+
+META = torch.device("meta")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor that this rank holds, and any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Allocates:
+    """A collective that allocates its buffers and moves nothing.
+
+    Attributes:
+        recorder: Books what is allocated as communication; None books nothing.
+    """
+
+    recorder: Recorder | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer, as ``DefaultAllocMixin`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        if self.recorder is not None:
+            self.recorder.mark(buffer, "communication")
+        return buffer
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: without values there is nothing to send."""
+
+
+class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A recorder that also follows distributed tensors, and storages that are emptied and filled again."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Leave distributed tensors to their own dispatch, which comes back with local ones."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _see(self, tensor: Tensor, operation: str) -> int | None:
+        return None if self.suspended else super()._see(local(tensor), operation)
+
+    suspended = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """See storages change their size, and not see what propagating a sharding runs on stand-ins."""
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            self._freed(storage._cdata)
+            result = resize(storage, size)
+            if size and storage.device.type == self._device:
+                filled = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                self.mark(filled, "communication", "gathered")
+            return result
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            self.suspended = True
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self.suspended = False
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[DeviceMesh]:
+    """Set up a group of so many ranks, of which this process is the first and only one."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with _without_device():
+            yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_device() -> Iterator[None]:
+    """Let FSDP2 run on ``meta`` tensors, with the CPU's streams and events, which do nothing."""
+    modules: list[Any] = [_fsdp_collectives, _fsdp_param_group]
+    saved = [(module, module._get_device_handle) for module in modules]
+    check = FSDPParamGroup._validate_no_meta_params
+    for module in modules:
+        module._get_device_handle = lambda _: torch.cpu
+    FSDPParamGroup._validate_no_meta_params = lambda _: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+        for module, handle in saved:
+            module._get_device_handle = handle
+
+
+def shard(units: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, collective: Allocates) -> None:
+    """Shard each unit, the last of which is the root, and let its buffers lie where its parameters do."""
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        assert isinstance(unit, FSDPModule)
+        unit.set_custom_all_gather(collective)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            group.device = META
+            for parameter in group.fsdp_params:
+                parameter.device = META
+
+
+def gathered(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the whole parameters that collectives fill, which exist from the first forward on."""
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                yield from (parameter._unsharded_param for parameter in group.fsdp_params)

@@ -1,0 +1,143 @@
+"""The bundled optimizer in a training job, on tensors that may have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.catalog.entries import Optimizer as OptimizerEntry
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.errors import CannotAnswerError
+from memplan.muon import Muon
+from memplan.muon.state_codecs.state_formats import (
+    ADAMW_EXEMPT_BELOW,
+    ADAMW_FORMATS,
+    DEFAULT_BLOCK,
+    MOMENTUM_FORMATS,
+    adamw_codecs,
+    momentum_codec,
+)
+from memplan.muon.stores.chunk_loops import first_turns
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
+from memplan.muon.updates.handles import Handle
+from memplan.trace.jobs.gradient_lifetimes import Trained
+
+TURNS = 2
+"""Turns of a loop over chunks that are traced: the second runs while what the first has left is there."""
+
+
+def short_loops() -> AbstractContextManager[None]:
+    """Run only the first turns of the bundled optimizer's loops over chunks of a tensor."""
+    return first_turns(TURNS)
+
+
+class MetaMuon(Muon):
+    """The bundled optimizer without what needs numbers: the check for overflow and random seeds.
+
+    Where tensors have no memory, only the first of several weights of one shape is updated:
+    the others would take and give back the same memory again. Offloaded states then pass through
+    as many buffers as they would on the device that is traced.
+    """
+
+    staged = 0
+
+    def _buffers_on(self, device: torch.device) -> int:
+        return self.staged if device.type == "meta" else super()._buffers_on(device)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        self._seen: set[tuple[Any, ...]] = set()
+        return super().step(closure)
+
+    def _refuse_unusable(self, handles: list[Handle]) -> None:
+        if not any(handle.key.is_meta for handle in handles):
+            super()._refuse_unusable(handles)
+            return
+
+    def _update(self, handle: Handle, group: dict[str, Any]) -> None:
+        kind = (tuple(handle.shape), handle.key.dtype, getattr(handle.layout, "name", ""), id(group))
+        if handle.key.is_meta and kind in self._seen:
+            return
+        self._seen.add(kind)
+        super()._update(handle, group)
+
+    def _seeded_generator(self, key: Tensor) -> torch.Generator:
+        if key.is_meta:
+            return torch.Generator()
+        return super()._seeded_generator(key)
+
+
+class BundledUpdate:
+    """What steps some of the weights by the bundled optimizer.
+
+    Attributes:
+        on_host: Whether its states are offloaded.
+    """
+
+    note = ""
+
+    def __init__(
+        self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
+    ) -> None:
+        formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
+        keeps = next((formats[_kept(weight)] for weight in weights if _kept(weight) != _own_dtype(weight)), None)
+        options = _options(name, entry, profile)
+        group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **options}
+        self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
+        self.optimizer.staged, self.on_host = staged, staged > 0
+        for weight, (handle, _) in zip(weights, self.optimizer.handles(), strict=True):
+            weight.store = handle.store
+
+    def step(self) -> None:
+        """Update the weights from their gradients."""
+        self.optimizer.step()
+
+    def states(self) -> Iterator[tuple[Tensor, str]]:
+        """Yield every tensor of the optimizer's state."""
+        for state in self.optimizer.state.values():
+            yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _kept(weight: Trained) -> torch.dtype:
+    """Return the dtype in which a gradient is kept: unless told otherwise that in which it is formed."""
+    return weight.keeps or (weight.tensor.dtype if weight.weight is None else weight.weight.run.options.compute_dtype)
+
+
+def _own_dtype(weight: Trained) -> torch.dtype:
+    """Return the dtype in which the library keeps a gradient unless told otherwise: bf16 for coded weights."""
+    return weight.tensor.dtype if weight.weight is None else torch.bfloat16
+
+
+def _entry(weight: Trained) -> Any:
+    """Return what stands for a weight in the optimizer's groups."""
+    return weight.tensor if weight.weight is None else weight.weight.matrix
+
+
+def _options(name: str, entry: OptimizerEntry, profile: KernelProfile) -> dict[str, Any]:
+    """Return the options of a group whose states have the layout of an entry's slots.
+
+    Raises:
+        CannotAnswerError: The library has no states of that layout.
+    """
+    slot = next(slot for slot in entry.slots if slot.layout == "elementwise")
+    blocks = slot.block_elements if slot.block_elements > 1 else DEFAULT_BLOCK
+    adamw = entry.algorithm == "adamw"
+    for chosen in ADAMW_FORMATS if adamw else MOMENTUM_FORMATS:
+        codec = adamw_codecs(chosen, ADAMW_EXEMPT_BELOW)[0] if adamw else momentum_codec(chosen, blocks)
+        if (codec.block_elements, codec.block_bytes) != (slot.block_elements, slot.block_bytes):
+            continue
+        if adamw:
+            return {"algorithm": "adamw", "adamw_format": chosen}
+        return {
+            "algorithm": "muon",
+            "momentum_format": chosen,
+            "ns_workspace": profile.newton_schulz,
+            "block_elements": blocks,
+        }
+    raise CannotAnswerError(
+        f"{name}: the bundled optimizer has no states of {slot.block_bytes} bytes for {slot.block_elements} elements"
+    )

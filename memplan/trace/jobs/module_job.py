@@ -1,0 +1,147 @@
+"""The training job of somebody's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memplan.errors import CannotAnswerError
+from memplan.model.inventory import Role
+from memplan.trace.jobs.gradient_lifetimes import Trained
+from memplan.trace.jobs.training_job import Job, Watcher
+from memplan.trace.recording.trace_result import Component
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.training.resolved import TrainingSetup
+
+
+class ModuleJob(Job):
+    """A module in training, whose loss is its scalar output or the cross-entropy of its logits.
+
+    Args:
+        module: On ``meta``.
+        setup: The training setup.
+        inputs: Keyword arguments of its forward.
+        targets: Tokens to predict, for modules that return logits.
+        vocab_size: Width of tensors that count as logits; 0 to learn it from the output.
+    """
+
+    def __init__(
+        self, module: nn.Module, setup: TrainingSetup, inputs: Mapping[str, Any], targets: Tensor, vocab_size: int = 0
+    ) -> None:
+        self.inputs, self.targets, self.vocab_size = dict(inputs), targets, vocab_size
+        roles = _roles(module)
+        gradient = setup.config.gradients.dtype
+        keeps = None if gradient is None else TORCH_DTYPES[gradient]
+        trained = [
+            Trained(name, roles[id(tensor)], tuple(tensor.shape), tensor, None, keeps)
+            for name, tensor in module.named_parameters()
+            if tensor.requires_grad
+        ]
+        super().__init__(module, setup, trained, "meta")
+
+    def loss(self) -> Tensor:
+        """Return the loss of one micro-batch."""
+        found = _loss_or_logits(self.model(**self.inputs))
+        if found.dim() == 0:
+            return found
+        self.vocab_size = found.shape[-1]
+        logits = found.flatten(0, -2)
+        if self.setup.profile.loss != "bf16":
+            logits = logits.float()
+        return F.cross_entropy(logits, self.targets.flatten())
+
+    def held(self) -> Iterator[tuple[str, Tensor, Component]]:
+        """Yield weights, buffers and data."""
+        yield from ((name, tensor, "weights") for name, tensor in self.model.named_parameters())
+        yield from ((name, tensor, "buffers") for name, tensor in self.model.named_buffers())
+        for tensor in (*self.inputs.values(), self.targets):
+            if isinstance(tensor, Tensor):
+                yield "", tensor, "buffers"
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let ``watcher`` see what there is, and where backward is."""
+        super().watch(watcher)
+        layers = _layers(self.model)
+        for number, layer in enumerate(layers, start=1):
+            layer.register_forward_pre_hook(_entering(watcher, number))
+            layer.register_forward_hook(_leaving(watcher, f"layer {number} backward"), always_call=True)
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            head.register_forward_hook(lambda _m, _i, out: watcher.backward_reaches(out, "head backward"))
+
+
+def _loss_or_logits(output: Any) -> Tensor:
+    """Return the loss, or logits, that a module's forward returned.
+
+    Raises:
+        CannotAnswerError: It returned neither.
+    """
+    for candidate in (getattr(output, "loss", None), getattr(output, "logits", None), output):
+        if isinstance(candidate, tuple | list) and candidate:
+            candidate = candidate[0]
+        if isinstance(candidate, Tensor) and candidate.requires_grad and candidate.dim() != 1:
+            return candidate
+    kind = type(output).__name__
+    raise CannotAnswerError(
+        f"the module's forward returned {kind}, not a scalar loss or logits (batch, tokens, vocabulary) that depend on "
+        "its parameters; wrap it in a module that does"
+    )
+
+
+def _roles(module: nn.Module) -> dict[int, Role]:
+    """Return the role of each parameter, as its module and shape tell."""
+    found: dict[int, Role] = {}
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    for part in module.modules():
+        for name, tensor in part.named_parameters(recurse=False):
+            if id(tensor) in found:
+                continue
+            found[id(tensor)] = _role(part, name, tensor, part is head)
+    return found
+
+
+def _role(part: nn.Module, name: str, tensor: Tensor, is_head: bool) -> Role:
+    if isinstance(part, nn.Embedding):
+        return "embedding"
+    if tensor.dim() < 2:
+        return "bias" if name.endswith("bias") else "norm"
+    if is_head:
+        return "head"
+    return "expert_matrix" if tensor.dim() == 3 else "hidden_matrix"
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the longest list of modules of one class, which are taken for the layers."""
+    lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    return max(alike, key=len, default=[])
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    if isinstance(value, tuple | list) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None
+
+
+def _entering(watcher: Watcher, number: int) -> Any:
+    def hook(_module: nn.Module, inputs: Any) -> None:
+        watcher.recomputing(True)
+        first = _tensor_of(inputs)
+        if number == 1 and first is not None:
+            watcher.backward_reaches(first, "end of backward")
+
+    return hook
+
+
+def _leaving(watcher: Watcher, instant: str) -> Any:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        watcher.recomputing(False)
+        found = _tensor_of(output)
+        if found is not None and torch.is_grad_enabled():
+            watcher.backward_reaches(found, instant)
+
+    return hook

@@ -1,0 +1,111 @@
+"""The training job of a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from memplan.model.inventory import ROLES, expanded, inventory_of
+from memplan.model.spec import ModelSpec
+from memplan.trace.jobs import optimizers
+from memplan.trace.jobs import training_job as job
+from memplan.trace.jobs.gradient_lifetimes import Trained
+from memplan.trace.jobs.step_data import batch_of
+from memplan.trace.jobs.training_job import Job, Watcher
+from memplan.trace.recording.trace_result import Component
+from memplan.trace.reference import operations
+from memplan.trace.reference import run_options as options
+from memplan.trace.reference import weight_storage as storage
+from memplan.trace.reference.decoder import ReferenceModel
+from memplan.trace.reference.run_options import TORCH_DTYPES, ReferenceOptions, Target
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+
+def skipped_files() -> tuple[str, ...]:
+    """Return the files whose lines explain nothing about a model."""
+    helpers = (job, operations, optimizers, options, storage)
+    return (__file__, *(str(module.__file__) for module in helpers))
+
+
+def reference_options(setup: TrainingSetup, spec: ModelSpec, target: Target = "cuda") -> ReferenceOptions:
+    """Return how the reference model runs under ``setup``."""
+    config, compute = setup.config, TORCH_DTYPES[setup.config.compute_dtype]
+    floats = {role: TORCH_DTYPES[name] for role, name in setup.format_names.items() if name in TORCH_DTYPES}
+    return ReferenceOptions(
+        profile=setup.profile,
+        compute_dtype=compute,
+        autocast=setup.autocast,
+        checkpointing=config.activation_checkpointing,
+        dropout=spec.dropout if config.dropout is None else config.dropout,
+        target=target,
+        dtypes=floats,
+        coded={role: setup.formats[role] for role in ROLES if setup.format_names[role] not in FLOAT_BYTES},
+        adapter=config.adapter,
+    )
+
+
+class Session(Job):
+    """A reference model in training.
+
+    Args:
+        spec: The model.
+        setup: The training setup.
+        device: ``meta`` to trace, ``cpu`` or ``cuda`` to run.
+        target: Whose kernels run.
+    """
+
+    model: ReferenceModel
+
+    def __init__(self, spec: ModelSpec, setup: TrainingSetup, device: str = "meta", target: Target = "cuda") -> None:
+        options = reference_options(setup, spec, target)
+        model = self.built(spec, options, device)
+        if device != "meta":
+            model.initialise()
+        config = setup.config
+        self.batch = batch_of(spec, options, config.micro_batch_size, config.sequence_length, device)
+        super().__init__(model, setup, list(_trained(model, config.gradients.dtype)), device, target)
+
+    def built(self, spec: ModelSpec, options: ReferenceOptions, device: str) -> ReferenceModel:
+        """Return the model."""
+        return ReferenceModel(spec, options, device)
+
+    def loss(self) -> Tensor:
+        """Return the loss of one micro-batch."""
+        batch = self.batch
+        loss: Tensor = self.model(batch.ids, batch.targets, batch.tables, batch.positions)
+        return loss
+
+    def held(self) -> Iterator[tuple[str, Tensor, Component]]:
+        """Yield weights, buffers and data."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            is_weight = isinstance(tensor, nn.Parameter) or id(tensor) in self.model.run.coded
+            yield name, tensor, "weights" if is_weight else "buffers"
+        for tensor in (*self.batch.tensors(), *self._code_tables()):
+            yield "", tensor, "buffers"
+
+    def _code_tables(self) -> Iterator[Tensor]:
+        """Yield the tables that decoding reads, once for each format."""
+        matrices = [weight.matrix for weight in self.model.run.coded.values() if weight.matrix is not None]
+        for matrix in {matrix.format.name: matrix for matrix in matrices}.values():
+            yield from matrix.tables()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let ``watcher`` see what there is, what the model does, and every gradient as it is finished."""
+        self.model.run.probe = watcher
+        super().watch(watcher)
+
+
+def _trained(model: ReferenceModel, gradient: str | None) -> Iterator[Trained]:
+    """Yield the weights that are trained, in the order of the model, adapters last."""
+    roles = {name: tensor.role for name, tensor in expanded(inventory_of(model.spec))}
+    keeps = None if gradient is None else TORCH_DTYPES[gradient]
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    order = [name for name in roles if name in tensors] + [name for name in tensors if name not in roles]
+    for name in order:
+        tensor = tensors[name]
+        weight = model.run.coded.get(id(tensor))
+        if weight.trained if weight is not None else tensor.requires_grad:
+            shape = tuple(tensor.shape) if weight is None else weight.shape
+            role = roles.get(name, "hidden_matrix" if len(shape) > 1 else "norm")
+            yield Trained(name, role, shape, tensor, weight, keeps)

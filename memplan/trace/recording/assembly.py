@@ -1,0 +1,107 @@
+"""From what a recorder saw to a :class:`Trace`: components, instants, peaks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+from types import CodeType
+
+from memplan.trace.recording.recorder import Record, Recorder
+from memplan.trace.recording.trace_result import COMPONENTS, Component, Event, Moment, Trace, TracedStorage
+
+
+def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) -> Trace:
+    """Return the trace of everything that ``recorder`` saw.
+
+    Args:
+        recorder: A recorder that has been left.
+        vocab_size: Width of tensors that count as logits.
+        notes: Sentences for the trace.
+    """
+    deaths = {index: position for position, (born, index) in enumerate(recorder.events) if not born}
+    births = {index: position for position, (born, index) in enumerate(recorder.events) if born}
+    outliving = _outliving(recorder, births, deaths)
+    storages = tuple(
+        _storage(recorder, record, index in outliving, vocab_size) for index, record in enumerate(recorder.records)
+    )
+    events = _events(recorder, storages)
+    marks = [(position, name) for position, name, _ in recorder.marks[recorder.steady_mark :]]
+    steady_from = recorder.steady_from
+    instants = _instants(events, storages, steady_from, marks)
+    return Trace(storages, events, steady_from, instants, notes, recorder.host_bytes)
+
+
+def _outliving(recorder: Recorder, births: dict[int, int], deaths: dict[int, int]) -> set[int]:
+    """Return the storages that were made in forward, or made again in backward, and outlived it."""
+    end = len(recorder.events) + 1
+    found: set[int] = set()
+    for begin, finish in recorder.forward_spans:
+        born = (index for allocates, index in recorder.events[begin:finish] if allocates)
+        found.update(index for index in born if deaths.get(index, end) >= finish)
+    return found & births.keys()
+
+
+def _storage(recorder: Recorder, record: Record, outlives: bool, vocab_size: int) -> TracedStorage:
+    instant = recorder.marks[record.mark][1]
+    component = record.component or _component(record, outlives, vocab_size)
+    return TracedStorage(
+        record.bytes, component, record.operation, instant, _text(record.line), record.shape, record.name
+    )
+
+
+def _component(record: Record, outlives: bool, vocab_size: int) -> Component:
+    """Return where a storage belongs that nobody booked: logits, activations or temporaries."""
+    shape = record.shape
+    if shape and shape[-1] == vocab_size and len(shape) > 1 and shape[0] != vocab_size:
+        return "logits"
+    return "activations" if outlives else "temporaries"
+
+
+def _text(line: tuple[CodeType, int] | None) -> str:
+    if line is None:
+        return ""
+    code, number = line
+    path = Path(code.co_filename)
+    return f"{path.parent.name}/{path.name}:{number}"
+
+
+def _events(recorder: Recorder, storages: tuple[TracedStorage, ...]) -> tuple[Event, ...]:
+    positions = [position for position, _, _ in recorder.marks]
+    found = []
+    for position, (allocates, index) in enumerate(recorder.events):
+        storage = storages[index]
+        instant = recorder.marks[bisect_right(positions, position) - 1][1]
+        found.append(Event(allocates, index, storage.bytes, storage.operation, instant))
+    return tuple(found)
+
+
+def _instants(
+    events: tuple[Event, ...], storages: tuple[TracedStorage, ...], steady_from: int, marks: list[tuple[int, str]]
+) -> dict[str, Moment]:
+    """Return the greatest need of each instant of the reported step, with its breakdown."""
+    totals: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
+    requested = 0
+    found: dict[str, Moment] = {}
+    waiting = marks[::-1]
+
+    def note(index: int, instant: str, operation: str) -> None:
+        best = found.get(instant)
+        if best is None or requested > best.bytes:
+            kept: dict[Component, int] = {
+                name: size for name, size in totals.items() if size and name != "library_workspaces"
+            }
+            found[instant] = Moment(requested, index, operation, kept)
+
+    for index, event in enumerate(events):
+        while waiting and waiting[-1][0] <= index:
+            note(index - 1, waiting.pop()[1], "")
+        component = storages[event.storage].component
+        change = event.bytes if event.allocates else -event.bytes
+        totals[component] += change
+        if component != "library_workspaces":
+            requested += change
+        if index >= steady_from and event.allocates:
+            note(index, event.instant, event.operation)
+    for _, instant in reversed(waiting):
+        note(len(events) - 1, instant, "")
+    return found

@@ -1,0 +1,251 @@
+"""Records the life of every storage while a training step runs."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
+from memplan.trace.recording.workspaces import (
+    CUBLASLT_WORKSPACE_BYTES,
+    LAST_RESULT_FIRST,
+    LIBRARIES,
+    MATRIX_PRODUCTS,
+    is_fused_bias,
+    kernel_workspaces,
+)
+
+_ADD = torch.ops.aten.add.Tensor
+_IN_PLACE = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.scatter.src})
+"""What backward does in place into new zeros, but for the engine's caution while a dispatch mode is on."""
+_TORCH = torch.__path__[0]
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one storage so far; the component is decided when the trace is complete."""
+
+    bytes: int
+    operation: str
+    mark: int
+    line: tuple[CodeType, int] | None
+    shape: tuple[int, ...]
+    component: Component | None = None
+    name: str = ""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator's results, and every storage's death through a weak reference.
+
+    Args:
+        device: Type of the device whose storages count; ``meta`` in a trace.
+        skipped_files: Files whose lines are not the model's code.
+        cublas_bytes: Size of a cuBLAS workspace, one for forward and one for backward; 0 for none.
+        workspaces: Whether memory that kernels of CUDA allocate inside themselves is added.
+    """
+
+    def __init__(
+        self, device: str = "meta", skipped_files: Iterable[str] = (), *, cublas_bytes: int = 0, workspaces: bool = True
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records: list[Record] = []
+        self.events: list[tuple[bool, int]] = []
+        self.marks: list[tuple[int, str, bool]] = [(0, "setup", False)]
+        self.steady_from, self.steady_mark = 0, 0
+        self.forward_spans: list[tuple[int, int]] = []
+        self._device, self._cublas, self._workspaces = device, cublas_bytes, workspaces
+        self._skipped = {__file__, *skipped_files}
+        self._user_code: dict[CodeType, bool] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}
+        self._host: dict[int, torch.UntypedStorage] = {}
+        self._spans: list[int] = []
+        self._backward = False
+        self._with_workspace: set[tuple[bool, str]] = set()
+
+    # What the step says.
+
+    def next_step(self) -> None:
+        """Begin a step; the last one is reported."""
+        self.steady_from, self.steady_mark = len(self.events), len(self.marks)
+
+    def instant(self, name: str, *, backward: bool = False) -> None:
+        """Begin a part of the step."""
+        self._backward = backward
+        self.marks.append((len(self.events), name, backward))
+
+    def forward_begins(self) -> None:
+        """Note that forward begins; what is made from now on and outlives it are activations."""
+        self._spans.append(len(self.events))
+
+    def forward_ends(self) -> None:
+        """Note that forward ends."""
+        self.forward_spans.append((self._spans.pop(), len(self.events)))
+
+    def section(self, name: str) -> None:
+        """Note that forward enters a part of the model."""
+
+    def backward_reaches(self, tensor: Tensor, instant: str) -> None:
+        """Begin ``instant`` when the gradient of ``tensor`` is known; a later micro-step is one instant."""
+        if tensor.requires_grad and not self._backward and self.marks[-1][1] != LATER_MICRO_STEP:
+            tensor.register_hook(lambda _: self.instant(instant, backward=True))  # type: ignore[no-untyped-call]
+
+    def recomputing(self, begins: bool) -> None:
+        """Treat what a checkpointed part makes in backward as activations."""
+        if not self._backward:
+            return
+        if begins:
+            self.forward_begins()
+        else:
+            self.forward_ends()
+
+    def weight_copy(self, tensor: Tensor) -> None:
+        """Book a copy of a weight as a temporary, though it may outlive forward."""
+        self.mark(tensor, "temporaries")
+
+    def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
+        """Book the storage of ``tensor`` under ``component``."""
+        if component == "optimizer_states" and tensor.device.type != self._device:
+            self.on_host(tensor)
+        index = self._see(tensor, "given")
+        if index is not None:
+            self.records[index].component = component
+            self.records[index].name = name or self.records[index].name
+
+    def on_host(self, tensor: Tensor) -> None:
+        """Leave the storage of ``tensor`` out: it stands for host memory, whatever its device is called.
+
+        The storage is held, so that no other can take its place.
+        """
+        storage = tensor.untyped_storage()
+        self._host[storage._cdata] = storage
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of optimizer states in host memory."""
+        return sum(storage.nbytes() for storage in self._host.values())
+
+    # What the operators say.
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is _ADD and self._backward and self._adds_in_place(args):
+            return args[0]
+        if func in _IN_PLACE and self._backward:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__
+        if isinstance(result, Tensor):
+            self._see(result, name)
+        elif isinstance(result, tuple | list):
+            for item in reversed(result) if name in LAST_RESULT_FIRST else result:
+                if isinstance(item, Tensor):
+                    self._see(item, name)
+        if self._cublas and name in MATRIX_PRODUCTS:
+            self._library_workspace(fused_bias=is_fused_bias(name, args, kwargs or {}))
+        if self._workspaces:
+            self._inside(name, args)
+        return result
+
+    def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
+        """Tell whether the engine would add a second gradient into the first, and not form their sum.
+
+        It does where nobody else holds the first gradient, unless a dispatch mode is active: then it
+        takes every tensor for a subclass. The counts are those of a tensor that only the engine
+        holds, seen from here (four for the call itself), and of a storage with one tensor and one
+        Python object; a view of a gradient shares its storage and is never added into.
+
+        Source:
+            ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0); the
+            profiler's allocation events of a real run agree (tests/lab).
+        """
+        first, second = args[0], args[1]
+        if not isinstance(second, Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        if not _called_by_engine():
+            return False
+        shared = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+        return bool(first._use_count() == 4 and shared == 2)
+
+    def _see(self, tensor: Tensor, operation: str) -> int | None:
+        """Return the index of the tensor's storage, which is recorded if it is new."""
+        if tensor.device.type != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._host:
+            return None
+        known = self._alive.get(key)
+        size = storage.nbytes()
+        if known is not None:
+            if known[2] == size:
+                return known[0]
+            self._freed(key)
+        index = self._born(size, operation, tuple(tensor.shape))
+        self._alive[key] = (index, weakref.ref(storage, lambda _: self._freed(key)), size)
+        return index
+
+    def _born(self, size: int, operation: str, shape: tuple[int, ...], component: Component | None = None) -> int:
+        index = len(self.records)
+        self.records.append(Record(size, operation, len(self.marks) - 1, self._line(), shape, component))
+        self.events.append((True, index))
+        return index
+
+    def _freed(self, key: int) -> None:
+        known = self._alive.pop(key, None)
+        if known is not None:
+            self.events.append((False, known[0]))
+
+    def _inside(self, name: str, args: tuple[Any, ...]) -> None:
+        """Record what the kernel of CUDA takes for itself and gives back, what it took last first."""
+        taken = [self._born(size, f"{name} (workspace)", (), "temporaries") for size in kernel_workspaces(name, args)]
+        self.events.extend((False, index) for index in reversed(taken))
+
+    def _library_workspace(self, *, fused_bias: bool) -> None:
+        """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread on."""
+        sizes = (self._cublas, CUBLASLT_WORKSPACE_BYTES) if fused_bias else (self._cublas,)
+        for library, size in zip(LIBRARIES, sizes, strict=False):
+            if (self._backward, library) not in self._with_workspace:
+                self._with_workspace.add((self._backward, library))
+                self._born(size, library, (), "library_workspaces")
+
+    def _line(self) -> tuple[CodeType, int] | None:
+        """Return the innermost line of code that is neither torch's nor the tracer's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            user = self._user_code.get(code)
+            if user is None:
+                file = code.co_filename
+                user = not file.startswith((_TORCH, "<")) and file not in self._skipped
+                self._user_code[code] = user
+            if user:
+                return code, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+
+def _called_by_engine() -> bool:
+    """Tell whether the operator being dispatched was called by autograd's engine itself."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_TORCH)
+        or frame.f_code.co_name == "__torch_dispatch__"  # of a recorder that extends this one
+    ):
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False

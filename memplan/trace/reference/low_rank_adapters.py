@@ -1,0 +1,77 @@
+"""Low-rank adapters on frozen projections, as PEFT computes them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memplan.catalog.training_config import ALL_LINEAR, Adapter
+from memplan.trace.reference.run_options import Runtime
+from memplan.trace.reference.weight_storage import Weight
+
+SCALING = 2.0
+"""alpha / rank; its value moves no memory."""
+
+
+class AdapterPart:
+    """Two narrow matrices beside a frozen one; DoRA adds a magnitude per row of the weight.
+
+    Source:
+        ``Linear.forward`` and ``DoraLinearLayer.forward`` in peft/tuners/lora/{layer,dora}.py.
+    """
+
+    def __init__(self, rows: int, columns: int, adapter: Adapter, run: Runtime, device: torch.device) -> None:
+        dtype = run.options.adapter_dtype
+        self.run = run
+        self.down = nn.Parameter(torch.empty((adapter.rank, columns), dtype=dtype, device=device))
+        self.up = nn.Parameter(torch.empty((rows, adapter.rank), dtype=dtype, device=device))
+        self.magnitude = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if adapter.kind == "dora" else None
+
+    def register(self, module: nn.Module) -> None:
+        """Register the parameters below ``module`` under the names that PEFT gives them."""
+        named = {"lora_A": self.down, "lora_B": self.up, "lora_magnitude_vector": self.magnitude}
+        for name, tensor in named.items():
+            if tensor is not None:
+                holder = nn.Module()
+                holder.register_parameter("weight", tensor)
+                module.add_module(name, holder)
+
+    def __call__(
+        self, x: Tensor, result: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """Return ``result``, the frozen projection of ``x``, with the adapter's part added.
+
+        DoRA's magnitude scales what the weight contributes, not the bias, which is taken away first.
+
+        Args:
+            x: Input of the projection.
+            result: Its output, bias included.
+            weight: The frozen weight.
+            bias: The bias, if there is one.
+            transposed: The weight is stored (in, out), as Conv1D stores it; PEFT's ``fan_in_fan_out``.
+        """
+        own = x.to(self.down.dtype)
+        if self.magnitude is None:
+            return result + (self._low_rank(own) * SCALING).to(result.dtype)
+        scale = (self.magnitude / self._norm(own, weight, transposed)).view(1, -1)
+        base = result if bias is None else result - bias
+        return result + ((scale - 1) * base + scale * self._low_rank(own) * SCALING).to(result.dtype)
+
+    def _norm(self, x: Tensor, weight: Weight, transposed: bool) -> Tensor:
+        """Return the norm of each output of the adapted weight, which DoRA treats as a constant."""
+        eye = torch.eye(self.down.shape[1], dtype=x.dtype, device=x.device)
+        product = self._low_rank(eye).T.detach()
+        frozen = weight.decoded() if weight.quantized else weight.tensor
+        whole = (frozen.T if transposed else frozen).to(x.dtype) + SCALING * product
+        norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
+        return norm.detach()
+
+    def _low_rank(self, x: Tensor) -> Tensor:
+        lowered = self.run.lowered
+        return F.linear(F.linear(lowered(x), lowered(self.down)), lowered(self.up))
+
+
+def adapts(adapter: Adapter, name: str) -> bool:
+    """Tell whether the projection called ``name`` gets an adapter."""
+    return adapter.targets == ALL_LINEAR or name.rpartition(".")[2] in adapter.targets

@@ -1,0 +1,103 @@
+"""Attention of a reference model: multi-head with grouped queries, by kernel or step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from memplan.model.spec import Attention, ModelSpec, Norm
+from memplan.trace.reference.operations import attention, eager_attention
+from memplan.trace.reference.parts import Linear, NormPart, Tables, attach, parameter, rotary
+from memplan.trace.reference.run_options import Runtime
+
+
+class AttentionPart(nn.Module):
+    """Multi-head attention with grouped queries."""
+
+    def __init__(self, spec: ModelSpec, part: Attention, run: Runtime, device: torch.device) -> None:
+        super().__init__()
+        self.part, self.run = part, run
+        names, hidden = spec.names, spec.hidden_size
+
+        def linear(name: str, rows: int, columns: int, bias: bool) -> nn.Module:
+            made = Linear(rows, columns, run, device, bias=bias, transposed=spec.transposed_linear)
+            return attach(self, name, made)
+
+        queries, keys = part.query_size, part.key_value_size
+        self._sinks_name = names.sinks
+        self._eager = part.sinks or part.logit_softcap > 0
+        if part.sinks:
+            self.register_parameter(names.sinks, parameter((part.num_heads,), "bias", run, device))
+        if part.fused_qkv:
+            self._qkv: tuple[nn.Module, ...] = (linear(names.qkv, queries + 2 * keys, hidden, part.qkv_bias),)
+        else:
+            self._qkv = (
+                linear(names.query, queries, hidden, part.qkv_bias),
+                linear(names.key, keys, hidden, part.qkv_bias),
+                linear(names.value, keys, hidden, part.qkv_bias),
+            )
+        self._output = [linear(names.output, hidden, queries, part.output_bias)]
+        self._norms: tuple[nn.Module, ...] = ()
+        if part.query_key_norm is not None:
+            self._add_norms(spec, part.query_key_norm, device)
+
+    def _add_norms(self, spec: ModelSpec, norm: Norm, device: torch.device) -> None:
+        part, names = self.part, spec.names
+        per_head = part.query_key_norm_scope == "head"
+        sizes = (part.head_dim, part.head_dim) if per_head else (part.query_size, part.key_value_size)
+        self._norms = tuple(
+            attach(self, name, NormPart(norm, size, self.run, device))
+            for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
+        )
+
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        """Return what attention adds to the residual stream (batch, tokens, hidden)."""
+        query, key, value = self._projections(x)
+        width = self.part.rotary_dim
+        query = rotary(query, tables, width, self.run)
+        key = rotary(key, tables, width, self.run)
+        out = self._attend(query, key, value, tables)
+        batch, _, tokens, _ = out.shape
+        out = out.transpose(1, 2).reshape(batch, tokens, -1)
+        result: Tensor = self._output[0](out)
+        return result
+
+    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, (batch, heads, tokens, width), normalised where asked.
+
+        Heads are normalised before dimensions are exchanged, as models of transformers do: the fused
+        kernel copies what is not contiguous, and attention's result would then be copied too.
+        """
+        part = self.part
+        if part.fused_qkv:
+            sizes = [part.query_size, part.key_value_size, part.key_value_size]
+            query, key, value = self._qkv[0](x).split(sizes, dim=-1)
+        else:
+            query, key, value = (projection(x) for projection in self._qkv)
+        if self._norms and part.query_key_norm_scope == "full":
+            query, key = self._norms[0](query), self._norms[1](key)
+        query, key, value = (x.view(*x.shape[:-1], -1, part.head_dim) for x in (query, key, value))
+        if self._norms and part.query_key_norm_scope == "head":
+            query, key = self._norms[0](query), self._norms[1](key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables) -> Tensor:
+        """Return attention; no kernel of torch knows sinks or soft caps, so those go step by step."""
+        part, run, options = self.part, self.run, self.run.options
+        dropout = options.dropout if self.training else 0.0
+        query, key, value = run.lowered(query), run.lowered(key), run.lowered(value)
+        if self._eager and tables.mask is not None:
+            sinks = self.get_parameter(self._sinks_name) if part.sinks else None
+            return eager_attention(
+                query,
+                key,
+                value,
+                tables.mask,
+                run,
+                scale=part.scale,
+                softcap=part.logit_softcap,
+                sinks=sinks,
+                dropout=dropout,
+            )
+        kernel = options.profile.attention
+        return attention(query, key, value, kernel=kernel, target=options.target, dropout=dropout, scale=part.scale)

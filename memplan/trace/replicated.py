@@ -1,0 +1,131 @@
+"""Trace one rank of data-parallel training with replicas: torch's own DistributedDataParallel on ``meta`` tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from memplan.model.model import Model
+from memplan.model.spec import ModelSpec
+from memplan.trace.cuda_kernels import cuda_operators
+from memplan.trace.jobs import optimizers
+from memplan.trace.jobs.bundled_optimizer import short_loops
+from memplan.trace.jobs.reference_job import Session, skipped_files
+from memplan.trace.recording.assembly import assembled
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import Trace
+from memplan.trace.recording.workspaces import cublas_workspace_bytes
+from memplan.training.resolved import TrainingSetup
+
+STEPS = 3
+"""Buckets are made anew when the second step begins, in the order in which gradients came; the third is steady."""
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class ReplicatedRecorder(Recorder):  # type: ignore[no-untyped-call]
+    """A recorder that leaves out reading sizes of buckets back from a device without memory."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Keep what a host tensor holds where it would be filled from ``meta``."""
+        if func is _COPY and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _NoLogger:
+    """Stands for DistributedDataParallel's logger, which cannot time a device without memory."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing."""
+
+
+class ReplicatedSession(Session):
+    """A reference model in training inside DistributedDataParallel, with torch's default buckets."""
+
+    def __init__(self, spec: ModelSpec, setup: TrainingSetup, recorder: Recorder) -> None:
+        super().__init__(spec, setup)
+        self.watch(recorder)
+        self._recorder = recorder
+        with recorder, self._buckets():
+            self.replica = DistributedDataParallel(self.model, init_sync=False)
+            self.replica.register_comm_hook(None, _unsent)
+        self.replica.logger = _NoLogger()
+
+    @contextmanager
+    def _buckets(self) -> Iterator[None]:
+        """Book what is made as communication."""
+        before = len(self._recorder.records)
+        yield
+        for record in self._recorder.records[before:]:
+            record.component = "communication"
+
+    def loss(self) -> Tensor:
+        """Return the loss of one micro-batch; torch would make new buckets just here too."""
+        batch = self.batch
+        with self._buckets():
+            self.replica.reducer._rebuild_buckets()
+        loss: Tensor = self.replica(batch.ids, batch.targets, batch.tables, batch.positions)
+        return loss
+
+
+def _unsent(state: object, bucket: GradBucket) -> Future[Tensor]:
+    """Return a bucket as it is: without values there is nothing to send."""
+    del state
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# torch compares the annotations themselves, not their names.
+_unsent.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """Set up a group of so many ranks, of which this process is the first and only one."""
+    if "meta" not in dist.Backend.backend_capability["fake"]:
+        dist.Backend.backend_capability["fake"].append("meta")
+    dist.init_process_group("cpu:fake,meta:fake", rank=0, world_size=ranks, store=FakeStore())
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_replicated(
+    model: Model, setup: TrainingSetup, *, compute_capability: str | None = None, workspaces: bool = True
+) -> Trace:
+    """Return the trace of one rank under ``zero_stage: 0``, whose last step is reported."""
+    cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
+    recorder = ReplicatedRecorder(
+        "meta",
+        (__file__, str(Path(__file__).with_name("tracer.py")), *skipped_files()),
+        cublas_bytes=cublas,
+        workspaces=workspaces,
+    )
+    with process_group(setup.config.parallel.data):
+        session = ReplicatedSession(model.spec, setup, recorder)
+        with optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:
+            for _ in range(STEPS):
+                recorder.next_step()
+                session.step(recorder)
+    return assembled(recorder, model.spec.vocab_size, session.notes)

@@ -1,0 +1,92 @@
+"""Trace a training step: a real forward, backward and optimizer step on tensors without memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from memplan.model.model import Model
+from memplan.step.states.parallel_shards import is_sharded
+from memplan.trace.cuda_kernels import cuda_operators
+from memplan.trace.jobs import optimizers
+from memplan.trace.jobs.bundled_optimizer import short_loops
+from memplan.trace.jobs.reference_job import Session, skipped_files
+from memplan.trace.recording.assembly import assembled
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import Component, Trace, TracedStorage
+from memplan.trace.recording.workspaces import cublas_workspace_bytes
+from memplan.trace.reference.run_options import Target
+from memplan.training.adapters import adapter_tensors
+from memplan.training.resolved import TrainingSetup
+
+
+def trace_training(
+    model: Model,
+    setup: TrainingSetup,
+    *,
+    compute_capability: str | None = None,
+    workspaces: bool = True,
+    target: Target = "cuda",
+    steps: int = 2,
+) -> Trace:
+    """Return the trace of a training run on one device, or on the first of several, whose last step is reported.
+
+    Args:
+        model: The model.
+        setup: The training setup.
+        compute_capability: Of the GPU, such as ``9.0``; adds cuBLAS workspaces to the event stream.
+        workspaces: Whether memory that CUDA's kernels allocate inside themselves is added.
+        target: Whose kernels run: CUDA's as the profile says, or those of torch's CPU build.
+        steps: Steps to run; the first also makes what stays, such as optimizer states.
+
+    Raises:
+        CannotAnswerError: The config asks for something that cannot be traced.
+        InvalidFileError: A target of the adapters is no projection of the model.
+    """
+    adapter_tensors(model, setup)  # refuses what the formula refuses, in its words
+    if setup.config.parallel.data > 1:
+        return _one_rank(model, setup, compute_capability, workspaces)
+    session = Session(model.spec, setup, target=target)
+    cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
+    inside = workspaces and target == "cuda"
+    recorder = Recorder("meta", (__file__, *skipped_files()), cublas_bytes=cublas, workspaces=inside)
+    session.watch(recorder)
+    operators = cuda_operators() if target == "cuda" else nullcontext()
+    with optimizers.cuda_optimizer_paths(), short_loops(), operators, recorder:
+        for _ in range(steps):
+            recorder.next_step()
+            session.step(recorder)
+    return assembled(recorder, model.spec.vocab_size, session.notes)
+
+
+def _one_rank(model: Model, setup: TrainingSetup, compute_capability: str | None, workspaces: bool) -> Trace:
+    """Return the trace of one GPU of several; ``torch.distributed`` takes a second to import."""
+    if is_sharded(setup.config.parallel):
+        from memplan.trace.sharded_trace import trace_sharded
+
+        return trace_sharded(model, setup, compute_capability=compute_capability, workspaces=workspaces)
+    from memplan.trace.replicated import trace_replicated
+
+    return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)
+
+
+def peak_by_instant(model: Model, setup: TrainingSetup, *, workspaces: bool = True) -> dict[str, int]:
+    """Return the requested bytes of a steady-state step by instant.
+
+    Instants are ``forward``, ``loss backward``, ``head backward``, ``layer N backward`` (from N =
+    the number of layers down to 1), ``end of backward`` and ``optimizer step``; with the options
+    that cause them ``second backward``, ``gradient clipping``, ``evaluation``, ``checkpoint saving``.
+    The peak is the largest of them.
+
+    Example:
+        >>> peak_by_instant(model, setup)["optimizer step"]  # doctest: +SKIP
+        80304144384
+    """
+    return trace_training(model, setup, workspaces=workspaces).instant_bytes
+
+
+def live_at_peak(
+    model: Model, setup: TrainingSetup, count: int = 20, *, workspaces: bool = True
+) -> tuple[str, dict[Component, int], tuple[TracedStorage, ...]]:
+    """Return the peak's instant, its bytes by component, and the largest storages alive at it."""
+    trace = trace_training(model, setup, workspaces=workspaces)
+    return trace.peak_instant, dict(trace.peak.components), trace.largest_at_peak(count)

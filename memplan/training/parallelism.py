@@ -1,0 +1,115 @@
+"""What several GPUs can be planned for, and why the rest is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from memplan.catalog.entries import Optimizer
+from memplan.catalog.training_config import MAXIMUM_GPUS, Offload, Parallel, TrainingConfig
+from memplan.model.inventory import Role
+
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel)"
+INSTEAD = "use parallel.zero_stage: 0"
+
+Path = tuple[str, ...]
+Found = Iterator[tuple[Path, str]]
+
+_DEGREES = ("tensor", "sequence", "pipeline", "context", "expert")
+
+
+def parallel_problems(parallel: Parallel) -> Found:
+    """Yield impossible degrees, each with its path of keys."""
+    for name in ("data", "tensor", "pipeline", "context", "expert"):
+        value = getattr(parallel, name)
+        if not 1 <= value <= MAXIMUM_GPUS:
+            yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
+    if not 0 <= parallel.zero_stage <= 3:
+        yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
+
+
+def parallel_refusals(
+    config: TrainingConfig,
+    formats: Mapping[Role, str],
+    floats: Mapping[str, int],
+    optimizers: Mapping[str, Optimizer],
+) -> Found:
+    """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
+
+    Args:
+        config: The training config, free of contradictions.
+        formats: Weight format of each role, by name.
+        floats: Float formats and the bytes of an element.
+        optimizers: Catalog entries of the optimizers in use, by name.
+    """
+    parallel = config.parallel
+    for name in _DEGREES:
+        given = getattr(parallel, name)
+        if given != getattr(Parallel(), name):
+            text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled; {POSSIBLE}"
+            yield ("parallel", name), text
+    if parallel.zero_stage in (1, 2):
+        yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
+    elif parallel.zero_stage == 3 and parallel.data == 1:
+        yield (
+            ("parallel", "zero_stage"),
+            "3 is not supported with one GPU, which has nothing to share; set parallel.data",
+        )
+    elif parallel.data > 1:
+        yield from _on_several(config, formats, floats)
+        if parallel.zero_stage == 3:
+            yield from _when_sharded(config, formats, floats, optimizers)
+
+
+def _on_several(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Found:
+    """Yield what neither kind of data parallelism is modelled with."""
+    weights = formats["hidden_matrix"]
+    if coded := sorted(set(formats.values()) - floats.keys()):
+        text = f"{', '.join(coded)} cannot be reduced over several GPUs: codes are no parameters; use bf16 or fp32"
+        yield ("weights",), text
+    if config.gradients.lifetime == "layer":
+        text = "layer is not supported on several GPUs, whose gradients wait to be reduced; use step"
+        yield ("gradients", "lifetime"), text
+    if config.gradients.dtype not in (None, weights) and config.adapter is None:
+        text = f"{config.gradients.dtype} is not supported on several GPUs, which reduce gradients in {weights}, the weights' dtype"
+        yield ("gradients", "dtype"), text
+    if config.offload != Offload():
+        yield ("offload",), "offloading is not supported on several GPUs"
+
+
+def _when_sharded(
+    config: TrainingConfig,
+    formats: Mapping[Role, str],
+    floats: Mapping[str, int],
+    optimizers: Mapping[str, Optimizer],
+) -> Found:
+    """Yield what sharding is not modelled with."""
+    weights = formats["hidden_matrix"]
+    if len(set(formats.values())) > 1:
+        yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
+    if config.adapter is not None:
+        yield ("adapter",), f"adapters are not supported with zero_stage 3; {INSTEAD}"
+    if config.master_weights != "none":
+        text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
+        yield ("master_weights",), text
+    if config.loss_scaling or config.compute_dtype == "fp16":
+        yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {INSTEAD}"
+    if config.weight_average != "none":
+        yield ("weight_average",), f"an average of shards is not modelled; {INSTEAD}"
+    if config.clip_gradients:
+        yield ("clip_gradients",), f"norms of shards are not modelled; {INSTEAD}"
+    if config.evaluation:
+        yield ("evaluation",), f"evaluation with zero_stage 3 is not modelled; {INSTEAD}"
+    if config.kernels.profile().loss == "chunked":
+        text = f"chunked is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
+        yield ("kernels", "loss"), text
+    for name, entry in optimizers.items():
+        if not _elementwise(entry, floats.get(weights, 0)):
+            text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {INSTEAD}"
+            yield ("optimizer",), text
+
+
+def _elementwise(entry: Optimizer, width: int) -> bool:
+    """Tell whether torch's own optimizer steps shards whose elements have so many bytes."""
+    slots = [slot for slot in entry.slots if slot.layout == "elementwise"]
+    same = all(slot.as_parameter or (slot.block_elements == 1 and slot.block_bytes == width) for slot in slots)
+    return entry.algorithm in ("adamw", "sgd") and entry.step == "torch" and same and not entry.shared_bytes

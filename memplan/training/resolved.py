@@ -1,0 +1,287 @@
+"""A training config with its names looked up and its contradictions refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, Parallel, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
+from memplan.model.inventory import ROLES, Role
+from memplan.training.parallelism import parallel_problems, parallel_refusals
+from memplan.units import parse_bytes
+
+FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Formats that a product can read as they are; all others are decoded first."""
+
+MATRIX_ROLES: frozenset[Role] = frozenset(("hidden_matrix", "expert_matrix"))
+
+WEIGHT_FALLBACKS: dict[Role, tuple[str, ...]] = {
+    "hidden_matrix": ("hidden_matrix", "default"),
+    "expert_matrix": ("expert_matrix", "hidden_matrix", "default"),
+    "embedding": ("embedding", "default"),
+    "head": ("head", "embedding", "default"),
+    "router": ("router", "default"),
+    "norm": ("norm", "default"),
+    "bias": ("bias", "norm", "default"),
+}
+"""Role -> keys that may say its weight format, the most particular first."""
+
+Path = tuple[str, ...]
+Where = Callable[[Path], str]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """A training config whose names have been resolved to catalog entries.
+
+    Attributes:
+        name: Catalog name or path of the config.
+        changed: Whether settings were changed on top of it.
+        config: What it says, with overrides applied.
+        profile: Kernel profile with its preset filled in.
+        format_names: Weight format of each role, by name.
+        formats: Weight format of each role.
+        gradient: How gradients are stored; None is the dtype of the weight.
+        optimizer_names: Optimizer of each role, by name.
+        optimizers: Optimizer of each role.
+        compute_bytes: Bytes of an element in matrix products.
+        reserve_bytes: Memory of the device to leave free.
+    """
+
+    name: str
+    config: TrainingConfig
+    profile: KernelProfile
+    format_names: Mapping[Role, str]
+    formats: Mapping[Role, StorageFormat]
+    gradient: GradientDtype | None
+    optimizer_names: Mapping[Role, str]
+    optimizers: Mapping[Role, Optimizer]
+    compute_bytes: int
+    reserve_bytes: int
+    changed: bool = False
+
+    @property
+    def label(self) -> str:
+        """The config's name, with a word where settings were changed on top of it."""
+        return f"{self.name}, changed" if self.changed else self.name
+
+    @property
+    def autocast(self) -> bool:
+        """Whether CUDA autocast casts fp32 weights to a narrower compute dtype."""
+        return self.format_names["hidden_matrix"] == "fp32" and self.compute_bytes < 4
+
+    @property
+    def trains_codes(self) -> bool:
+        """Whether matrices that are stored as codes are trained."""
+        return self.config.adapter is None and self.format_names["hidden_matrix"] not in FLOAT_BYTES
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states lie in host memory, so that the bundled optimizer steps."""
+        return self.config.offload.optimizer_states == "cpu"
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of an element of the residual stream, which autocast leaves in fp32."""
+        return 4 if self.autocast else self.compute_bytes
+
+
+def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | None = None) -> TrainingSetup:
+    """Return the setup that a config describes.
+
+    Args:
+        config: Read from a file, with overrides applied.
+        catalog: Where its names are looked up.
+        name: What messages call the config.
+        where: Turns a path of keys into ``file:line: key`` for messages.
+
+    Raises:
+        InvalidFileError: Every unknown name, impossible number and contradiction at once.
+        CannotAnswerError: Keys whose effect is not modelled yet.
+    """
+    place = where or (lambda path: f"{name}: {'.'.join(path)}")
+    problems = [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]
+    if problems:
+        raise InvalidFileError(problems)
+    _refuse_unmodelled(config, place)
+    format_names = {role: _format_name(config, role) for role in ROLES}
+    optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
+    if config.offload.optimizer_states == "cpu":
+        _refuse_offloading(config, optimizer_names.values(), catalog, place)
+    if config.parallel != Parallel():
+        used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
+        named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
+        for path, text in parallel_refusals(config, named, FLOAT_BYTES, used):
+            raise CannotAnswerError(f"{place(path)}: {text}")
+    return TrainingSetup(
+        name=name,
+        config=config,
+        profile=config.kernels.profile(),
+        format_names={role: catalog.formats.name_of(n) for role, n in format_names.items()},
+        formats={role: catalog.formats[n] for role, n in format_names.items()},
+        gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
+        optimizer_names=optimizer_names,
+        optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
+        compute_bytes=FLOAT_BYTES[config.compute_dtype],
+        reserve_bytes=parse_bytes(config.reserve),
+    )
+
+
+def _format_name(config: TrainingConfig, role: Role) -> str:
+    for key in WEIGHT_FALLBACKS[role]:
+        if key in config.weights:
+            return config.weights[key]
+    return config.compute_dtype
+
+
+def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
+    """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
+    trained = config.adapter.dtype if config.adapter is not None else _format_name(config, "hidden_matrix")
+    default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
+    keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
+    given = next((config.optimizer[key] for key in keys if key in config.optimizer), default)
+    name = catalog.optimizers.name_of(given)
+    entry = catalog.optimizers[name]
+    if entry.takes == "matrices" and role not in MATRIX_ROLES and entry.rest is not None:
+        return entry.rest
+    return name
+
+
+# ------------------------------------------------------------------ what is refused
+def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    """Yield every unknown name, impossible number and contradiction of a config, with its path of keys."""
+    yield from _numbers(config)
+    yield from _names(config, catalog)
+    yield from _contradictions(config)
+    yield from parallel_problems(config.parallel)
+    if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
+        yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
+
+
+def _numbers(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
+    limits = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gradient_accumulation_steps": 2**20}
+    for key, most in limits.items():
+        value = getattr(config, key)
+        if not 1 <= value <= most:
+            yield (key,), f"expected a whole number from 1 to {most:,}, got {value}"
+    within = all(1 <= getattr(config, key) <= most for key, most in limits.items())
+    if within and config.micro_batch_size * config.sequence_length > MAXIMUM_TOKENS:
+        yield ("sequence_length",), "batch times sequence length is beyond any machine"
+    if config.dropout is not None and not 0 <= config.dropout < 1:
+        yield ("dropout",), f"expected a probability from 0 to below 1, got {config.dropout}"
+    if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:
+        yield ("adapter", "rank"), f"expected a whole number from 1 to 65,536, got {config.adapter.rank}"
+    if config.kernels.loss_chunks is not None and not 1 <= config.kernels.loss_chunks <= 2**16:
+        yield ("kernels", "loss_chunks"), f"expected a whole number from 1 to 65,536, got {config.kernels.loss_chunks}"
+    try:
+        parse_bytes(config.reserve)
+    except MemplanError as error:
+        yield ("reserve",), str(error)
+
+
+def _names(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    for section, mapping, shelf in (
+        ("weights", config.weights, catalog.formats),
+        ("optimizer", config.optimizer, catalog.optimizers),
+    ):
+        for role, name in mapping.items():
+            if role not in ROLES and role != "default":
+                known = (*ROLES, "default")
+                yield (section, role), "unknown role" + match_hint(role, known, f"; known: {', '.join(known)}")
+            if name not in shelf:
+                yield (section, role), _unknown(shelf, name)
+    for role, name in config.weights.items():
+        if name in catalog.formats and not catalog.formats[name].storable:
+            yield ("weights", role), f"{name} exists only during computation; weights cannot be stored in it"
+        if role in ("norm", "bias") and name in catalog.formats and catalog.formats[name].block_elements > 1:
+            yield ("weights", role), f"norms and biases stay in fp32, bf16 or fp16, not {name}"
+    for role, name in config.optimizer.items():
+        entry = catalog.optimizers[name] if name in catalog.optimizers else None
+        if entry and entry.takes == "matrices" and role in ROLES and role not in MATRIX_ROLES:
+            yield (
+                ("optimizer", role),
+                f"{name} takes hidden and expert matrices only; give {role} an AdamW, say {entry.rest}",
+            )
+
+
+def _unknown(shelf: object, name: str) -> str:
+    try:
+        shelf[name]  # type: ignore[index]
+    except MemplanError as error:
+        return str(error)
+    raise AssertionError(name)
+
+
+def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
+    hidden = _format_name(config, "hidden_matrix")
+    if hidden in FLOAT_BYTES and FLOAT_BYTES[hidden] < FLOAT_BYTES[config.compute_dtype]:
+        yield (
+            ("compute_dtype",),
+            f"{config.compute_dtype} is wider than the weights ({hidden}); torch computes in the weights' dtype",
+        )
+    if {hidden, config.compute_dtype} == {"bf16", "fp16"}:
+        yield ("compute_dtype",), f"weights in {hidden} compute in {hidden}, not in {config.compute_dtype}"
+    if config.gradients.lifetime == "layer":
+        if config.gradient_accumulation_steps > 1:
+            yield (
+                ("gradient_accumulation_steps",),
+                "gradients released inside backward cannot accumulate; use lifetime: step",
+            )
+        if config.clip_gradients:
+            yield (
+                ("clip_gradients",),
+                "clipping needs the norm of all gradients before the first update; use lifetime: step",
+            )
+        if config.zero_gradients == "fill":
+            yield (
+                ("zero_gradients",),
+                "gradients released inside backward leave nothing to fill; use zero_gradients: free",
+            )
+    if config.adapter is not None and config.master_weights != "none":
+        yield ("master_weights",), "with adapters the base weights are frozen and have no master copy"
+    if config.adapter is not None and not config.adapter.targets:
+        yield ("adapter", "targets"), "expected at least one projection, such as q_proj, or all-linear"
+
+
+def _refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
+    for name in Offload.__dataclass_fields__:
+        given = getattr(config.offload, name)
+        if given != getattr(Offload(), name) and name != "optimizer_states":
+            path = ("offload", name)
+            raise CannotAnswerError(
+                f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
+            )
+
+
+def is_bundled(entry: Optimizer) -> bool:
+    """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
+    return entry.algorithm in ("adamw", "muon") and entry.step != "in-place"
+
+
+def _refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog: Catalog, place: Where) -> None:
+    """Refuse states in host memory where the bundled optimizer, which alone keeps them there, does not step.
+
+    Raises:
+        CannotAnswerError: Another optimizer would have to.
+    """
+    where = place(("offload", "optimizer_states"))
+    used = {name: catalog.optimizers[name] for name in optimizers}
+    for name, entry in used.items():
+        if not is_bundled(entry):
+            able = ", ".join(key for key, other in catalog.optimizers.entries.items() if is_bundled(other))
+            raise CannotAnswerError(
+                f"{where}: cpu is not supported with {name}: only the bundled optimizer keeps states in host memory ({able})"
+            )
+    if config.master_weights != "none":
+        raise CannotAnswerError(
+            f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
+        )
+    muon = any(entry.algorithm == "muon" for entry in used.values())
+    if muon and config.kernels.profile().newton_schulz == "torch":
+        raise CannotAnswerError(
+            f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
+        )
