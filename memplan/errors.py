@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 MAXIMUM_SHOWN = 20
 """Problems of a file that its message lists; nobody reads on."""
+LONGEST_PROBLEM = 2_000
+"""Characters of one problem that its message has, however long what it quotes from the file is."""
 
 
 class MemplanError(Exception):
@@ -36,7 +38,7 @@ class InvalidFileError(MemplanError, ValueError):
         self.paths = tuple(paths)
         more = len(self.problems) - MAXIMUM_SHOWN
         shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
-        super().__init__("\n".join(map(escaped, shown)))
+        super().__init__("\n".join(printable(problem, LONGEST_PROBLEM) for problem in shown))
 
 
 class CatalogError(MemplanError, ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 from memplan.documents.escaping import json_text
 from memplan.documents.loading import Document, load_document
 from memplan.documents.schemas import validate
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
 
 SCHEMA = "memplan/baseline/1"
 
@@ -81,7 +81,9 @@ def read_baseline(path: Path) -> Baseline:
     if schema == "memplan/check/1":
         document = Document(document.name, _figures_only(data), document.lines, document.problems)
     elif schema != SCHEMA:
-        raise InvalidFileError([f"{document.name}:1: schema: expected {SCHEMA} or memplan/check/1, got {schema!r}"])
+        raise InvalidFileError(
+            [f"{document.name}:1: schema: expected {SCHEMA} or memplan/check/1, got {printable(repr(schema))}"]
+        )
     file = validate(BaselineFile, document)
     return Baseline(file.memplan_version, file.catalog_hash, {(row.name, row.gpu): row for row in file.rows})
 
