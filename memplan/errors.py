@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from memplan.escaping import escaped
 
@@ -89,6 +90,7 @@ def printable(text: str, longest: int = 80) -> str:
     return escaped(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
+@lru_cache(maxsize=1024)
 def normalised_name(name: str) -> str:
     """Return ``name`` without case and separators: ``Llama-3.1-8B`` is ``llama318b``."""
     return name.lower().translate(_SEPARATORS)

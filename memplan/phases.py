@@ -8,7 +8,7 @@ batch and a sequence length is arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.blocks.base import Regime
@@ -259,17 +259,15 @@ class StepCompiler(HeadSections):
         return add_forms(embedding.kept, *(scale_form(part.kept, run.count) for part, run in layers))
 
     def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
-        """Yield the moments of forward: of the embedding, the first and last layer of each run, and the head."""
+        """Yield the moments of forward: of the embedding, the last layer of each kind, and the head."""
         for moment in embedding.forward:
             yield moment.around(around, "forward")
-        around = add_forms(around, embedding.kept, embedding.carried)
-        for run, part in zip(self.layer_runs, played, strict=True):
-            left = add_forms(part.kept, part.carried)
-            for position in dict.fromkeys((0, run.count - 1)):
-                below = add_forms(around, scale_form(left, position))
-                for moment in part.forward:
-                    yield moment.around(below, "forward")
-            around = add_forms(around, scale_form(left, run.count))
+        layers = zip(played, self.layer_runs, strict=True)
+        left = [(part, run.count, add_forms(part.kept, part.carried)) for part, run in layers]
+        places, around = _last_places(left, add_forms(around, embedding.kept, embedding.carried))
+        for part, below in places:
+            for moment in part.forward:
+                yield moment.around(below, "forward")
         yield from self._head_forward(head, around)
 
     def _after_backward(self) -> Iterator[Instant]:
@@ -296,13 +294,12 @@ class StepCompiler(HeadSections):
         sections = [self.embedding, *self.runs]
         counts = [1, *(run.count for run in self.layer_runs)]
         played = {id(section): play_forward(section.tape) for section in sections}
-        for section, count in zip(sections, counts, strict=True):
-            part = played[id(section)]
-            for position in dict.fromkeys((0, count - 1)):
-                below = add_forms(around, scale_form(part.carried, position))
-                for moment in part.forward:
-                    yield moment.around(below, "evaluation")
-            around = add_forms(around, scale_form(part.carried, count))
+        parts = [played[id(section)] for section in sections]
+        left = [(part, count, part.carried) for part, count in zip(parts, counts, strict=True)]
+        places, around = _last_places(left, around)
+        for part, below in places:
+            for moment in part.forward:
+                yield moment.around(below, "evaluation")
         builder = self._builder("")
         entry = self._stream(builder.tape)
         x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
@@ -310,6 +307,23 @@ class StepCompiler(HeadSections):
             self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
         for moment in play_forward(builder.tape).forward:
             yield moment.around(around, "evaluation")
+
+
+def _last_places(parts: Iterable[tuple[Played, int, Form]], around: Form) -> tuple[list[tuple[Played, Form]], Form]:
+    """Return the last place of each part with what lies around it there, and what lies around when all have run.
+
+    Forward only adds, so that no earlier place of a part is fuller.
+
+    Args:
+        parts: Parts in order: how often each runs in a row, and what it leaves each time.
+        around: What is there before the first.
+    """
+    places: dict[int, tuple[Played, Form]] = {}
+    for part, count, left in parts:
+        places.pop(id(part), None)
+        places[id(part)] = (part, add_forms(around, scale_form(left, count - 1)))
+        around = add_forms(around, scale_form(left, count))
+    return list(places.values()), around
 
 
 @dataclass(frozen=True, slots=True)

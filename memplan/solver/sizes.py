@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from memplan.adapters import adapter_tensors
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Optimizer
+from memplan.model.inventory import Inventory, merged
 from memplan.model.model import Model
 from memplan.planner import CompiledPlan
 from memplan.setup import TrainingSetup, resolve
@@ -29,7 +30,7 @@ from memplan.solver.timing import (
     work_of,
 )
 from memplan.states import ModelStates, model_states
-from memplan.updates import tensor_temporaries
+from memplan.updates import tensor_temporaries, trained_kinds
 
 NO_UPDATE = Optimizer("No update", "sgd", "Lower bound of a pass under any optimizer.", (), (), implementation="none")
 """An optimizer that keeps nothing, takes nothing and has any weights."""
@@ -84,6 +85,8 @@ class Sizes:
         self._passing: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
+        self._inventory = merged(model.inventory)
+        self._adapters: Inventory | None = None
 
     # ---------------------------------------------------------------- what stays
     def setup(self, state: StateChoice, way: PassChoice | None = None, batch: int | None = None) -> TrainingSetup:
@@ -92,8 +95,10 @@ class Sizes:
         return resolve(self.space.config(state, way or self._first_way, batch), self.catalog, "combination")
 
     def states(self, setup: TrainingSetup) -> ModelStates:
-        """Return the states of a setup."""
-        return model_states(setup, self.model.inventory, adapter_tensors(self.model, setup))
+        """Return the states of a setup, tensors that are alike as one."""
+        if self._adapters is None:
+            self._adapters = merged(adapter_tensors(self.model, setup))
+        return model_states(setup, self._inventory, self._adapters)
 
     def held(self, weights: WeightChoice, gradient: str | None) -> Held:
         """Return what weights and gradients hold, whatever the optimizer."""
@@ -238,8 +243,8 @@ class Run:
 
 def _scratch_bytes(plan: CompiledPlan) -> int:
     """Return the most scratch memory that a plan's optimizer can take at any instant."""
-    trained = (entry for entry in plan.states.tensors if entry.trainable)
-    return max((tensor_temporaries(plan.setup, entry).bytes for entry in trained), default=0)
+    kinds = trained_kinds(plan.states.tensors)
+    return max((tensor_temporaries(plan.setup, entry).bytes for entry in kinds), default=0)
 
 
 def _key(state: StateChoice) -> tuple[object, ...]:
