@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.blocks.base import Regime
+from memplan.blocks.base import Regime, block_settings
+from memplan.blocks.section import Section, layer_section
 from memplan.chunks import GRID_TABLE_BYTES
 from memplan.forms import EMBEDDING_DIRECT_INDICES, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
-from memplan.head import HeadSections, Section
+from memplan.head import HeadSections
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfExperts
-from memplan.playback import Instant, Played, play, play_forward
+from memplan.playback import Instant, Played, play_forward
 from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
 from memplan.tape import NEW, SAME, Mode
@@ -86,14 +87,16 @@ class StepCompiler(HeadSections):
         self.kept_all = states.gradient_bytes
         self.emptied = stored_names(setup, states.tensors)
         self.checkpointing = setup.config.activation_checkpointing
-        dropout = setup.config.dropout
-        self.dropout = self.spec.dropout if dropout is None else dropout
+        self.settings = block_settings(self.spec, setup, regime)
         self.optimizer = step_temporaries(setup, states.tensors)
         by_name = {entry.tensor.name: entry for entry in states.tensors}  # equal in all runs of layers that have it
         self.weights = {name: self._weight(entry) for name, entry in by_name.items()}
         self.embedding = self._embedding()
         self.layer_runs: list[LayerRun] = []
         self.layer_sections: dict[tuple[object, ...], Section] = {}
+        self.names_by_first: dict[int, list[str]] = {}
+        for entry in states.tensors:
+            self.names_by_first.setdefault(entry.tensor.first, []).append(entry.tensor.name)
         self.runs: list[Section] = []
         self._add_runs()
         self.runs_output = self.runs[-1].output
@@ -101,7 +104,7 @@ class StepCompiler(HeadSections):
 
     # ---------------------------------------------------------------- sections
     def _embedding(self) -> Section:
-        builder = self._builder("")
+        builder = self._builder()
         tape, names = builder.tape, self.spec.names
         tape.instant = "end of backward"
         weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
@@ -127,7 +130,7 @@ class StepCompiler(HeadSections):
         if self.spec.embedding_scale:
             x = builder.pointwise("scale", x)
         x = builder.dropped(x)
-        return Section(tape, entry, x, self._gradients(tape))
+        return Section(tape, entry, x)
 
     def _position_sums(self) -> list[tuple[Quantity, int]]:
         """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
@@ -151,13 +154,14 @@ class StepCompiler(HeadSections):
 
     def _layer(self, run: LayerRun, needs_gradient: bool) -> Section:
         """Return one layer of a run on tape; equal layers of several runs share theirs."""
-        builder = self._builder(f"{self.spec.names.layer}.", self._inventory_first(run))
-        key = (run.layer, needs_gradient, *builder.weights.values())
+        names = self.names_by_first.get(self._inventory_first(run), ())
+        key = (run.layer, needs_gradient, *names)
         if key not in self.layer_sections:
-            builder.tape.instant = "layer"
-            entry = self._stream(builder.tape, needs_gradient)
-            output = builder.layer(entry, run.layer)
-            self.layer_sections[key] = Section(builder.tape, entry, output, self._gradients(builder.tape))
+            prefix = f"{self.spec.names.layer}."
+            weights = tuple(
+                (name.removeprefix(prefix), self.weights[name]) for name in names if name.startswith(prefix)
+            )
+            self.layer_sections[key] = layer_section(self.settings, run.layer, weights, needs_gradient)
         return self.layer_sections[key]
 
     def _inventory_first(self, run: LayerRun) -> int:
@@ -197,7 +201,7 @@ class StepCompiler(HeadSections):
         )
 
     def _play(self, section: Section, mode: Mode) -> Played:
-        return play(section.tape, section.output, mode, section.entry, self.checkpointing)
+        return section.played(mode, self.checkpointing)
 
     # ---------------------------------------------------------------- instants
     def instants(self) -> Iterator[Instant]:
@@ -234,10 +238,10 @@ class StepCompiler(HeadSections):
             saved = add_forms(saved, scale_form(kept, -run.count))
             for position in dict.fromkeys((run.count, 1)):
                 left = add_forms(base, saved, scale_form(kept, position - 1))
-                above = formed + self._left(section.tape, mode) * (run.count - position)
+                above = formed + section.left(mode) * (run.count - position)
                 around = add_forms(left, self._constant(Part.GRADIENTS, above))
                 places.append(_Place((id(section), run.count, position), run.first + position, around))
-            formed += self._left(section.tape, mode) * run.count
+            formed += section.left(mode) * run.count
         for place in _ends(places):
             name = f"layer {place.layer} backward"
             for moment in layers[place.kind[0]].backward:
@@ -249,9 +253,7 @@ class StepCompiler(HeadSections):
 
     def _play_ends(self, mode: Mode) -> tuple[Played, Played]:
         """Return embedding and head, played."""
-        parts = (self.embedding, self.head)
-        embedding, head = (play(part.tape, part.output, mode) for part in parts)
-        return embedding, head
+        return self.embedding.played(mode), self.head.played(mode)
 
     def _saved(self, embedding: Played, played: Sequence[Played]) -> Form:
         """Return what embedding and layers leave for backward."""
@@ -293,14 +295,13 @@ class StepCompiler(HeadSections):
         """Yield the moments of a forward without gradients, whose loss is over all logits at once."""
         sections = [self.embedding, *self.runs]
         counts = [1, *(run.count for run in self.layer_runs)]
-        played = {id(section): play_forward(section.tape) for section in sections}
-        parts = [played[id(section)] for section in sections]
+        parts = [section.evaluated() for section in sections]
         left = [(part, count, part.carried) for part, count in zip(parts, counts, strict=True)]
         places, around = _last_places(left, around)
         for part, below in places:
             for moment in part.forward:
                 yield moment.around(below, "evaluation")
-        builder = self._builder("")
+        builder = self._builder()
         entry = self._stream(builder.tape)
         x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
         with builder.tape.holding(x):
