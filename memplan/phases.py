@@ -196,7 +196,7 @@ class StepCompiler(HeadSections):
     def saved(self) -> tuple[tuple[str, tuple[tuple[str, Quantity, int, Part], ...]], ...]:
         """Return, for each run of layers, the tensors that one of its layers keeps."""
         return tuple(
-            (f"{run.count} x layer {run.first + 1}", tuple(section.tape.saved_tensors()))
+            (f"{run.count} x layer {run.first + 1}", section.saved_tensors)
             for run, section in zip(self.layer_runs, self.runs, strict=True)
         )
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from memplan.catalog.entries import Codec, Optimizer, StateSlot, StorageFormat
-from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.setup import FLOAT_BYTES, TrainingSetup
 from memplan.sharding import held
 from memplan.steppers import FUSED, Stepper, Updated, kept_slots, stepper
@@ -257,23 +257,25 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     own, added = list(held(inventory, setup.config.parallel)), list(adapters)
     groups = _groups(setup, added if frozen else own)
     alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
-    tensors = []
-    for tensor in own:
-        known = alike.get((tensor.role, tensor.shape))
+    alike_added: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    for tensor in merged(own):
         group = groups.get(setup.optimizer_names[tensor.role], ())
-        found = tensor_states(setup, tensor, frozen, group) if known is None else known.of(tensor)
-        alike[tensor.role, tensor.shape] = found
-        tensors.append(found)
-    tensors += [_adapter_states(setup, tensor) for tensor in added]
+        alike[tensor.role, tensor.shape] = tensor_states(setup, tensor, frozen, group)
+    for tensor in merged(added):
+        alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
+    kinds = [*alike.values(), *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
-        tensors=tuple(tensors),
-        weight_bytes=sum(t.weight_bytes * t.tensor.count for t in tensors),
-        master_bytes=sum(t.master_bytes * t.tensor.count for t in tensors),
-        gradient_bytes=sum(t.gradient_bytes * t.tensor.count for t in tensors),
-        state_bytes=sum(t.state_bytes * t.tensor.count for t in tensors) + _shared_bytes(setup, tensors),
-        host_bytes=sum(t.host_bytes * t.tensor.count for t in tensors),
-        average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in tensors if t.trainable),
+        tensors=(
+            *(alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
+            *(alike_added[tensor.role, tensor.shape].of(tensor) for tensor in added),
+        ),
+        weight_bytes=sum(t.weight_bytes * t.tensor.count for t in kinds),
+        master_bytes=sum(t.master_bytes * t.tensor.count for t in kinds),
+        gradient_bytes=sum(t.gradient_bytes * t.tensor.count for t in kinds),
+        state_bytes=sum(t.state_bytes * t.tensor.count for t in kinds) + _shared_bytes(setup, kinds),
+        host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
+        average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
 
 

@@ -7,9 +7,13 @@ from functools import lru_cache
 
 from memplan.blocks.base import TOKENS, BlockSettings
 from memplan.blocks.layer import Builder
+from memplan.forms import Part, Quantity
 from memplan.model.spec import Layer
 from memplan.playback import Checkpointing, Played, play, play_forward
 from memplan.tape import Mode, Tape, Value, Weight
+
+SavedTensor = tuple[str, Quantity, int, Part]
+"""Operation that keeps it first, and its size."""
 
 MOST_LAYERS = 128
 """Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""
@@ -25,6 +29,7 @@ class Section:
     _played: dict[tuple[Mode, Checkpointing], Played] = field(default_factory=dict)
     _evaluated: list[Played] = field(default_factory=list)
     _left: dict[Mode, int] = field(default_factory=dict)
+    _saved: tuple[SavedTensor, ...] | None = None
 
     @property
     def gradients(self) -> int:
@@ -37,6 +42,13 @@ class Section:
             weights = (w for node in self.tape.nodes for w in node.weights if w.trainable)
             self._left[mode] = sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
         return self._left[mode]
+
+    @property
+    def saved_tensors(self) -> tuple[SavedTensor, ...]:
+        """What it keeps for backward, tensor by tensor."""
+        if self._saved is None:
+            self._saved = tuple(self.tape.saved_tensors())
+        return self._saved
 
     def played(self, mode: Mode, checkpointing: Checkpointing = "none") -> Played:
         """Return what is alive while it runs forward and backward."""

@@ -130,7 +130,7 @@ class Search:
     def _is_updated(self, state: StateChoice) -> bool:
         """Tell whether something updates a combination, and several GPUs can share it."""
         try:
-            self.sizes.states(self.sizes.setup(state))
+            self.sizes.chosen(state)
         except CannotAnswerError:
             return False
         return True
@@ -178,7 +178,7 @@ class Search:
     def _classes(self, most: Mapping[tuple[bool, str], int]) -> dict[Class, list[_Arm]]:
         """Return the combinations, batches left open, whose states alone do not rule them out."""
         classes: dict[Class, list[_Arm]] = {}
-        ways, sequences = list(self.space.passes()), max(b * self.space.steps(b) for b in self.space.batches)
+        sequences = max(b * self.space.steps(b) for b in self.space.batches)
         for state, standing in self.states:
             always = self.sizes.always_bytes(state)
             rooms = {name: most[self._codes(state), name] - always for name in self.space.allocators}
@@ -190,8 +190,8 @@ class Search:
             members = {
                 life: classes.setdefault(self.class_of(state, standing, life), []) for life in self.space.lifetimes
             }
-            for way in ways:
-                run, room = self.sizes.run_of(state.weights, state.gradient, way), rooms[way.allocator]
+            for run in self.sizes.runs_of(state.weights, state.gradient):
+                way, room = run.way, rooms[run.way.allocator]
                 if run.batches and room >= (0 if way.lifetime == "layer" else kept):
                     members[way.lifetime].append(_Arm(state, standing, run, room, update, run.quickest + least))
         return classes
@@ -249,9 +249,9 @@ class Search:
         for state, _ in self.states:
             always, kept = self.sizes.always_bytes(state), self.sizes.kept_gradient_bytes(state)
             host = self.sizes.host_bytes(state)
-            for way in self.space.passes():
-                run = self.sizes.run_of(state.weights, state.gradient, way)
+            for run in self.sizes.runs_of(state.weights, state.gradient):
                 if run.batches:
+                    way = run.way
                     gauge = gauges[self._codes(state), way.allocator]
                     least = always + (kept if way.lifetime == "step" else 0)
                     heap.append((gauge.upper_bytes(least, 0), 0, host, len(arms)))

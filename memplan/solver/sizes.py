@@ -79,9 +79,11 @@ class Sizes:
     def __init__(self, model: Model, space: Space, length: int, catalog: Catalog, rates: Rates) -> None:
         self.model, self.space, self.length, self.catalog, self.rates = model, space, length, catalog, rates
         self.compiled = 0
+        self._chosen: dict[tuple[object, ...], tuple[TrainingSetup, ModelStates]] = {}
         self._held: dict[tuple[str, str | None], Held] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
+        self._all_runs: dict[tuple[str, str | None], list[Run]] = {}
         self._passing: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
@@ -99,6 +101,18 @@ class Sizes:
         if self._adapters is None:
             self._adapters = merged(adapter_tensors(self.model, setup))
         return model_states(setup, self._inventory, self._adapters)
+
+    def chosen(self, state: StateChoice) -> tuple[TrainingSetup, ModelStates]:
+        """Return a combination with its names looked up, and its states, whatever the pass.
+
+        Raises:
+            CannotAnswerError: Nothing updates it, or several GPUs cannot share it.
+        """
+        key = _key(state)
+        if key not in self._chosen:
+            setup = self.setup(state)
+            self._chosen[key] = setup, self.states(setup)
+        return self._chosen[key]
 
     def held(self, weights: WeightChoice, gradient: str | None) -> Held:
         """Return what weights and gradients hold, whatever the optimizer."""
@@ -142,8 +156,7 @@ class Sizes:
         ways = (state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
         key = (held.kind, state.gradient, optimizer, ways)
         if key not in self._stepped:
-            setup = self.setup(state)
-            states = self.states(setup)
+            setup, states = self.chosen(state)
             self._stepped[key] = Stepped(states.state_bytes + states.master_bytes, update_work(setup, states))
         return self._stepped[key]
 
@@ -158,6 +171,13 @@ class Sizes:
         if key not in self._runs:
             self._runs[key] = Run(self, weights, gradient, way)
         return self._runs[key]
+
+    def runs_of(self, weights: WeightChoice, gradient: str | None) -> list[Run]:
+        """Return how they run in every way, the same list each time."""
+        key = (weights.name, gradient)
+        if key not in self._all_runs:
+            self._all_runs[key] = [self.run_of(weights, gradient, way) for way in self.space.passes()]
+        return self._all_runs[key]
 
     def passing_bytes(self, weights: WeightChoice, gradient: str | None, way: PassChoice, batch: int) -> int:
         """Return the least that forward, backward and their gradients need above what stays.
