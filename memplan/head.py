@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from memplan.blocks.base import BlockSettings, Regime
 from memplan.blocks.layer import Builder
 from memplan.blocks.section import Section
+from memplan.blocks.settings import BlockSettings, Regime
 from memplan.chunks import decoding_bytes
 from memplan.forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.model.spec import ModelSpec

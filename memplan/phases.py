@@ -8,16 +8,17 @@ batch and a sequence length is arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memplan.blocks.base import Regime, block_settings
 from memplan.blocks.section import Section, layer_section
+from memplan.blocks.settings import Regime, block_settings
 from memplan.chunks import GRID_TABLE_BYTES
 from memplan.forms import EMBEDDING_DIRECT_INDICES, ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
 from memplan.head import HeadSections
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfExperts
+from memplan.places import Place, ends, last_places, layer_counts
 from memplan.playback import Instant, Played, play_forward
 from memplan.setup import TrainingSetup
 from memplan.states import ModelStates
@@ -232,24 +233,40 @@ class StepCompiler(HeadSections):
         base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
         yield from self._head_instants(head, add_forms(base, saved), mode)
         formed = self._head_left(mode) or self._delayed_bytes()
-        places: list[_Place] = []
-        for index in reversed(range(len(self.runs))):
-            section, run, kept = self.runs[index], self.layer_runs[index], played[index].kept
-            saved = add_forms(saved, scale_form(kept, -run.count))
-            for position in dict.fromkeys((run.count, 1)):
-                left = add_forms(base, saved, scale_form(kept, position - 1))
-                above = formed + section.left(mode) * (run.count - position)
-                around = add_forms(left, self._constant(Part.GRADIENTS, above))
-                places.append(_Place((id(section), run.count, position), run.first + position, around))
-            formed += section.left(mode) * run.count
-        for place in _ends(places):
-            name = f"layer {place.layer} backward"
+        places, formed = self._places(formed, mode)
+        bare = add_forms(base, embedding.kept)
+
+        def around_of(place: Place) -> Form:
+            below = (scale_form(layers[key].kept, count) for key, count in place.below.items())
+            return add_forms(bare, *below, self._constant(Part.GRADIENTS, place.formed))
+
+        for place in ends(places, around_of):
+            around, name = around_of(place), f"layer {place.layer} backward"
             for moment in layers[place.kind[0]].backward:
-                yield moment.around(place.around, name)
+                yield moment.around(around, name)
         around = add_forms(base, self._constant(Part.GRADIENTS, formed))
         yield from self._tied_sum(around, mode)
         for moment in embedding.backward:
             yield moment.around(around, "end of backward")
+
+    def _places(self, formed: int, mode: Mode) -> tuple[list[Place], int]:
+        """Return the last and the first layer of each run, in the order of backward, and all gradients formed in the end.
+
+        Args:
+            formed: Gradients that the head has left.
+            mode: What becomes of weight gradients.
+        """
+        places: list[Place] = []
+        below = layer_counts(zip(map(id, self.runs), self.layer_runs, strict=True))
+        for section, run in zip(reversed(self.runs), reversed(self.layer_runs), strict=True):
+            key, left = id(section), section.left(mode)
+            below[key] -= run.count
+            for position in dict.fromkeys((run.count, 1)):
+                counts = {**below, key: below[key] + position - 1}
+                above = formed + left * (run.count - position)
+                places.append(Place((key, run.count, position), run.first + position, counts, above))
+            formed += left * run.count
+        return places, formed
 
     def _play_ends(self, mode: Mode) -> tuple[Played, Played]:
         """Return embedding and head, played."""
@@ -257,8 +274,9 @@ class StepCompiler(HeadSections):
 
     def _saved(self, embedding: Played, played: Sequence[Played]) -> Form:
         """Return what embedding and layers leave for backward."""
-        layers = zip(played, self.layer_runs, strict=True)
-        return add_forms(embedding.kept, *(scale_form(part.kept, run.count) for part, run in layers))
+        kept = {id(part): part.kept for part in played}
+        counts = layer_counts(zip(map(id, played), self.layer_runs, strict=True))
+        return add_forms(embedding.kept, *(scale_form(kept[key], count) for key, count in counts.items()))
 
     def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
         """Yield the moments of forward: of the embedding, the last layer of each kind, and the head."""
@@ -266,7 +284,7 @@ class StepCompiler(HeadSections):
             yield moment.around(around, "forward")
         layers = zip(played, self.layer_runs, strict=True)
         left = [(part, run.count, add_forms(part.kept, part.carried)) for part, run in layers]
-        places, around = _last_places(left, add_forms(around, embedding.kept, embedding.carried))
+        places, around = last_places(left, add_forms(around, embedding.kept, embedding.carried))
         for part, below in places:
             for moment in part.forward:
                 yield moment.around(below, "forward")
@@ -297,7 +315,7 @@ class StepCompiler(HeadSections):
         counts = [1, *(run.count for run in self.layer_runs)]
         parts = [section.evaluated() for section in sections]
         left = [(part, count, part.carried) for part, count in zip(parts, counts, strict=True)]
-        places, around = _last_places(left, around)
+        places, around = last_places(left, around)
         for part, below in places:
             for moment in part.forward:
                 yield moment.around(below, "evaluation")
@@ -308,50 +326,6 @@ class StepCompiler(HeadSections):
             self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
         for moment in play_forward(builder.tape).forward:
             yield moment.around(around, "evaluation")
-
-
-def _last_places(parts: Iterable[tuple[Played, int, Form]], around: Form) -> tuple[list[tuple[Played, Form]], Form]:
-    """Return the last place of each part with what lies around it there, and what lies around when all have run.
-
-    Forward only adds, so that no earlier place of a part is fuller.
-
-    Args:
-        parts: Parts in order: how often each runs in a row, and what it leaves each time.
-        around: What is there before the first.
-    """
-    places: dict[int, tuple[Played, Form]] = {}
-    for part, count, left in parts:
-        places.pop(id(part), None)
-        places[id(part)] = (part, add_forms(around, scale_form(left, count - 1)))
-        around = add_forms(around, scale_form(left, count))
-    return list(places.values()), around
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A layer whose backward may be the peak: its kind and place in its run, its number, what lies around it."""
-
-    kind: tuple[int, int, int]
-    layer: int
-    around: Form
-
-
-def _ends(places: Sequence[_Place]) -> Iterator[_Place]:
-    """Yield the places that can be the fullest of their kind.
-
-    One that lies midway between its neighbours of the same kind needs no more than the fuller of
-    them, whatever the quantities are, since forms are linear. Layers that alternate are such.
-    """
-    kinds: dict[tuple[int, int, int], list[_Place]] = {}
-    for place in places:
-        kinds.setdefault(place.kind, []).append(place)
-    midway = {
-        here.layer
-        for group in kinds.values()
-        for before, here, after in zip(group, group[1:], group[2:], strict=False)
-        if add_forms(before.around, after.around) == scale_form(here.around, 2)
-    }
-    return (place for place in places if place.layer not in midway)
 
 
 def _steps_through_scores(part: Attention | LatentAttention) -> bool:

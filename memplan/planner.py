@@ -11,7 +11,7 @@ from typing import Literal
 
 from memplan.adapters import adapter_tensors
 from memplan.allowances import Allowances, MachineProfile, allowances_for, communicating, measured_allowances
-from memplan.blocks.base import Regime
+from memplan.blocks.settings import Regime
 from memplan.catalog.entries import Gpu, Kind
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.forms import QUANTITIES, Form, Part, Quantity, part_bytes, quantities, total_bytes, with_totals

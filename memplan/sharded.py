@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.blocks.base import Regime
+from memplan.blocks.settings import Regime
 from memplan.forms import Form, Part, add_forms, scale_form, single_form
 from memplan.head import TOKENS
 from memplan.model.model import Model

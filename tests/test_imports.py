@@ -30,6 +30,7 @@ RANKS = [
         "blocks",
         "head",
         "phases",
+        "places",
         "sharding",
         "sharded",
         "adapters",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from memplan.blocks.base import TOKENS, BlockSettings
+from memplan.blocks.base import TOKENS
 from memplan.blocks.layer import Builder
+from memplan.blocks.settings import BlockSettings
 from memplan.forms import Part, Quantity
 from memplan.model.spec import Layer
 from memplan.playback import Checkpointing, Played, play, play_forward

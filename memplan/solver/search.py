@@ -113,6 +113,7 @@ class Search:
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)
         self.tight = False
+        self._coarse: dict[tuple[object, ...], tuple[int, int]] = {}
         self.states = list(self._stood(evidence))
         self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
 
@@ -197,7 +198,15 @@ class Search:
         return classes
 
     def class_of(self, state: StateChoice, standing: Standing, lifetime: str) -> Class:
-        """Return the class of a combination; a state stored like the parameter is as coarse as the weights."""
+        """Return the class of a combination."""
+        key = (state.weights.dtype, *state.optimizer.items())
+        if key not in self._coarse:
+            self._coarse[key] = self._coarseness(state)
+        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
+        return standing.rank, standing.risk, released, *self._coarse[key], offloaded
+
+    def _coarseness(self, state: StateChoice) -> tuple[int, int]:
+        """Return how coarse weights and optimizer states are; a state stored like the parameter is so as the weights."""
         weights = self.catalog.formats[state.weights.dtype]
         optimizer = self.catalog.optimizers[optimizer_names(state.optimizer, self.catalog)[0]]
         widths = [
@@ -205,10 +214,7 @@ class Search:
             for slot in optimizer.slots
             if slot.layout == "elementwise"
         ]
-        coarse = -int(FINE * min(widths, default=Fraction(0)))
-        own = -int(FINE * weights.bytes_per_element)
-        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
-        return standing.rank, standing.risk, released, own, coarse, offloaded
+        return -int(FINE * weights.bytes_per_element), -int(FINE * min(widths, default=Fraction(0)))
 
     def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
         """Return the fastest combination that fits and beats a bound, or None."""
