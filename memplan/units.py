@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 
 from memplan.errors import UnitError
 
@@ -46,6 +47,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@lru_cache(maxsize=64)
 def parse_bytes(text: str) -> int:
     """Return the bytes that ``text`` names; the unit is required.
 

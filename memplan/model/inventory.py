@@ -74,6 +74,20 @@ def expanded(inventory: Inventory) -> Iterator[tuple[str, ParameterTensor]]:
                 yield tensor.name.replace("{}", str(index)), tensor
 
 
+def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
+    """Return one tensor for all that share a role and a shape, with all their copies: what sums over a model need.
+
+    Example:
+        >>> [tensor.count for tensor in merged([ParameterTensor("a", (2,), "norm", 3), ParameterTensor("b", (2,), "norm")])]
+        [4]
+    """
+    counts: dict[tuple[Role, tuple[int, ...]], int] = {}
+    for tensor in inventory:
+        key = (tensor.role, tensor.shape)
+        counts[key] = counts.get(key, 0) + tensor.count
+    return tuple(ParameterTensor("", shape, role, count) for (role, shape), count in counts.items())
+
+
 def parameter_count(inventory: Iterable[ParameterTensor]) -> int:
     """Return the parameters of a model; tied tensors stand in the inventory once."""
     return sum(tensor.elements * tensor.count for tensor in inventory)

@@ -14,7 +14,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, MachineProfile, allowances_for, communicating, measured_allowances
-from memplan.step.blocks.builder import Regime
+from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
 from memplan.step.states.model_states import ModelStates, model_states, slot_bytes
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, share

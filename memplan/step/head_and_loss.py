@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from memplan.model.spec import ModelSpec
-from memplan.step.blocks.builder import Regime
+from memplan.step.blocks.block_settings import BlockSettings, Regime
 from memplan.step.blocks.decoder_layer import Builder
+from memplan.step.blocks.layer_sections import Section
 from memplan.step.states.model_states import ModelStates, TensorStates
 from memplan.step.states.muon_scratch import decoding_bytes
 from memplan.step.states.optimizer_scratch import handed_over, store_bytes, tensor_temporaries
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, add_forms, scale_form, single_form
-from memplan.step.tapes.liveness import Instant, Played, play
+from memplan.step.tapes.liveness import Instant, Played
 from memplan.step.tapes.tape import NEW, SAME, Mode, Tape, Value, Weight
 from memplan.training.resolved import TrainingSetup
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
-
-
-@dataclass(slots=True)
-class Section:
-    """One part of the model on tape: input, output, and what it adds for backward."""
-
-    tape: Tape
-    entry: Value
-    output: Value
-    gradients: int
 
 
 class Sections:
@@ -35,8 +26,8 @@ class Sections:
 
     Attributes:
         weights: Every parameter tensor as tapes see it, by name.
-        dropout: Probability that applies.
         regime: What batch and length decide.
+        settings: What operations depend on.
         emptied: Names of the weights whose gradients a step takes away in any case.
     """
 
@@ -44,8 +35,8 @@ class Sections:
     setup: TrainingSetup
     states: ModelStates
     weights: dict[str, Weight]
-    dropout: float
     regime: Regime
+    settings: BlockSettings
     emptied: frozenset[str]
 
     def _weight(self, entry: TensorStates) -> Weight:
@@ -79,30 +70,12 @@ class Sections:
         narrow = entry.gradient_bytes == entry.formed_bytes == 2 * entry.tensor.elements
         return entry.gradient_bytes != entry.formed_bytes or (narrow and entry.gradient_name != formed)
 
-    def _builder(self, prefix: str, first: int = 0) -> Builder:
-        """Return a builder that sees the weights below ``prefix``, without it; of layers those that begin at ``first``."""
-        names = self._names_by_first.get(first, ()) if prefix else self.weights
-        found = {name.removeprefix(prefix): self.weights[name] for name in names if name.startswith(prefix)}
-        return Builder(self.spec, self.setup, found, self.dropout, self.regime)
-
-    @cached_property
-    def _names_by_first(self) -> dict[int, list[str]]:
-        """Names of the tensors whose run of layers begins at each number."""
-        found: dict[int, list[str]] = {}
-        for entry in self.states.tensors:
-            found.setdefault(entry.tensor.first, []).append(entry.tensor.name)
-        return found
+    def _builder(self) -> Builder:
+        """Return a builder that sees all weights."""
+        return Builder(self.settings, self.weights)
 
     def _stream(self, tape: Tape, needs_gradient: bool = True) -> Value:
         return tape.given(TOKENS, self.spec.hidden_size, self.setup.residual_bytes, needs_gradient)
-
-    def _gradients(self, tape: Tape) -> int:
-        return sum(w.gradient_bytes for node in tape.nodes for w in node.weights if w.trainable)
-
-    def _left(self, tape: Tape, mode: Mode) -> int:
-        """Return the gradients of a tape's weights that backward adds to those that are there."""
-        weights = (w for node in tape.nodes for w in node.weights if w.trainable)
-        return sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
 
     def _constant(self, part: Part, size: int) -> Form:
         return single_form(part, ONE, size)
@@ -126,17 +99,17 @@ class HeadSections(Sections):
 
     def _head(self) -> Section:
         """Return final norm, head and loss; a chunked loss stops at the norm."""
-        builder = self._builder("")
+        builder = self._builder()
         tape = builder.tape
         tape.instant = "head backward"
         entry = self._stream(tape, self.runs_output.needs_gradient)
         x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
         self.normed = x
         if self.setup.profile.loss == "chunked":
-            return Section(tape, entry, x, self._gradients(tape))
+            return Section(tape, entry, x)
         with tape.holding(x):
             output = self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
-        return Section(tape, entry, output, self._gradients(tape))
+        return Section(tape, entry, output)
 
     def _loss(self, builder: Builder, x: Value, *, wide: bool) -> Value:
         """Record head and cross-entropy on ``x``; return the loss.
@@ -258,15 +231,16 @@ class HeadSections(Sections):
 
     def _head_left(self, mode: Mode) -> int:
         """Return the gradients that head and final norm leave."""
-        left = self._left(self.head.tape, mode)
+        left = self.head.left(mode)
         if self.setup.profile.loss == "chunked":
             weights = (w for w in self._head_weights() if w.trainable)
             left += sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
         return left
 
+    @cached_property
     def _chunk(self) -> Section:
         """Return head and loss of one chunk of tokens."""
-        builder = self._builder("")
+        builder = self._builder()
         builder.tape.instant = "head backward"
         normed = self.head.output
         x = builder.tape.part_of(Quantity.CHUNK, self.spec.hidden_size, normed.element_bytes, normed.needs_gradient)
@@ -277,7 +251,7 @@ class HeadSections(Sections):
                 w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True)
                 for w in node.weights
             )
-        return Section(builder.tape, x, loss, 0)
+        return Section(builder.tape, x, loss)
 
     def _head_forward(self, played: Played, around: Form) -> Iterator[Instant]:
         """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
@@ -285,7 +259,7 @@ class HeadSections(Sections):
             yield moment.around(around, "forward")
         if self.setup.profile.loss != "chunked":
             return
-        chunk = self._chunk()
+        chunk = self._chunk
         named = {value.storage: value for value in (self.head.entry, self.normed)}
         saved = {storage for node in self.head.tape.nodes for storage in node.saved}
         rows = [
@@ -295,7 +269,7 @@ class HeadSections(Sections):
         ]
         losses = self._constant(Part.LOGITS, 4 * (self.setup.profile.loss_chunks - 1))
         around = add_forms(around, played.kept, played.carried, *rows, losses)
-        for moment in play(chunk.tape, chunk.output, "first", chunk.entry, "full").forward:
+        for moment in chunk.played("first", "full").forward:
             yield moment.around(around, "forward", f"{moment.operation} of a chunk")
 
     def _head_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
@@ -308,7 +282,7 @@ class HeadSections(Sections):
 
     def _chunked_instants(self, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
         """Yield the instants of a loss over chunks, each of which runs again in backward."""
-        chunk = self._chunk()
+        chunk = self._chunk
         norm = played.kept
         rows = single_form(Part.ACTIVATIONS, self.head.output.quantity, self.head.output.coefficient)
         trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
@@ -324,7 +298,7 @@ class HeadSections(Sections):
         others = add_forms(summed if several else ZERO, parts, scale_form(rows_of_chunk, -1))
         inside: Mode = "again" if several and mode != "layer" else mode
         head = self._head_weights()[0]
-        for instant in play(chunk.tape, chunk.output, inside, chunk.entry, "full").backward:
+        for instant in chunk.played(inside, "full").backward:
             name, operation = instant.name or "loss backward", f"{instant.operation} of a chunk"
             if head.coded and not head.trainable and name == "head backward":
                 # Its product keeps nothing, so that the last chunk has let the rows go before.
@@ -343,7 +317,7 @@ class HeadSections(Sections):
         if size := sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in heads):
             form = add_forms(around, norm, parts, summed, self._constant(Part.GRADIENTS, size))
             yield Instant("head backward", "gradient of the head", form)
-        left = self._head_left(mode) - self._left(self.head.tape, mode)
+        left = self._head_left(mode) - self.head.left(mode)
         kept = self._constant(Part.GRADIENTS, left or self._delayed_bytes())
         for instant in played.backward:
             # The gradients of the chunks' rows are joined into one, and let go.

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, LayerRun, MixtureOfExperts
-from memplan.step.blocks.builder import Regime
-from memplan.step.head_and_loss import HeadSections, Section
+from memplan.step.blocks.block_settings import Regime, block_settings
+from memplan.step.blocks.layer_sections import Section, layer_section
+from memplan.step.head_and_loss import HeadSections
+from memplan.step.places import Place, ends, last_places, layer_counts
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.muon_scratch import GRID_TABLE_BYTES
 from memplan.step.states.optimizer_scratch import average_bytes, clipping_bytes, step_temporaries, stored_names
@@ -28,7 +30,7 @@ from memplan.step.tapes.linear_forms import (
     scale_form,
     single_form,
 )
-from memplan.step.tapes.liveness import Instant, Played, play, play_forward
+from memplan.step.tapes.liveness import Instant, Played, play_forward
 from memplan.step.tapes.tape import NEW, SAME, Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -95,14 +97,16 @@ class StepCompiler(HeadSections):
         self.kept_all = states.gradient_bytes
         self.emptied = stored_names(setup, states.tensors)
         self.checkpointing = setup.config.activation_checkpointing
-        dropout = setup.config.dropout
-        self.dropout = self.spec.dropout if dropout is None else dropout
+        self.settings = block_settings(self.spec, setup, regime)
         self.optimizer = step_temporaries(setup, states.tensors)
         by_name = {entry.tensor.name: entry for entry in states.tensors}  # equal in all runs of layers that have it
         self.weights = {name: self._weight(entry) for name, entry in by_name.items()}
         self.embedding = self._embedding()
         self.layer_runs: list[LayerRun] = []
         self.layer_sections: dict[tuple[object, ...], Section] = {}
+        self.names_by_first: dict[int, list[str]] = {}
+        for entry in states.tensors:
+            self.names_by_first.setdefault(entry.tensor.first, []).append(entry.tensor.name)
         self.runs: list[Section] = []
         self._add_runs()
         self.runs_output = self.runs[-1].output
@@ -110,7 +114,7 @@ class StepCompiler(HeadSections):
 
     # ---------------------------------------------------------------- sections
     def _embedding(self) -> Section:
-        builder = self._builder("")
+        builder = self._builder()
         tape, names = builder.tape, self.spec.names
         tape.instant = "end of backward"
         weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
@@ -136,7 +140,7 @@ class StepCompiler(HeadSections):
         if self.spec.embedding_scale:
             x = builder.pointwise("scale", x)
         x = builder.dropped(x)
-        return Section(tape, entry, x, self._gradients(tape))
+        return Section(tape, entry, x)
 
     def _position_sums(self) -> list[tuple[Quantity, int]]:
         """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
@@ -160,13 +164,14 @@ class StepCompiler(HeadSections):
 
     def _layer(self, run: LayerRun, needs_gradient: bool) -> Section:
         """Return one layer of a run on tape; equal layers of several runs share theirs."""
-        builder = self._builder(f"{self.spec.names.layer}.", self._inventory_first(run))
-        key = (run.layer, needs_gradient, *builder.weights.values())
+        names = self.names_by_first.get(self._inventory_first(run), ())
+        key = (run.layer, needs_gradient, *names)
         if key not in self.layer_sections:
-            builder.tape.instant = "layer"
-            entry = self._stream(builder.tape, needs_gradient)
-            output = builder.layer(entry, run.layer)
-            self.layer_sections[key] = Section(builder.tape, entry, output, self._gradients(builder.tape))
+            prefix = f"{self.spec.names.layer}."
+            weights = tuple(
+                (name.removeprefix(prefix), self.weights[name]) for name in names if name.startswith(prefix)
+            )
+            self.layer_sections[key] = layer_section(self.settings, run.layer, weights, needs_gradient)
         return self.layer_sections[key]
 
     def _inventory_first(self, run: LayerRun) -> int:
@@ -201,12 +206,12 @@ class StepCompiler(HeadSections):
     def saved(self) -> tuple[tuple[str, tuple[tuple[str, Quantity, int, Part], ...]], ...]:
         """Return, for each run of layers, the tensors that one of its layers keeps."""
         return tuple(
-            (f"{run.count} x layer {run.first + 1}", tuple(section.tape.saved_tensors()))
+            (f"{run.count} x layer {run.first + 1}", section.saved_tensors)
             for run, section in zip(self.layer_runs, self.runs, strict=True)
         )
 
     def _play(self, section: Section, mode: Mode) -> Played:
-        return play(section.tape, section.output, mode, section.entry, self.checkpointing)
+        return section.played(mode, self.checkpointing)
 
     # ---------------------------------------------------------------- instants
     def instants(self) -> Iterator[Instant]:
@@ -237,48 +242,61 @@ class StepCompiler(HeadSections):
         base = add_forms(base, self._constant(Part.TEMPORARIES, self._root_bytes()))
         yield from self._head_instants(head, add_forms(base, saved), mode)
         formed = self._head_left(mode) or self._delayed_bytes()
-        places: list[_Place] = []
-        for index in reversed(range(len(self.runs))):
-            section, run, kept = self.runs[index], self.layer_runs[index], played[index].kept
-            saved = add_forms(saved, scale_form(kept, -run.count))
-            for position in dict.fromkeys((run.count, 1)):
-                left = add_forms(base, saved, scale_form(kept, position - 1))
-                above = formed + self._left(section.tape, mode) * (run.count - position)
-                around = add_forms(left, self._constant(Part.GRADIENTS, above))
-                places.append(_Place((id(section), run.count, position), run.first + position, around))
-            formed += self._left(section.tape, mode) * run.count
-        for place in _ends(places):
-            name = f"layer {place.layer} backward"
+        places, formed = self._places(formed, mode)
+        bare = add_forms(base, embedding.kept)
+
+        def around_of(place: Place) -> Form:
+            below = (scale_form(layers[key].kept, count) for key, count in place.below.items())
+            return add_forms(bare, *below, self._constant(Part.GRADIENTS, place.formed))
+
+        for place in ends(places, around_of):
+            around, name = around_of(place), f"layer {place.layer} backward"
             for moment in layers[place.kind[0]].backward:
-                yield moment.around(place.around, name)
+                yield moment.around(around, name)
         around = add_forms(base, self._constant(Part.GRADIENTS, formed))
         yield from self._tied_sum(around, mode)
         for moment in embedding.backward:
             yield moment.around(around, "end of backward")
 
+    def _places(self, formed: int, mode: Mode) -> tuple[list[Place], int]:
+        """Return the last and the first layer of each run, in the order of backward, and all gradients formed in the end.
+
+        Args:
+            formed: Gradients that the head has left.
+            mode: What becomes of weight gradients.
+        """
+        places: list[Place] = []
+        below = layer_counts(zip(map(id, self.runs), self.layer_runs, strict=True))
+        for section, run in zip(reversed(self.runs), reversed(self.layer_runs), strict=True):
+            key, left = id(section), section.left(mode)
+            below[key] -= run.count
+            for position in dict.fromkeys((run.count, 1)):
+                counts = {**below, key: below[key] + position - 1}
+                above = formed + left * (run.count - position)
+                places.append(Place((key, run.count, position), run.first + position, counts, above))
+            formed += left * run.count
+        return places, formed
+
     def _play_ends(self, mode: Mode) -> tuple[Played, Played]:
         """Return embedding and head, played."""
-        parts = (self.embedding, self.head)
-        embedding, head = (play(part.tape, part.output, mode) for part in parts)
-        return embedding, head
+        return self.embedding.played(mode), self.head.played(mode)
 
     def _saved(self, embedding: Played, played: Sequence[Played]) -> Form:
         """Return what embedding and layers leave for backward."""
-        layers = zip(played, self.layer_runs, strict=True)
-        return add_forms(embedding.kept, *(scale_form(part.kept, run.count) for part, run in layers))
+        kept = {id(part): part.kept for part in played}
+        counts = layer_counts(zip(map(id, played), self.layer_runs, strict=True))
+        return add_forms(embedding.kept, *(scale_form(kept[key], count) for key, count in counts.items()))
 
     def _forward(self, around: Form, embedding: Played, played: Sequence[Played], head: Played) -> Iterator[Instant]:
-        """Yield the moments of forward: of the embedding, the first and last layer of each run, and the head."""
+        """Yield the moments of forward: of the embedding, the last layer of each kind, and the head."""
         for moment in embedding.forward:
             yield moment.around(around, "forward")
-        around = add_forms(around, embedding.kept, embedding.carried)
-        for run, part in zip(self.layer_runs, played, strict=True):
-            left = add_forms(part.kept, part.carried)
-            for position in dict.fromkeys((0, run.count - 1)):
-                below = add_forms(around, scale_form(left, position))
-                for moment in part.forward:
-                    yield moment.around(below, "forward")
-            around = add_forms(around, scale_form(left, run.count))
+        layers = zip(played, self.layer_runs, strict=True)
+        left = [(part, run.count, add_forms(part.kept, part.carried)) for part, run in layers]
+        places, around = last_places(left, add_forms(around, embedding.kept, embedding.carried))
+        for part, below in places:
+            for moment in part.forward:
+                yield moment.around(below, "forward")
         yield from self._head_forward(head, around)
 
     def _after_backward(self) -> Iterator[Instant]:
@@ -304,48 +322,19 @@ class StepCompiler(HeadSections):
         """Yield the moments of a forward without gradients, whose loss is over all logits at once."""
         sections = [self.embedding, *self.runs]
         counts = [1, *(run.count for run in self.layer_runs)]
-        played = {id(section): play_forward(section.tape) for section in sections}
-        for section, count in zip(sections, counts, strict=True):
-            part = played[id(section)]
-            for position in dict.fromkeys((0, count - 1)):
-                below = add_forms(around, scale_form(part.carried, position))
-                for moment in part.forward:
-                    yield moment.around(below, "evaluation")
-            around = add_forms(around, scale_form(part.carried, count))
-        builder = self._builder("")
+        parts = [section.evaluated() for section in sections]
+        left = [(part, count, part.carried) for part, count in zip(parts, counts, strict=True)]
+        places, around = last_places(left, around)
+        for part, below in places:
+            for moment in part.forward:
+                yield moment.around(below, "evaluation")
+        builder = self._builder()
         entry = self._stream(builder.tape)
         x = builder.norm(entry, self.spec.final_norm, self.spec.names.final_norm, self.spec.hidden_size)
         with builder.tape.holding(x):
             self._loss(builder, x, wide=self.setup.profile.loss != "bf16")
         for moment in play_forward(builder.tape).forward:
             yield moment.around(around, "evaluation")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A layer whose backward may be the peak: its kind and place in its run, its number, what lies around it."""
-
-    kind: tuple[int, int, int]
-    layer: int
-    around: Form
-
-
-def _ends(places: Sequence[_Place]) -> Iterator[_Place]:
-    """Yield the places that can be the fullest of their kind.
-
-    One that lies midway between its neighbours of the same kind needs no more than the fuller of
-    them, whatever the quantities are, since forms are linear. Layers that alternate are such.
-    """
-    kinds: dict[tuple[int, int, int], list[_Place]] = {}
-    for place in places:
-        kinds.setdefault(place.kind, []).append(place)
-    midway = {
-        here.layer
-        for group in kinds.values()
-        for before, here, after in zip(group, group[1:], group[2:], strict=False)
-        if add_forms(before.around, after.around) == scale_form(here.around, 2)
-    }
-    return (place for place in places if place.layer not in midway)
 
 
 def _steps_through_scores(part: Attention | LatentAttention) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
-from memplan.step.blocks.builder import Regime
+from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_and_loss import TOKENS
 from memplan.step.instants import StepCompiler, StepForms
 from memplan.step.states.model_states import ModelStates, model_states

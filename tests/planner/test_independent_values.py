@@ -10,7 +10,14 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.plan.planner import CompiledPlan
-from memplan.solver.search.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
+from memplan.solver.search.timing import (
+    PICOSECONDS,
+    Rates,
+    Work,
+    micro_batch_picoseconds,
+    update_work,
+    work_of,
+)
 from memplan.step.states.model_states import slot_bytes, tensor_states
 from memplan.step.states.muon_scratch import CODING, decoding_bytes
 from memplan.training.resolved import resolve

@@ -113,6 +113,7 @@ class Search:
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)
         self.tight = False
+        self._coarse: dict[tuple[object, ...], tuple[int, int]] = {}
         self.states = list(self._stood(evidence))
         self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
 
@@ -130,7 +131,7 @@ class Search:
     def _is_updated(self, state: StateChoice) -> bool:
         """Tell whether something updates a combination, and several GPUs can share it."""
         try:
-            self.sizes.states(self.sizes.setup(state))
+            self.sizes.chosen(state)
         except CannotAnswerError:
             return False
         return True
@@ -178,7 +179,7 @@ class Search:
     def _classes(self, most: Mapping[tuple[bool, str], int]) -> dict[Class, list[_Arm]]:
         """Return the combinations, batches left open, whose states alone do not rule them out."""
         classes: dict[Class, list[_Arm]] = {}
-        ways, sequences = list(self.space.passes()), max(b * self.space.steps(b) for b in self.space.batches)
+        sequences = max(b * self.space.steps(b) for b in self.space.batches)
         for state, standing in self.states:
             always = self.sizes.always_bytes(state)
             rooms = {name: most[self._codes(state), name] - always for name in self.space.allocators}
@@ -190,14 +191,22 @@ class Search:
             members = {
                 life: classes.setdefault(self.class_of(state, standing, life), []) for life in self.space.lifetimes
             }
-            for way in ways:
-                run, room = self.sizes.run_of(state.weights, state.gradient, way), rooms[way.allocator]
+            for run in self.sizes.runs_of(state.weights, state.gradient):
+                way, room = run.way, rooms[run.way.allocator]
                 if run.batches and room >= (0 if way.lifetime == "layer" else kept):
                     members[way.lifetime].append(_Arm(state, standing, run, room, update, run.quickest + least))
         return classes
 
     def class_of(self, state: StateChoice, standing: Standing, lifetime: str) -> Class:
-        """Return the class of a combination; a state stored like the parameter is as coarse as the weights."""
+        """Return the class of a combination."""
+        key = (state.weights.dtype, *state.optimizer.items())
+        if key not in self._coarse:
+            self._coarse[key] = self._coarseness(state)
+        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
+        return standing.rank, standing.risk, released, *self._coarse[key], offloaded
+
+    def _coarseness(self, state: StateChoice) -> tuple[int, int]:
+        """Return how coarse weights and optimizer states are; a state stored like the parameter is so as the weights."""
         weights = self.catalog.formats[state.weights.dtype]
         optimizer = self.catalog.optimizers[optimizer_names(state.optimizer, self.catalog)[0]]
         widths = [
@@ -205,10 +214,7 @@ class Search:
             for slot in optimizer.slots
             if slot.layout == "elementwise"
         ]
-        coarse = -int(FINE * min(widths, default=Fraction(0)))
-        own = -int(FINE * weights.bytes_per_element)
-        released, offloaded = int(lifetime == "layer"), int(state.offload == "cpu")
-        return standing.rank, standing.risk, released, own, coarse, offloaded
+        return -int(FINE * weights.bytes_per_element), -int(FINE * min(widths, default=Fraction(0)))
 
     def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
         """Return the fastest combination that fits and beats a bound, or None."""
@@ -249,9 +255,9 @@ class Search:
         for state, _ in self.states:
             always, kept = self.sizes.always_bytes(state), self.sizes.kept_gradient_bytes(state)
             host = self.sizes.host_bytes(state)
-            for way in self.space.passes():
-                run = self.sizes.run_of(state.weights, state.gradient, way)
+            for run in self.sizes.runs_of(state.weights, state.gradient):
                 if run.batches:
+                    way = run.way
                     gauge = gauges[self._codes(state), way.allocator]
                     least = always + (kept if way.lifetime == "step" else 0)
                     heap.append((gauge.upper_bytes(least, 0), 0, host, len(arms)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Optimizer
+from memplan.model.inventory import Inventory, merged
 from memplan.model.model import Model
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.space import PassChoice, Space, StateChoice, WeightChoice
@@ -26,7 +27,7 @@ from memplan.solver.search.timing import (
     work_of,
 )
 from memplan.step.states.model_states import ModelStates, model_states
-from memplan.step.states.optimizer_scratch import tensor_temporaries
+from memplan.step.states.optimizer_scratch import tensor_temporaries, trained_kinds
 from memplan.step.states.parallel_shards import bucket_bytes
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup, resolve
@@ -78,12 +79,16 @@ class Sizes:
     def __init__(self, model: Model, space: Space, length: int, catalog: Catalog, rates: Rates) -> None:
         self.model, self.space, self.length, self.catalog, self.rates = model, space, length, catalog, rates
         self.compiled = 0
+        self._chosen: dict[tuple[object, ...], tuple[TrainingSetup, ModelStates]] = {}
         self._held: dict[tuple[str, str | None], Held] = {}
         self._stepped: dict[tuple[object, ...], Stepped] = {}
         self._runs: dict[tuple[object, ...], Run] = {}
+        self._all_runs: dict[tuple[str, str | None], list[Run]] = {}
         self._passing: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
+        self._inventory = merged(model.inventory)
+        self._adapters: Inventory | None = None
 
     # ---------------------------------------------------------------- what stays
     def setup(self, state: StateChoice, way: PassChoice | None = None, batch: int | None = None) -> TrainingSetup:
@@ -92,8 +97,22 @@ class Sizes:
         return resolve(self.space.config(state, way or self._first_way, batch), self.catalog, "combination")
 
     def states(self, setup: TrainingSetup) -> ModelStates:
-        """Return the states of a setup."""
-        return model_states(setup, self.model.inventory, adapter_tensors(self.model, setup))
+        """Return the states of a setup, tensors that are alike as one."""
+        if self._adapters is None:
+            self._adapters = merged(adapter_tensors(self.model, setup))
+        return model_states(setup, self._inventory, self._adapters)
+
+    def chosen(self, state: StateChoice) -> tuple[TrainingSetup, ModelStates]:
+        """Return a combination with its names looked up, and its states, whatever the pass.
+
+        Raises:
+            CannotAnswerError: Nothing updates it, or several GPUs cannot share it.
+        """
+        key = _key(state)
+        if key not in self._chosen:
+            setup = self.setup(state)
+            self._chosen[key] = setup, self.states(setup)
+        return self._chosen[key]
 
     def held(self, weights: WeightChoice, gradient: str | None) -> Held:
         """Return what weights and gradients hold, whatever the optimizer."""
@@ -137,8 +156,7 @@ class Sizes:
         ways = (state.optimizer_kernel, state.newton_schulz, state.master, state.offload)
         key = (held.kind, state.gradient, optimizer, ways)
         if key not in self._stepped:
-            setup = self.setup(state)
-            states = self.states(setup)
+            setup, states = self.chosen(state)
             self._stepped[key] = Stepped(states.state_bytes + states.master_bytes, update_work(setup, states))
         return self._stepped[key]
 
@@ -153,6 +171,13 @@ class Sizes:
         if key not in self._runs:
             self._runs[key] = Run(self, weights, gradient, way)
         return self._runs[key]
+
+    def runs_of(self, weights: WeightChoice, gradient: str | None) -> list[Run]:
+        """Return how they run in every way, the same list each time."""
+        key = (weights.name, gradient)
+        if key not in self._all_runs:
+            self._all_runs[key] = [self.run_of(weights, gradient, way) for way in self.space.passes()]
+        return self._all_runs[key]
 
     def passing_bytes(self, weights: WeightChoice, gradient: str | None, way: PassChoice, batch: int) -> int:
         """Return the least that forward, backward and their gradients need above what stays.
@@ -238,8 +263,8 @@ class Run:
 
 def _scratch_bytes(plan: CompiledPlan) -> int:
     """Return the most scratch memory that a plan's optimizer can take at any instant."""
-    trained = (entry for entry in plan.states.tensors if entry.trainable)
-    return max((tensor_temporaries(plan.setup, entry).bytes for entry in trained), default=0)
+    kinds = trained_kinds(plan.states.tensors)
+    return max((tensor_temporaries(plan.setup, entry).bytes for entry in kinds), default=0)
 
 
 def _key(state: StateChoice) -> tuple[object, ...]:

@@ -165,7 +165,7 @@ class AttentionOperations(Operations):
 
     def _lies_apart(self, x: Value, heads: int) -> bool:
         """Whether a product of matrices copies heads that lie between tokens: not of one sequence, token or head."""
-        return x.apart and heads > 1 and not self.regime.one_sequence and not self.regime.one_token
+        return x.apart and heads > 1 and not self.settings.regime.one_sequence and not self.settings.regime.one_token
 
     def _softmax(self, scores: Value) -> Value:
         """Return probabilities, formed in fp32 and cast."""
@@ -180,7 +180,7 @@ class AttentionOperations(Operations):
     def _with_sinks(self, scores: Value, heads: int) -> tuple[Value, Value]:
         """Return scores less the highest, and probabilities over them and one learned sink per head, without it (gpt-oss)."""
         tape = self.tape
-        sinks = self.weights[f"{self.spec.names.attention}.{self.spec.names.sinks}"]
+        sinks = self.weights[f"{self.settings.names.attention}.{self.settings.names.sinks}"]
         joined = tape.value(Quantity.SCORES_AND_SINK, heads, scores.element_bytes)
         tape.apply("cat sinks", [(scores, SAME)], joined, weights=[sinks], packs=False)
         with tape.holding(joined):
@@ -245,11 +245,11 @@ class AttentionOperations(Operations):
                 with self.tape.holding(out):
                     out = self.copied(out, moves=self._keeps_heads_first(part))
                 with self.tape.holding(out):
-                    return self.linear(out, f"{prefix}.{self.spec.names.output}", self.spec.hidden_size)
+                    return self.linear(out, f"{prefix}.{self.settings.names.output}", self.settings.hidden_size)
 
     def _projections(self, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
         """Return query, key and value: results of their own, or views of one."""
-        names, tape = self.spec.names, self.tape
+        names, tape = self.settings.names, self.tape
         sizes = (part.query_size, part.key_value_size, part.key_value_size)
         if part.fused_qkv:
             fused = self.linear(x, f"{prefix}.{names.qkv}", sum(sizes))
@@ -264,7 +264,7 @@ class AttentionOperations(Operations):
 
     def _normed(self, query: Value, key: Value, part: Attention, prefix: str) -> tuple[Value, Value]:
         """Return query and key normalised, each head alone or all together."""
-        names, norm = self.spec.names, part.query_key_norm
+        names, norm = self.settings.names, part.query_key_norm
         assert norm is not None
         per_head = part.query_key_norm_scope == "head"
         sizes = (part.head_dim, part.head_dim) if per_head else (part.query_size, part.key_value_size)
@@ -286,4 +286,4 @@ class AttentionOperations(Operations):
             return True
         partial = 0 < part.rotary_dim < part.head_dim and self.profile.rotary == "composite"
         first = eager or self.profile.attention == "math" or (partial and self.profile.attention in ("flash", "cudnn"))
-        return first and not self.regime.one_token
+        return first and not self.settings.regime.one_token

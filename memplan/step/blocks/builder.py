@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from memplan.model.spec import ModelSpec, Norm
+from memplan.model.spec import Norm
+from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.tape import NEW, SAME, VIEW, Reduction, Tape, Value, Weight
-from memplan.training.resolved import TrainingSetup
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
-
-
-@dataclass(frozen=True, slots=True)
-class Regime:
-    """What of batch and length decides which operations run at all; sizes within a regime are closed forms.
-
-    Attributes:
-        one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
-        one_token: Sequences of one token: exchanging dimensions moves nothing.
-        one_chunk: A loss over chunks has one.
-        sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
-    """
-
-    one_sequence: bool = False
-    one_token: bool = False
-    one_chunk: bool = False
-    sorts_positions: bool = False
 
 
 def promoted(x: Value, y: Value) -> int:
@@ -44,28 +26,15 @@ class Operations:
     arguments, which :meth:`Tape.holding` stands for: they mirror those of the functions in ``memplan.lab``.
 
     Args:
-        spec: The model.
-        setup: The training setup.
-        weights: Parameters by name relative to where ``prefix`` points.
-        dropout: Probability that applies.
-        regime: What batch and length decide.
+        settings: All that they depend on besides.
+        weights: Parameters by name relative to a layer, or to the model.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        setup: TrainingSetup,
-        weights: Mapping[str, Weight],
-        dropout: float,
-        regime: Regime = Regime(),
-    ) -> None:
-        self.spec = spec
-        self.setup = setup
-        self.profile = setup.profile
+    def __init__(self, settings: BlockSettings, weights: Mapping[str, Weight]) -> None:
+        self.settings = settings
+        self.profile = settings.profile
         self.weights = weights
-        self.dropout = dropout
-        self.regime = regime
-        self.compute = setup.compute_bytes
+        self.compute = settings.compute_bytes
         self.tape = Tape()
 
     def weight(self, name: str) -> Weight:
@@ -114,7 +83,7 @@ class Operations:
 
     def lowered(self, x: Value) -> Value:
         """Return ``x`` in the dtype of matrix products, as autocast casts it."""
-        return self.cast(x, self.compute) if self.setup.autocast else x
+        return self.cast(x, self.compute) if self.settings.autocast else x
 
     def add(self, x: Value, y: Value) -> Value:
         """Return ``x + y``, in the wider dtype; the gradient goes to both as it is, or cast."""
@@ -134,7 +103,7 @@ class Operations:
 
     def dropped(self, x: Value) -> Value:
         """Return ``x`` after dropout, which keeps a mask of one byte per element."""
-        if not self.dropout:
+        if not self.settings.dropout:
             return x
         mask = self.fresh(x, element_bytes=1)
         return self.tape.apply("dropout", [(x, NEW)], self.fresh(x), [mask])
@@ -200,9 +169,9 @@ class Operations:
     def _magnitude_norm(self, name: str, rows: int, down: Weight) -> Value:
         """Return the norm of each row of the adapted weight, which is formed whole for it (PEFT, ``DoraLinearLayer``)."""
         tape, columns, own = self.tape, down.columns, down.element_bytes
-        width = self.compute if self.setup.autocast else own
+        width = self.compute if self.settings.autocast else own
         eye = tape.make("eye", self.constant(columns * columns, own))
-        same = width == own and not (self.setup.autocast and down.foreign)
+        same = width == own and not (self.settings.autocast and down.foreign)
         read = eye if same else tape.make("cast", self.constant(columns * columns, width), eye)
         for part in ("lora_A", "lora_B"):
             self.cast_weight(self.weight(f"{name}.{part}.weight"))
@@ -210,7 +179,7 @@ class Operations:
         product = tape.make("linear", self.constant(columns * rows, width), low, product=True)
         if read is not eye:  # kept for a backward that never comes, until the product is cut off from it
             tape.graph_use[read.storage] = len(tape.operations) - 1
-        product.foreign = down.foreign and not self.setup.autocast
+        product.foreign = down.foreign and not self.settings.autocast
         norm = self._norm_of_sum(product, self.weight(f"{name}.weight"), rows * columns, rows, down)
         tape.touch(eye, product)
         return norm
@@ -260,9 +229,9 @@ class Operations:
         saves = [x] if weight.trainable else []
         if copy is not None and x.needs_gradient:
             saves.append(copy)
-        width = weight.element_bytes if not self.setup.autocast else self.compute
+        width = weight.element_bytes if not self.settings.autocast else self.compute
         out = self.tape.value(x.quantity, rows, width)
-        out.foreign = weight.foreign and not self.setup.autocast
+        out.foreign = weight.foreign and not self.settings.autocast
         used = [weight, *([bias] if bias is not None else [])]
         reads = [(x, VIEW)]
         self.tape.apply(
@@ -312,7 +281,7 @@ class Operations:
 
     def cast_bias(self, bias: Weight, rows: int) -> int:
         """Return what a bias in another dtype takes while it is added; autocast keeps its copy."""
-        if self.setup.autocast:
+        if self.settings.autocast:
             self.cast_weight(bias)
             return 0
         return 0 if bias.element_bytes == self.compute else rows * self.compute
@@ -322,7 +291,7 @@ class Operations:
         """Return ``x`` normalised in groups of ``size`` elements."""
         tape = self.tape
         with tape.holding(x):
-            x = self.cast(x, 4) if self.setup.autocast else x
+            x = self.cast(x, 4) if self.settings.autocast else x
             used = [self.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in self.weights]
             casts = [
                 tape.make("cast weight", tape.value(ONE, size, x.element_bytes))

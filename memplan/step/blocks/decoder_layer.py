@@ -14,7 +14,7 @@ class Builder(LatentOperations, MixtureOperations):
 
     def layer(self, x: Value, layer: Layer) -> Value:
         """Return the residual stream after a layer."""
-        names, hidden = self.spec.names, self.spec.hidden_size
+        names, hidden = self.settings.names, self.settings.hidden_size
         norms = norm_names(names, layer)
 
         def normed(value: Value, index: int) -> Value:
@@ -43,11 +43,11 @@ class Builder(LatentOperations, MixtureOperations):
     def attention_part(self, x: Value, layer: Layer) -> Value:
         """Return a layer's attention."""
         if isinstance(layer.attention, LatentAttention):
-            return self.latent_attention(x, layer.attention, self.spec.names.attention)
-        return self.attention(x, layer.attention, self.spec.names.attention)
+            return self.latent_attention(x, layer.attention, self.settings.names.attention)
+        return self.attention(x, layer.attention, self.settings.names.attention)
 
     def feed_forward(self, x: Value, layer: Layer) -> Value:
         """Return a layer's feed-forward part."""
         if isinstance(layer.feed_forward, MixtureOfExperts):
-            return self.mixture(x, layer.feed_forward, self.spec.names.mlp)
-        return self.mlp(x, layer.feed_forward, self.spec.names.mlp)
+            return self.mixture(x, layer.feed_forward, self.settings.names.mlp)
+        return self.mlp(x, layer.feed_forward, self.settings.names.mlp)

@@ -17,7 +17,7 @@ class DenseOperations(Operations):
 
     def mlp(self, x: Value, part: Mlp, prefix: str) -> Value:
         """Return what a dense feed-forward part adds to the residual stream."""
-        names, inner, tape = self.spec.names, part.intermediate_size, self.tape
+        names, inner, tape = self.settings.names, part.intermediate_size, self.tape
         with tape.holding(x):
             if not part.gated:
                 hidden = self.activated(self.linear(x, f"{prefix}.{names.up}", inner))
@@ -27,7 +27,7 @@ class DenseOperations(Operations):
                 tape.apply("split", [(both, NEW)], [gate, up], packs=False)
                 with tape.holding(both):
                     hidden = self.gated(gate, up)
-                    return self.linear(hidden, f"{prefix}.{names.down}", self.spec.hidden_size)
+                    return self.linear(hidden, f"{prefix}.{names.down}", self.settings.hidden_size)
             elif self.profile.activation == "fused":
                 gate = self.linear(x, f"{prefix}.{names.gate}", inner)
                 with tape.holding(gate):
@@ -36,7 +36,7 @@ class DenseOperations(Operations):
                 gate = self.activated(self.linear(x, f"{prefix}.{names.gate}", inner))
                 with tape.holding(gate):
                     hidden = self.multiply(gate, self.linear(x, f"{prefix}.{names.up}", inner))
-            return self.linear(hidden, f"{prefix}.{names.down}", self.spec.hidden_size)
+            return self.linear(hidden, f"{prefix}.{names.down}", self.settings.hidden_size)
 
     def activated(self, x: Value) -> Value:
         """Return the activation of ``x``, which keeps its input."""
@@ -56,7 +56,7 @@ class MixtureOperations(DenseOperations):
 
     def mixture(self, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
         """Return what routed and shared experts add to the residual stream."""
-        names, tape = self.spec.names, self.tape
+        names, tape = self.settings.names, self.tape
         with tape.holding(x):
             weights, chosen = self._routed(x, part, f"{prefix}.{names.router}")
             with tape.holding(weights, chosen):
@@ -68,7 +68,7 @@ class MixtureOperations(DenseOperations):
 
     def _shared(self, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
         """Return what shared experts add, scaled by a gate where there is one."""
-        names, tape, hidden = self.spec.names, self.tape, self.spec.hidden_size
+        names, tape, hidden = self.settings.names, self.tape, self.settings.hidden_size
         dense = Mlp(part.shared_intermediate_size, part.activation)
         shared = self.mlp(x, dense, f"{prefix}.{names.shared_experts}")
         if not part.shared_gate:
@@ -102,13 +102,13 @@ class MixtureOperations(DenseOperations):
     def _router_logits(self, x: Value, part: MixtureOfExperts, name: str) -> Value:
         """Return the router's product; in fp32 it reads copies of its input and of its weight, and keeps both."""
         tape, weight = self.tape, self.weight(f"{name}.weight")
-        if not part.fp32_router or self.setup.autocast or weight.coded:
+        if not part.fp32_router or self.settings.autocast or weight.coded:
             return self.plain_linear(x, name, part.num_experts)
         wide = self.cast(x, 4)
         saves = [wide] if weight.trainable else []
         copies = []
         if weight.element_bytes < 4:
-            copies = [tape.make("cast weight", self.constant(part.num_experts * self.spec.hidden_size, 4))]
+            copies = [tape.make("cast weight", self.constant(part.num_experts * self.settings.hidden_size, 4))]
         saves += copies if wide.needs_gradient else []
         out = tape.value(TOKENS, part.num_experts, 4)
         packs = wide.needs_gradient or weight.trainable
@@ -221,9 +221,9 @@ class MixtureOperations(DenseOperations):
         if bias is None:
             return out
         with tape.holding(out):
-            if self.setup.autocast:
+            if self.settings.autocast:
                 self.cast_weight(bias)
-            in_place = self.setup.config.activation_checkpointing != "selective"
+            in_place = not self.settings.selective
             biased = tape.view(out) if in_place else self.fresh(out)
             gathered = [(out.quantity, out.coefficient)]
             return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], scratch=gathered)

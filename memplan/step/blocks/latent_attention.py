@@ -13,7 +13,7 @@ class LatentOperations(AttentionOperations):
 
     def latent_attention(self, x: Value, part: LatentAttention, prefix: str) -> Value:
         """Return what multi-head latent attention adds to the residual stream."""
-        names, tape, heads = self.spec.names, self.tape, part.num_heads
+        names, tape, heads = self.settings.names, self.tape, part.num_heads
         with tape.holding(x):
             risen_query = self._query(x, part, prefix)
             kept, turned = self._split(risen_query, heads * part.qk_nope_head_dim, heads * part.qk_rope_head_dim)
@@ -36,7 +36,7 @@ class LatentOperations(AttentionOperations):
 
     def _query(self, x: Value, part: LatentAttention, prefix: str) -> Value:
         """Return the query, compressed and risen again where the model does that."""
-        names, queries = self.spec.names, part.num_heads * part.qk_head_dim
+        names, queries = self.settings.names, part.num_heads * part.qk_head_dim
         if not part.q_lora_rank:
             return self.linear(x, f"{prefix}.{names.query}", queries)
         down = self.linear(x, f"{prefix}.{names.query_down}", part.q_lora_rank)
@@ -54,8 +54,8 @@ class LatentOperations(AttentionOperations):
         heads = part.num_heads
         out = self.attend(query, key, value, heads, heads)
         cut = self.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
-        first = self.profile.attention in ("flash", "cudnn", "math") and not self.regime.one_token
+        first = self.profile.attention in ("flash", "cudnn", "math") and not self.settings.regime.one_token
         with self.tape.holding(out):
             out = self.copied(out, moves=heads > 1 and (first or cut))
             with self.tape.holding(out):
-                return self.linear(out, f"{prefix}.{self.spec.names.output}", self.spec.hidden_size)
+                return self.linear(out, f"{prefix}.{self.settings.names.output}", self.settings.hidden_size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from memplan.catalog.entries import Codec, Optimizer, StateSlot, StorageFormat
-from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import FUSED, Stepper, Updated, kept_slots, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -98,7 +98,7 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
 
 
 def tensor_states(
-    setup: TrainingSetup, tensor: ParameterTensor, frozen: bool, group: Collection[Updated] = ()
+    setup: TrainingSetup, tensor: ParameterTensor, frozen: bool, together: Stepper | None = None
 ) -> TensorStates:
     """Return the bytes that training keeps for one tensor.
 
@@ -106,7 +106,7 @@ def tensor_states(
         setup: The training setup.
         tensor: The parameter.
         frozen: Whether it is not trained.
-        group: What is updated together with it; by default it alone.
+        together: The class that updates it together with others; by default what updates it alone.
 
     Formula:
         weight: ``ceil(n / block_elements) * block_bytes + tensor_bytes`` of its format;
@@ -121,7 +121,7 @@ def tensor_states(
     computed = min(own_bytes, setup.compute_bytes) if tensor.role not in ("norm", "embedding") else own_bytes
     optimizer_name, optimizer = setup.optimizer_names[tensor.role], setup.optimizers[tensor.role]
     given = updated(setup, tensor)
-    kind = None if frozen else stepper(setup, optimizer_name, optimizer, group or [given])
+    kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
     master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
     device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, master_bytes or own_bytes) if kind else (0, 0)
     return TensorStates(
@@ -254,36 +254,41 @@ class ModelStates:
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
     """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
     frozen = setup.config.adapter is not None
-    own, added = list(held(inventory, setup.config.parallel)), list(adapters)
-    groups = _groups(setup, added if frozen else own)
+    own, added = held(inventory, setup.config.parallel), tuple(adapters)
+    kinds_of_own = merged(own)
+    steppers = {} if frozen else _steppers(setup, kinds_of_own)
     alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
-    tensors = []
-    for tensor in own:
-        known = alike.get((tensor.role, tensor.shape))
-        group = groups.get(setup.optimizer_names[tensor.role], ())
-        found = tensor_states(setup, tensor, frozen, group) if known is None else known.of(tensor)
-        alike[tensor.role, tensor.shape] = found
-        tensors.append(found)
-    tensors += [_adapter_states(setup, tensor) for tensor in added]
+    alike_added: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    for tensor in kinds_of_own:
+        together = steppers.get(setup.optimizer_names[tensor.role])
+        alike[tensor.role, tensor.shape] = tensor_states(setup, tensor, frozen, together)
+    for tensor in merged(added):
+        alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
+    kinds = [*alike.values(), *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
-        tensors=tuple(tensors),
-        weight_bytes=sum(t.weight_bytes * t.tensor.count for t in tensors),
-        master_bytes=sum(t.master_bytes * t.tensor.count for t in tensors),
-        gradient_bytes=sum(t.gradient_bytes * t.tensor.count for t in tensors),
-        state_bytes=sum(t.state_bytes * t.tensor.count for t in tensors) + _shared_bytes(setup, tensors),
-        host_bytes=sum(t.host_bytes * t.tensor.count for t in tensors),
-        average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in tensors if t.trainable),
+        tensors=(
+            *(alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
+            *(alike_added[tensor.role, tensor.shape].of(tensor) for tensor in added),
+        ),
+        weight_bytes=sum(t.weight_bytes * t.tensor.count for t in kinds),
+        master_bytes=sum(t.master_bytes * t.tensor.count for t in kinds),
+        gradient_bytes=sum(t.gradient_bytes * t.tensor.count for t in kinds),
+        state_bytes=sum(t.state_bytes * t.tensor.count for t in kinds) + _shared_bytes(setup, kinds),
+        host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
+        average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
 
 
-def _groups(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, set[Updated]]:
-    """Return what each optimizer updates at once; nothing where each tensor is updated alone."""
-    found: dict[str, set[Updated]] = {}
-    if setup.config.gradients.lifetime == "step":
-        for role, tensor in {(tensor.role, tensor.shape): tensor for tensor in tensors}.items():
-            found.setdefault(setup.optimizer_names[role[0]], set()).add(updated(setup, tensor))
-    return found
+def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, Stepper]:
+    """Return what steps for each optimizer all that it updates at once; nothing where each tensor is updated alone."""
+    groups: dict[str, set[Updated]] = {}
+    entries: dict[str, Optimizer] = {}
+    for tensor in tensors if setup.config.gradients.lifetime == "step" else ():
+        name = setup.optimizer_names[tensor.role]
+        entries[name] = setup.optimizers[tensor.role]
+        groups.setdefault(name, set()).add(updated(setup, tensor))
+    return {name: stepper(setup, name, entries[name], group) for name, group in groups.items()}
 
 
 def _shared_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:

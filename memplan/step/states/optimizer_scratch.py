@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from memplan.model.inventory import Role
 from memplan.step.states.model_states import TensorStates, is_exempt
 from memplan.step.states.muon_scratch import (
     CHUNK_ELEMENTS,
@@ -41,17 +42,31 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     is taken off.
     """
     if setup.config.gradients.lifetime == "layer":
-        return max((tensor_temporaries(setup, entry) for entry in tensors if entry.trainable), key=_size)
+        return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)
     found, free = NOTHING, 0
     for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
-            for entry, before in zip(group, _stored_before(group, stored), strict=True):
-                found = max(found, _less(_bundled(setup, entry), free + before), key=_size)
+            before = dict(zip(map(_kind, reversed(group)), reversed(_stored_before(group, stored)), strict=True))
+            for entry in trained_kinds(group):  # the first of a kind: more is used up before the others
+                found = max(found, _less(_bundled(setup, entry), free + before[_kind(entry)]), key=_size)
         else:
             found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
     return found
+
+
+def trained_kinds(tensors: Iterable[TensorStates]) -> list[TensorStates]:
+    """Return the trained tensors, of those that share a role and a shape the first: their updates are alike."""
+    found: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    for entry in tensors:
+        if entry.trainable:
+            found.setdefault(_kind(entry), entry)
+    return list(found.values())
+
+
+def _kind(entry: TensorStates) -> tuple[Role, tuple[int, ...]]:
+    return entry.tensor.role, entry.tensor.shape
 
 
 def _groups(tensors: Iterable[TensorStates]) -> dict[str, list[TensorStates]]:
@@ -72,7 +87,7 @@ def stored_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> froze
 
 
 def _less(item: Temporaries, free: int) -> Temporaries:
-    return replace(item, bytes=max(0, item.bytes - free))
+    return Temporaries(max(0, item.bytes - free), item.formula)
 
 
 def _steps_by_tensor(setup: TrainingSetup, group: list[TensorStates]) -> bool:
@@ -122,7 +137,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
         Two chunks of fp32, and two fp32 numbers where the store has a scale.
 
     Source:
-        ``add_workspace_bytes`` in memplan/muon/stores/gradient_stores.py, measured.
+        ``add_workspace_bytes`` in memplan/muon/gradients.py, measured.
     """
     if not entry.trainable or not (entry.codec or _converted(entry)):
         return 0
@@ -138,7 +153,7 @@ def _size(item: Temporaries) -> int:
 
 def tensor_temporaries(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
     """Return the scratch memory of updating one tensor alone."""
-    return _group_temporaries(setup, [replace(entry, tensor=replace(entry.tensor, count=1))])
+    return _group_temporaries(setup, [entry.of(replace(entry.tensor, count=1))])
 
 
 def _group_temporaries(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
@@ -149,7 +164,7 @@ def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of the weights themselves."""
     kind = group[0].stepper
     if kind == BUNDLED:
-        return max((_bundled(setup, entry) for entry in group), key=_size)
+        return max((_bundled(setup, entry) for entry in trained_kinds(group)), key=_size)
     assert kind is not None
     return Temporaries(*RULES[kind](group, setup.profile.optimizer))
 
@@ -161,7 +176,8 @@ def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
 def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of master weights: all gradients are cast to their dtype first."""
     name = setup.config.master_weights
-    masters = [_master(entry, name) for entry in group]
+    of_kind = {_kind(entry): _master(entry, name) for entry in trained_kinds(group)}
+    masters = [of_kind[_kind(entry)].of(entry.tensor) for entry in group]
     casts = sum(
         master.gradient_bytes * entry.tensor.count
         for entry, master in zip(group, masters, strict=True)

@@ -99,7 +99,7 @@ def add_forms(*forms: Form) -> Form:
 
 def scale_form(form: Form, factor: int) -> Form:
     """Return ``form`` times an integer."""
-    return tuple(factor * coefficient for coefficient in form)
+    return tuple(map(factor.__mul__, form))
 
 
 def single_form(part: Part, quantity: Quantity, coefficient: int) -> Form:

@@ -1,0 +1,70 @@
+"""What operations on a tape depend on besides their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.model.spec import ModelSpec, TensorNames
+from memplan.training.resolved import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """What of batch and length decides which operations run at all; sizes within a regime are closed forms.
+
+    Attributes:
+        one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
+        one_token: Sequences of one token: exchanging dimensions moves nothing.
+        one_chunk: A loss over chunks has one.
+        sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
+    """
+
+    one_sequence: bool = False
+    one_token: bool = False
+    one_chunk: bool = False
+    sorts_positions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """All of a model, a setup and a regime that operations on a tape depend on, their weights aside.
+
+    Attributes:
+        names: Names of the modules.
+        hidden_size: Width of the residual stream.
+        profile: Kernels; those of update and loss are left at their defaults.
+        compute_bytes: Bytes of an element in matrix products.
+        residual_bytes: Bytes of an element of the residual stream.
+        autocast: Whether weights are cast for products.
+        selective: Whether selective checkpointing applies.
+        dropout: Probability that applies.
+        regime: What batch and length decide.
+    """
+
+    names: TensorNames
+    hidden_size: int
+    profile: KernelProfile
+    compute_bytes: int
+    residual_bytes: int
+    autocast: bool
+    selective: bool
+    dropout: float
+    regime: Regime
+
+
+def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> BlockSettings:
+    """Return what operations depend on; equal ones give equal tapes."""
+    profile, own = KernelProfile(), setup.profile
+    dropout = setup.config.dropout
+    return BlockSettings(
+        names=spec.names,
+        hidden_size=spec.hidden_size,
+        profile=replace(profile, attention=own.attention, norm=own.norm, rotary=own.rotary, activation=own.activation),
+        compute_bytes=setup.compute_bytes,
+        residual_bytes=setup.residual_bytes,
+        autocast=setup.autocast,
+        selective=setup.config.activation_checkpointing == "selective",
+        dropout=spec.dropout if dropout is None else dropout,
+        regime=regime,
+    )

@@ -1,0 +1,83 @@
+"""Parts of the model on tape, each played once for every way that it may run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from memplan.model.spec import Layer
+from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.blocks.builder import TOKENS
+from memplan.step.blocks.decoder_layer import Builder
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.liveness import Checkpointing, Played, play, play_forward
+from memplan.step.tapes.tape import Mode, Tape, Value, Weight
+
+SavedTensor = tuple[str, Quantity, int, Part]
+"""Operation that keeps it first, and its size."""
+
+MOST_LAYERS = 128
+"""Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""
+
+
+@dataclass(slots=True, eq=False)
+class Section:
+    """One part of the model on tape, which nothing is added to any more: its input and its output."""
+
+    tape: Tape
+    entry: Value
+    output: Value
+    _played: dict[tuple[Mode, Checkpointing], Played] = field(default_factory=dict)
+    _evaluated: list[Played] = field(default_factory=list)
+    _left: dict[Mode, int] = field(default_factory=dict)
+    _saved: tuple[SavedTensor, ...] | None = None
+
+    @property
+    def gradients(self) -> int:
+        """Gradients of its weights."""
+        return sum(w.gradient_bytes for node in self.tape.nodes for w in node.weights if w.trainable)
+
+    def left(self, mode: Mode) -> int:
+        """Return the gradients of its weights that backward adds to those that are there."""
+        if mode not in self._left:
+            weights = (w for node in self.tape.nodes for w in node.weights if w.trainable)
+            self._left[mode] = sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
+        return self._left[mode]
+
+    @property
+    def saved_tensors(self) -> tuple[SavedTensor, ...]:
+        """What it keeps for backward, tensor by tensor."""
+        if self._saved is None:
+            self._saved = tuple(self.tape.saved_tensors())
+        return self._saved
+
+    def played(self, mode: Mode, checkpointing: Checkpointing = "none") -> Played:
+        """Return what is alive while it runs forward and backward."""
+        key = (mode, checkpointing)
+        if key not in self._played:
+            self._played[key] = play(self.tape, self.output, mode, self.entry, checkpointing)
+        return self._played[key]
+
+    def evaluated(self) -> Played:
+        """Return what is alive while it runs forward and keeps nothing."""
+        if not self._evaluated:
+            self._evaluated.append(play_forward(self.tape))
+        return self._evaluated[0]
+
+
+@lru_cache(maxsize=MOST_LAYERS)
+def layer_section(
+    settings: BlockSettings, layer: Layer, weights: tuple[tuple[str, Weight], ...], needs_gradient: bool
+) -> Section:
+    """Return a layer on tape, the same one each time.
+
+    Args:
+        settings: What its operations depend on.
+        layer: Its shape.
+        weights: Its parameters, by name relative to it.
+        needs_gradient: Whether its input needs a gradient.
+    """
+    builder = Builder(settings, dict(weights))
+    builder.tape.instant = "layer"
+    entry = builder.tape.given(TOKENS, settings.hidden_size, settings.residual_bytes, needs_gradient)
+    return Section(builder.tape, entry, builder.layer(entry, layer))
