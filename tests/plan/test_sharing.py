@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from memplan.step.blocks.layer_sections import layer_section
 
 from memplan.catalog.training_config import Gradients
 from memplan.library.lookup import catalog_model
 from memplan.model.inventory import merged
 from memplan.plan.planner import CompiledPlan
 from memplan.step import instants as phases
+from memplan.step.blocks.layer_sections import layer_section
 from memplan.step.states.model_states import model_states, tensor_states
 from memplan.training.adapters import adapter_tensors
 
