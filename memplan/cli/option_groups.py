@@ -111,6 +111,16 @@ GpuMemoryOption = Annotated[
 GpusOption = Annotated[
     int, typer.Option("--gpus", "-n", min=1, max=MAXIMUM_GPUS, help="How many of them.", rich_help_panel=_DEVICE)
 ]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        envvar="MEMPLAN_PROFILE",
+        metavar="FILE",
+        help="Measured workspaces and context, from memplan validate --calibrate.",
+        rich_help_panel=_DEVICE,
+    ),
+]
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw the answer, as SVG or PNG.", rich_help_panel=_OUTPUT),

@@ -17,9 +17,9 @@ from memplan.budget.baseline import read_baseline
 from memplan.budget.budget_files import read_budget
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.library.budget_plans import Workshop
-from memplan.library.card_profile import with_profile
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
-from memplan.library.prices import load_prices
+from memplan.library.lookup.card_profile import with_profile
+from memplan.library.lookup.prices import load_prices
 from memplan.measure.records.measurement_records import read_data, read_record
 from memplan.measure.records.prediction import planned
 from memplan.model.readers.safetensors import stored_tensors

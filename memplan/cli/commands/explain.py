@@ -6,8 +6,8 @@ import typer
 
 from memplan.cli import option_groups as o
 from memplan.cli.output import emit, unit_text
-from memplan.library.card_profile import ProfileOption, with_profile
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
+from memplan.library.lookup.card_profile import with_profile
 
 
 def explain_command(
@@ -15,7 +15,7 @@ def explain_command(
     gpu: o.GpuOption = None,
     gpu_memory: o.GpuMemoryOption = None,
     gpus: o.GpusOption = 1,
-    profile: ProfileOption = None,
+    profile: o.ProfileOption = None,
     config: o.ConfigOption = None,
     batch: o.BatchOption = None,
     length: o.LengthOption = None,

@@ -7,8 +7,8 @@ import typer
 from memplan.cli import option_groups as o
 from memplan.cli.output import emit, unit_text
 from memplan.errors import MemplanError
-from memplan.library.card_profile import ProfileOption, with_profile
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
+from memplan.library.lookup.card_profile import with_profile
 
 
 def fit_command(
@@ -16,7 +16,7 @@ def fit_command(
     gpu: o.GpuOption = None,
     gpu_memory: o.GpuMemoryOption = None,
     gpus: o.GpusOption = 1,
-    profile: ProfileOption = None,
+    profile: o.ProfileOption = None,
     config: o.ConfigOption = None,
     batch: o.BatchOption = None,
     length: o.LengthOption = None,

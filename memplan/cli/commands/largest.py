@@ -219,7 +219,7 @@ def _where(
     price: Path | None,
     unit: str,
 ) -> Document:
-    from memplan.library.prices import load_prices
+    from memplan.library.lookup.prices import load_prices
     from memplan.plan.largest_model import placements
     from memplan.report.largest.largest_model_answer import where_document
 

@@ -1,4 +1,4 @@
-"""From what was typed to values: models, training setups and devices."""
+"""Training configs: from a name or a file, with what is changed on top, to a training setup."""
 
 from __future__ import annotations
 
@@ -7,138 +7,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.entries import Gpu, Interconnect, ModelEntry
+from memplan.catalog.catalog import Catalog
 from memplan.documents.loading import Document, load_document, parse_document
-from memplan.documents.opening import path_kind, shown_path, usable_path
+from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
-from memplan.errors import (
-    CannotAnswerError,
-    InvalidFileError,
-    MemplanError,
-    UnknownNameError,
-    normalised_name,
-    printable,
-    unknown_name,
-)
-from memplan.model.families import model_spec
-from memplan.model.inventory import inventory_of
+from memplan.errors import CannotAnswerError, InvalidFileError, printable
 from memplan.model.model import Model
-from memplan.plan.planner import Device
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.resolved import Path as KeyPath
 from memplan.training.resolved import TrainingSetup, config_problems, resolve
-from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from memplan.catalog.training_config import Parallel, TrainingConfig
-    from memplan.host.nvidia_gpus import NvidiaDevice
 
 
-def open_catalog(extra: Path | None) -> Catalog:
-    """Return the shipped catalog with a user's own added."""
-    return Catalog(data_directory(), extra)
-
-
-# ------------------------------------------------------------------ models
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """A model given by its shapes on the command line."""
-
-    layers: int | None = None
-    hidden: int | None = None
-    intermediate: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    vocab: int | None = None
-    tied: bool | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the shapes that were given."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-
-
-def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
-    """Return the model that MODEL or explicit shapes name.
-
-    Raises:
-        MemplanError: An unknown name, an unreadable file, or both a name and shapes.
-    """
-    given = shapes.given()
-    if text is None and not given:
-        raise InvalidFileError(
-            [
-                "no model given: name one (memplan list models), a file, or shapes such as --layers 32 --hidden 4096 --heads 32"
-            ]
-        )
-    if text is None:
-        from memplan.model.readers.shapes import model_from_shapes
-
-        missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in given]
-        if missing:
-            raise InvalidFileError([f"a model by its shapes needs {' and '.join(missing)} too"])
-        return model_from_shapes(**given)
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
-    found = _catalog_model(text, catalog)
-    return found if found is not None else _model_file(text, catalog)
-
-
-def catalog_model(name: str, catalog: Catalog) -> Model:
-    """Return a model of the catalog by its exact name."""
-    return _from_entry(name, catalog.models.entries[name])
-
-
-def _from_entry(name: str, entry: ModelEntry) -> Model:
-    spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
-    return Model(spec, inventory_of(spec), f"catalog:{name}")
-
-
-def _catalog_model(text: str, catalog: Catalog) -> Model | None:
-    if text != "-" and not text.startswith((".", "/", "~")):
-        if text in catalog.models:
-            name = catalog.models.name_of(text)
-            return _from_entry(name, catalog.models.entries[name])
-        for name, entry in catalog.models.entries.items():
-            if normalised_name(entry.hf_id) == normalised_name(text):
-                return _from_entry(name, entry)
-    return None
-
-
-def _model_file(text: str, catalog: Catalog) -> Model:
-    path = usable_path(text)
-    there = path_kind(path) != "nothing"
-    if text == "-" or there or path.suffix in (".json", ".gguf", ".safetensors"):
-        return read_model_file(path, catalog)
-    if len(path.parts) > 2 or text.startswith((".", "/", "~")):
-        raise InvalidFileError([f"{shown_path(path)}: no such file or directory"])
-    known = [*catalog.models.entries, *(a for e in catalog.models.entries.values() for a in e.aliases)]
-    raise unknown_name("model", text, known, "memplan list models")
-
-
-def read_model_file(path: Path, catalog: Catalog) -> Model:
-    """Return the model in a file or directory, told apart by name and content."""
-    if path.suffix == ".gguf":
-        from memplan.model.readers.gguf import BlockLayout, read_gguf
-
-        layouts = {
-            entry.ggml_type: BlockLayout(name, entry.block_elements, entry.block_bytes)
-            for name, entry in catalog.formats.entries.items()
-            if entry.ggml_type is not None
-        }
-        return read_gguf(path, layouts)
-    if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
-        from memplan.model.readers.safetensors import read_safetensors
-
-        return read_safetensors(path)
-    from memplan.model.readers.huggingface import read_huggingface
-
-    return read_huggingface(path)
-
-
-# ------------------------------------------------------------------ training setups
 @dataclass(frozen=True, slots=True)
 class Overrides:
     """What the command line changes in a training config.
@@ -314,86 +196,3 @@ def _assigned(data: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, A
     if not isinstance(inner, dict):
         inner = {}
     return {**data, head: _assigned(inner, tuple(rest), value)}
-
-
-# ------------------------------------------------------------------ devices
-def find_device(name: str | None, memory: str | None, count: int, catalog: Catalog) -> Device:
-    """Return the device that ``--gpu``, ``--gpu-memory`` or the machine itself names.
-
-    Raises:
-        CannotAnswerError: No GPU was named and none is here.
-    """
-    if name is not None and memory is not None:
-        raise InvalidFileError(["both --gpu and --gpu-memory given: give one of them"])
-    if memory is not None:
-        return Device(custom_gpu(parse_bytes(memory), memory), f"a GPU of {memory}", count)
-    if name is None or normalised_name(name) == "local":
-        return Device(*local_gpu(catalog), count)
-    return Device(catalog.gpus[name], catalog.gpus.name_of(name), count)
-
-
-def find_devices(name: str | None, memory: str | None, count: int, catalog: Catalog) -> list[Device]:
-    """Return the device that was named, or every GPU of the catalog where none was."""
-    if name is not None or memory is not None:
-        return [find_device(name, memory, count, catalog)]
-    return [Device(entry, known, count) for known, entry in catalog.gpus.entries.items()]
-
-
-def custom_gpu(size: int, shown: str) -> Gpu:
-    """Return a catalog entry for a GPU of which only the memory is known."""
-    if size <= 0:
-        raise InvalidFileError([f"--gpu-memory {shown}: expected more than nothing"])
-    return Gpu(
-        name=f"GPU with {shown}",
-        vendor="nvidia",
-        architecture="unknown",
-        memory_bytes=size,
-        memory_kind="stated",
-        cuda_total_bytes=size,
-        cuda_total_kind="stated",
-        bandwidth_bytes_per_second=0,
-        dense_flops={},
-        interconnect=Interconnect("unknown", 0),
-        unified_memory=False,
-        sources=(),
-    )
-
-
-def local_gpu(catalog: Catalog) -> tuple[Gpu, str]:
-    """Return the first GPU of this machine as its driver describes it, and its name.
-
-    Raises:
-        CannotAnswerError: No driver, or no device.
-    """
-    from memplan.host.nvidia_gpus import nvidia_devices
-
-    devices = nvidia_devices()
-    if not devices:
-        raise CannotAnswerError(
-            "no GPU found on this machine; name one with --gpu (memplan list gpus) or give --gpu-memory 24GiB"
-        )
-    device = devices[0]
-    return _closest_entry(device, catalog), device.name
-
-
-def _closest_entry(device: NvidiaDevice, catalog: Catalog) -> Gpu:
-    """Return the catalog entry of a card with the driver's own totals, or one made from these."""
-    name, total, usable = device
-    key = normalised_name(name.removeprefix("NVIDIA "))
-    for entry in catalog.gpus.entries.values():
-        names = (entry.name.removeprefix("NVIDIA "), *entry.aliases)
-        if key in map(normalised_name, names) and abs(entry.memory_bytes - total) < 2**30:
-            return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, usable))
-    return replace(custom_gpu(usable, "its driver's total"), name=name, memory_bytes=total)
-
-
-__all__ = [
-    "MemplanError",
-    "Overrides",
-    "Shapes",
-    "UnknownNameError",
-    "find_device",
-    "find_model",
-    "find_setup",
-    "open_catalog",
-]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from memplan.documents.loading import load_document
 from memplan.errors import InvalidFileError, printable
@@ -15,17 +12,6 @@ from memplan.plan.planner import Device
 from memplan.units import MAXIMUM_BYTES
 
 SCHEMA = "memplan/profile/1"
-
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        envvar="MEMPLAN_PROFILE",
-        metavar="FILE",
-        help="Measured workspaces and context, from memplan validate --calibrate.",
-        rich_help_panel="Device",
-    ),
-]
 
 
 def with_profile(device: Device, path: Path | None) -> Device:

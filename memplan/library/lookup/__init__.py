@@ -1,0 +1,39 @@
+"""Names become values here, once: models, training configs, GPUs, profiles and prices, for every question alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.library.lookup.config_lookup import (
+    Overrides,
+    find_setup,
+    parallels,
+    require_one_gpu,
+    with_settings,
+)
+from memplan.library.lookup.device_lookup import custom_gpu, find_device, find_devices, local_gpu
+from memplan.library.lookup.model_lookup import Shapes, catalog_model, find_model, read_model_file
+
+
+def open_catalog(extra: Path | None) -> Catalog:
+    """Return the shipped catalog with a user's own added."""
+    return Catalog(data_directory(), extra)
+
+
+__all__ = [
+    "Overrides",
+    "Shapes",
+    "catalog_model",
+    "custom_gpu",
+    "find_device",
+    "find_devices",
+    "find_model",
+    "find_setup",
+    "local_gpu",
+    "open_catalog",
+    "parallels",
+    "read_model_file",
+    "require_one_gpu",
+    "with_settings",
+]

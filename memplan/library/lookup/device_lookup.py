@@ -1,0 +1,85 @@
+"""Devices: from a GPU's name, a size of memory or this machine's driver to what a job has to fit on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Gpu, Interconnect
+from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name
+from memplan.plan.planner import Device
+from memplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memplan.host.nvidia_gpus import NvidiaDevice
+
+
+def find_device(name: str | None, memory: str | None, count: int, catalog: Catalog) -> Device:
+    """Return the device that ``--gpu``, ``--gpu-memory`` or the machine itself names.
+
+    Raises:
+        CannotAnswerError: No GPU was named and none is here.
+    """
+    if name is not None and memory is not None:
+        raise InvalidFileError(["both --gpu and --gpu-memory given: give one of them"])
+    if memory is not None:
+        return Device(custom_gpu(parse_bytes(memory), memory), f"a GPU of {memory}", count)
+    if name is None or normalised_name(name) == "local":
+        return Device(*local_gpu(catalog), count)
+    return Device(catalog.gpus[name], catalog.gpus.name_of(name), count)
+
+
+def find_devices(name: str | None, memory: str | None, count: int, catalog: Catalog) -> list[Device]:
+    """Return the device that was named, or every GPU of the catalog where none was."""
+    if name is not None or memory is not None:
+        return [find_device(name, memory, count, catalog)]
+    return [Device(entry, known, count) for known, entry in catalog.gpus.entries.items()]
+
+
+def custom_gpu(size: int, shown: str) -> Gpu:
+    """Return a catalog entry for a GPU of which only the memory is known."""
+    if size <= 0:
+        raise InvalidFileError([f"--gpu-memory {shown}: expected more than nothing"])
+    return Gpu(
+        name=f"GPU with {shown}",
+        vendor="nvidia",
+        architecture="unknown",
+        memory_bytes=size,
+        memory_kind="stated",
+        cuda_total_bytes=size,
+        cuda_total_kind="stated",
+        bandwidth_bytes_per_second=0,
+        dense_flops={},
+        interconnect=Interconnect("unknown", 0),
+        unified_memory=False,
+        sources=(),
+    )
+
+
+def local_gpu(catalog: Catalog) -> tuple[Gpu, str]:
+    """Return the first GPU of this machine as its driver describes it, and its name.
+
+    Raises:
+        CannotAnswerError: No driver, or no device.
+    """
+    from memplan.host.nvidia_gpus import nvidia_devices
+
+    devices = nvidia_devices()
+    if not devices:
+        raise CannotAnswerError(
+            "no GPU found on this machine; name one with --gpu (memplan list gpus) or give --gpu-memory 24GiB"
+        )
+    device = devices[0]
+    return _closest_entry(device, catalog), device.name
+
+
+def _closest_entry(device: NvidiaDevice, catalog: Catalog) -> Gpu:
+    """Return the catalog entry of a card with the driver's own totals, or one made from these."""
+    name, total, usable = device
+    key = normalised_name(name.removeprefix("NVIDIA "))
+    for entry in catalog.gpus.entries.values():
+        names = (entry.name.removeprefix("NVIDIA "), *entry.aliases)
+        if key in map(normalised_name, names) and abs(entry.memory_bytes - total) < 2**30:
+            return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, usable))
+    return replace(custom_gpu(usable, "its driver's total"), name=name, memory_bytes=total)
