@@ -134,7 +134,7 @@ class _Comparison:
         self.first_difference: HistoryDifference | None = None
         self._taken: list[DriverCall] = []
         self._released: list[DriverCall] = []
-        self._held = _Ranges()
+        self._segments = _Ranges()
         self._fallback_address = _FALLBACK_ADDRESS
 
     def step(self, sign: int, storage: int, event: HistoryEvent) -> None:
@@ -174,7 +174,7 @@ class _Comparison:
         before, measured, self._released = len(calls), self._released, []
         self.allocator.release_cached()
         for call in calls[before:]:
-            self._held.remove(call.address)
+            self._segments.remove(call.address)
         if sorted(calls[before:]) != sorted(measured):
             self._differ(event, _shown(measured), _shown(calls[before:]))
 
@@ -186,7 +186,7 @@ class _Comparison:
 
     def _place(self, size_bytes: int) -> int:
         """Return the address that the run's new segment had, if it can be had here too."""
-        if self._taken and self._held.add(self._taken[0].address, size_bytes):
+        if self._taken and self._segments.add(self._taken[0].address, size_bytes):
             return self._taken[0].address
         self._fallback_address += size_bytes
         return self._fallback_address - size_bytes

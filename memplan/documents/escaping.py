@@ -81,7 +81,7 @@ def markdown(text: str) -> str:
         >>> markdown("<b> a|b optimizer_states _x_")
         '&lt;b&gt; a&#124;b optimizer_states &#95;x&#95;'
     """
-    return _EDGES.sub(lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", text.translate(_MARKS))
+    return _EDGES.sub(lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", text.translate(_MARKS))
 
 
 _QUOTED = _TAGS | {ord('"'): "&quot;", ord("'"): "&#39;"}

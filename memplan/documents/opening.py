@@ -110,7 +110,7 @@ def files_in(folder: Path, pattern: str, deep: bool = False) -> list[Path]:
     Raises:
         InvalidFileError: The folder cannot be listed, or holds more than any that memplan is meant to read.
     """
-    found: list[Path] = []
+    matching: list[Path] = []
     entries = 0
     for root, folders, names in os.walk(folder, onerror=_raise_listing):
         entries += len(folders) + len(names)
@@ -119,8 +119,8 @@ def files_in(folder: Path, pattern: str, deep: bool = False) -> list[Path]:
         if not deep:
             folders.clear()
         paths = (Path(root, name) for name in names if fnmatch(name, pattern))
-        found += (path for path in paths if is_file(path))
-    return sorted(found)
+        matching += (path for path in paths if is_file(path))
+    return sorted(matching)
 
 
 def _raise_listing(error: OSError) -> None:

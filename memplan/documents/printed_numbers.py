@@ -85,7 +85,7 @@ def numbers(printed: str, unit: str | None = None) -> list[Number]:
         >>> [float(number.value) for number in numbers("8 MB (74.2% reduction)")]
         [8000000.0, 0.742]
     """
-    found: list[Number] = []
+    in_reverse: list[Number] = []
     following = ""
     for match in reversed(list(_NUMBER.finditer(printed))):
         suffix = (match["suffix"] or "").strip() or following
@@ -94,8 +94,8 @@ def numbers(printed: str, unit: str | None = None) -> list[Number]:
         end = match.end("digits")
         start = match.start("digits") - len(match["sign"] or "")
         value = Fraction(printed[start:end]) * scale
-        found.append(Number(start, end, match["sign"] == "+", len(match["decimals"] or ""), scale, value))
-    return found[::-1]
+        in_reverse.append(Number(start, end, match["sign"] == "+", len(match["decimals"] or ""), scale, value))
+    return in_reverse[::-1]
 
 
 def formatted_like(printed: str, value: Value, unit: str | None = None) -> str:

@@ -85,9 +85,9 @@ def validate(cls: type[T], document: Document, data: Any = ..., path: tuple[Key,
     try:
         result = _adapter(typing.cast("Any", cls)).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        found = [(item, _keys(value, item)) for item in error.errors()]
-        problems |= {_problem(cls, document, (*path, *keys), keys, item) for item, keys in found}
-        paths = [(*path, *keys) for _, keys in found]
+        located = [(item, _keys(value, item)) for item in error.errors()]
+        problems |= {_problem(cls, document, (*path, *keys), keys, item) for item, keys in located}
+        paths = [(*path, *keys) for _, keys in located]
     if problems:
         raise InvalidFileError(sorted(problems, key=_line_number), paths)
     return typing.cast("T", result)

@@ -210,14 +210,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 def _status(path: Path) -> os.stat_result | None:
     """Return what is there now, or nothing; a file that may not be written is refused, though it could be replaced."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return found
+    return status
 
 
 def _give_rights(path: Path, like: os.stat_result) -> None:

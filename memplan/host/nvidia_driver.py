@@ -8,7 +8,7 @@ import subprocess
 TIMEOUT_SECONDS = 20
 
 
-def asked(query: str) -> list[list[str]] | None:
+def nvidia_smi_rows(query: str) -> list[list[str]] | None:
     """Return the rows that ``nvidia-smi`` answers, sizes in MiB; None where there is no driver or it knows no such query.
 
     Args:
@@ -27,5 +27,5 @@ def asked(query: str) -> list[list[str]] | None:
 
 def driver_version() -> str:
     """Return the version of the driver, such as ``580.159.03``; nothing where none answers."""
-    rows = asked("--query-gpu=driver_version") or []
+    rows = nvidia_smi_rows("--query-gpu=driver_version") or []
     return next((version for row in rows for version in row if version[:1].isdigit()), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memplan.host.nvidia_driver import asked
+from memplan.host.nvidia_driver import nvidia_smi_rows
 from memplan.units import MIB
 
 QUERIES = ("name,memory.total,memory.reserved", "name,memory.total")
@@ -32,7 +32,7 @@ def nvidia_devices() -> list[NvidiaDevice]:
         150,109,880,320 bytes in all: their difference, 143,155 MiB, and less than one more.
     """
     for query in QUERIES:
-        rows = asked(f"--query-gpu={query}")
+        rows = nvidia_smi_rows(f"--query-gpu={query}")
         if rows is not None:
             return [device for row in rows if (device := _device(*row)) is not None]
     return []

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from memplan.host.nvidia_driver import asked
+from memplan.host.nvidia_driver import nvidia_smi_rows
 from memplan.units import MIB
 
 
@@ -33,4 +33,4 @@ def context_bytes(others: int) -> int:
 
 def _numbers(query: str) -> list[tuple[int, ...]]:
     """Return the rows of numbers that the driver answers; those with something else are left out."""
-    return [tuple(map(int, row)) for row in asked(query) or () if all(part.isdigit() for part in row)]
+    return [tuple(map(int, row)) for row in nvidia_smi_rows(query) or () if all(part.isdigit() for part in row)]

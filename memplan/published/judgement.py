@@ -12,7 +12,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.recorded_rows import Records
 from memplan.documents.printed_numbers import Interval, Value, formatted_like, lies_within
 from memplan.published.corrections import Corrections
-from memplan.published.printed_cell import Asked
+from memplan.published.printed_cell import CellInputs
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import Cell, Library, PublishedTable
 
@@ -105,33 +105,33 @@ class Judge:
 
     def cell(self, table: PublishedTable, cell: Cell, remarks: bool = True) -> JudgedCell:
         """Return a cell beside its rule's figure and memplan's."""
-        asked = Asked(self.library, self.records, table, cell, self.library.origin(table, cell))
-        unit = asked.origin.unit
-        name = asked.origin.rule if asked.origin.rule != "none" else None
-        given = RULES[name].value(asked) if name is not None else None
-        status = _status(asked, name, given)
+        inputs = CellInputs(self.library, self.records, table, cell, self.library.origin(table, cell))
+        unit = inputs.origin.unit
+        name = inputs.origin.rule if inputs.origin.rule != "none" else None
+        given = RULES[name].value(inputs) if name is not None else None
+        status = _status(inputs, name, given)
         recomputed = None if given in (None, (), "") else formatted_like(cell.printed, given or "", unit)
-        truth = self.corrections.value(asked)
+        truth = self.corrections.value(inputs)
         corrected = None if truth is None else formatted_like(cell.printed, truth, unit)
         follows = status in ("reproduces", "within-spread", "not-computable", "no-record")
-        figure = asked.origin.truth not in IN_WORDS or asked.origin.says is not None
+        figure = inputs.origin.truth not in IN_WORDS or inputs.origin.says is not None
         wrong = (
             not follows
-            or asked.origin.holds is False
+            or inputs.origin.holds is False
             or (corrected is not None and figure and corrected != cell.printed)
         )
         if corrected is None and status == "differs":
             corrected = recomputed
-        if remarks and (remark := self.corrections.remark(asked)):
+        if remarks and (remark := self.corrections.remark(inputs)):
             corrected = remark if corrected is None else f"{corrected}; {remark}"
-        reason = _reason(asked, status, given)
+        reason = _reason(inputs, status, given)
         return JudgedCell(cell.row, cell.column, cell.printed, name, recomputed, corrected, status, wrong, reason)
 
 
-def _status(asked: Asked, name: str | None, given: Value | None) -> Status:
-    printed, unit = asked.cell.printed, asked.origin.unit
+def _status(inputs: CellInputs, name: str | None, given: Value | None) -> Status:
+    printed, unit = inputs.cell.printed, inputs.origin.unit
     if name is None:
-        return asked.origin.standing or "not-computable"
+        return inputs.origin.standing or "not-computable"
     if name == "training-record":
         return "no-record" if not given else "within-spread" if given in TRAINS else "differs"
     if name in MEASURED:
@@ -142,20 +142,20 @@ def _status(asked: Asked, name: str | None, given: Value | None) -> Status:
     return "reproduces" if formatted_like(printed, given or "", unit) == printed else "differs"
 
 
-def _reason(asked: Asked, status: Status, given: Value | None) -> str:
-    said = asked.origin.reason or ""
+def _reason(inputs: CellInputs, status: Status, given: Value | None) -> str:
+    said = inputs.origin.reason or ""
     if status == "no-record":
-        return f"No record {asked.origin.record} of ours yet."
-    if status == "differs" and asked.origin.rule in MEASURED and given and not said:
+        return f"No record {inputs.origin.record} of ours yet."
+    if status == "differs" and inputs.origin.rule in MEASURED and given and not said:
         return "Outside the spread of our runs."
     if status == "within-spread":
-        return asked.cell.reason or ""
+        return inputs.cell.reason or ""
     return said if status != "reproduces" else ""
 
 
 def counts_of(tables: Sequence[JudgedTable]) -> dict[str, int]:
     """Return how many tables and cells there are, how many cells of each status, and how many are wrong."""
     cells = [cell for table in tables for cell in table.cells]
-    found = Counter(cell.status for cell in cells)
-    statuses: dict[str, int] = {status: found[status] for status in STATUSES}
+    counts = Counter(cell.status for cell in cells)
+    statuses: dict[str, int] = {status: counts[status] for status in STATUSES}
     return {"tables": len(tables), "cells": len(cells), **statuses, "wrong": sum(cell.wrong for cell in cells)}

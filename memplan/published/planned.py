@@ -138,8 +138,8 @@ class Planned:
             setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
             models = [(name, self.model(name)) for name in self.catalog.models.entries]
             cards = [self.device(name, 1) for name in RECOMMENDED]
-            found = recommendations(models, setups, cards, verdict)
-            self._recommended.update(zip(RECOMMENDED, found, strict=True))
+            rows = recommendations(models, setups, cards, verdict)
+            self._recommended.update(zip(RECOMMENDED, rows, strict=True))
         row = self._recommended[gpu]
         if quantity == "precision":
             narrow = " and ".join(name for name, _ in row.faster)

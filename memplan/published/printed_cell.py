@@ -12,7 +12,7 @@ from memplan.published.table_schema import Cell, Library, Origin, PublishedTable
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CellInputs:
     """A cell and all that is said of it."""
 
     library: Library

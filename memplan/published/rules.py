@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from memplan.documents.printed_numbers import Interval, Value
-from memplan.published import notes_accounting as legacy
-from memplan.published.printed_cell import Asked
+from memplan.published import notes_accounting
+from memplan.published.printed_cell import CellInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Rule:
     """
 
     text: str
-    value: Callable[[Asked], Value]
+    value: Callable[[CellInputs], Value]
 
 
 # ------------------------------------------------------------------ accountings
-def _parts(accounting: str) -> Callable[[Asked], Value]:
-    def value(asked: Asked) -> Value:
-        quantity = asked.named("quantity")
-        parts = legacy.parts_of(accounting, asked.named("config"))
-        baseline = legacy.parts_of(accounting, "fp16-adam").total
+def _parts(accounting: str) -> Callable[[CellInputs], Value]:
+    def value(inputs: CellInputs) -> Value:
+        quantity = inputs.named("quantity")
+        parts = notes_accounting.parts_of(accounting, inputs.named("config"))
+        baseline = notes_accounting.parts_of(accounting, "fp16-adam").total
         figures = {
             "weights": parts.weights,
             "gradients": parts.gradients,
@@ -46,55 +46,57 @@ def _parts(accounting: str) -> Callable[[Asked], Value]:
     return value
 
 
-def _parameters(accounting: str) -> Callable[[Asked], Value]:
-    def value(asked: Asked) -> Value:
-        return (legacy.largest_parameters(accounting, asked.named("config"), _memory_bytes(asked)),)
+def _parameters(accounting: str) -> Callable[[CellInputs], Value]:
+    def value(inputs: CellInputs) -> Value:
+        return (notes_accounting.largest_parameters(accounting, inputs.named("config"), _memory_bytes(inputs)),)
 
     return value
 
 
-def _memory_bytes(asked: Asked) -> int:
-    count = asked.origin.count or 1
-    return legacy.card_gigabytes(legacy.SCALE, asked.named("gpu")) * count * legacy.GB
+def _memory_bytes(inputs: CellInputs) -> int:
+    count = inputs.origin.count or 1
+    return notes_accounting.card_gigabytes(notes_accounting.SCALE, inputs.named("gpu")) * count * notes_accounting.GB
 
 
-def _first_card(asked: Asked) -> Value:
-    return legacy.first_card(asked.named("config"), asked.counted("elements"))
+def _first_card(inputs: CellInputs) -> Value:
+    return notes_accounting.first_card(inputs.named("config"), inputs.counted("elements"))
 
 
-def _largest_llama(asked: Asked) -> Value:
-    return legacy.largest_llama(asked.named("config"), _memory_bytes(asked))
+def _largest_llama(inputs: CellInputs) -> Value:
+    return notes_accounting.largest_llama(inputs.named("config"), _memory_bytes(inputs))
 
 
 GPU_WORDS = {"rtx4090": "RTX 4090", "h100-sxm-80gb": "H100"}
 
 
-def _minimum_gpus(asked: Asked) -> Value:
-    config, billions = asked.named("config"), Fraction(asked.counted("elements"))
-    if asked.named("quantity") == "bytes":
-        return (legacy.state_bytes(config, billions),)
-    count, gpu = legacy.minimum_gpus(config, billions)
+def _minimum_gpus(inputs: CellInputs) -> Value:
+    config, billions = inputs.named("config"), Fraction(inputs.counted("elements"))
+    if inputs.named("quantity") == "bytes":
+        return (notes_accounting.state_bytes(config, billions),)
+    count, gpu = notes_accounting.minimum_gpus(config, billions)
     return f"{count}x {GPU_WORDS[gpu]}"
 
 
-def _activations(asked: Asked) -> Value:
+def _activations(inputs: CellInputs) -> Value:
     return (
-        legacy.activation_bytes(asked.counted("batch"), asked.counted("sequence"), asked.named("quantity") == "full"),
+        notes_accounting.activation_bytes(
+            inputs.counted("batch"), inputs.counted("sequence"), inputs.named("quantity") == "full"
+        ),
     )
 
 
-def _traffic(asked: Asked) -> Value:
-    quantity, dtype = asked.named("quantity"), asked.named("dtype")
+def _traffic(inputs: CellInputs) -> Value:
+    quantity, dtype = inputs.named("quantity"), inputs.named("dtype")
     if quantity == "ratio":
-        return (legacy.traffic_bytes("total", "fp32") / legacy.traffic_bytes("total", dtype),)
-    return (legacy.traffic_bytes(quantity, dtype),)
+        return (notes_accounting.traffic_bytes("total", "fp32") / notes_accounting.traffic_bytes("total", dtype),)
+    return (notes_accounting.traffic_bytes(quantity, dtype),)
 
 
-def _buffer(asked: Asked) -> Value:
-    dtype = asked.named("dtype")
-    if asked.named("quantity") == "ratio":
-        return (legacy.buffer_bytes("fp32") / legacy.buffer_bytes(dtype),)
-    return (legacy.buffer_bytes(dtype),)
+def _buffer(inputs: CellInputs) -> Value:
+    dtype = inputs.named("dtype")
+    if inputs.named("quantity") == "ratio":
+        return (notes_accounting.buffer_bytes("fp32") / notes_accounting.buffer_bytes(dtype),)
+    return (notes_accounting.buffer_bytes(dtype),)
 
 
 # ------------------------------------------------------------------ stored numbers
@@ -104,53 +106,55 @@ ELEMENT_BYTES: dict[str, Fraction] = {
     "fp16": Fraction(2),
     "bf16": Fraction(2),
     "fp8": Fraction(1),
-    "int8-block": legacy.int8_bytes_per_element(),
+    "int8-block": notes_accounting.int8_bytes_per_element(),
 }
 
 
-def _stored(asked: Asked) -> Value:
-    return ((asked.origin.elements or 1) * ELEMENT_BYTES[asked.named("dtype")],)
+def _stored(inputs: CellInputs) -> Value:
+    return ((inputs.origin.elements or 1) * ELEMENT_BYTES[inputs.named("dtype")],)
 
 
-def _int8(asked: Asked) -> Value:
-    saved = 1 - legacy.int8_bytes_per_element() / 4
+def _int8(inputs: CellInputs) -> Value:
+    saved = 1 - notes_accounting.int8_bytes_per_element() / 4
     figures: dict[str, tuple[Fraction, ...]] = {
-        "block": (Fraction(legacy.BLOCK_ELEMENTS),),
+        "block": (Fraction(notes_accounting.BLOCK_ELEMENTS),),
         "reduction": (saved,),
         "change": (-saved,),
-        "saving": ((asked.origin.elements or 1) * (ELEMENT_BYTES["adam"] - legacy.int8_bytes_per_element()),),
+        "saving": (
+            (inputs.origin.elements or 1) * (ELEMENT_BYTES["adam"] - notes_accounting.int8_bytes_per_element()),
+        ),
     }
-    return figures[asked.named("quantity")]
+    return figures[inputs.named("quantity")]
 
 
-def _shape(asked: Asked) -> Value:
+def _shape(inputs: CellInputs) -> Value:
     """Return the parameters of a shape without its norms."""
-    shape = asked.library.shapes[asked.named("shape")]
+    shape = inputs.library.shapes[inputs.named("shape")]
     matrices = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
     return (matrices + (1 if shape.tied else 2) * shape.vocab * shape.hidden,)
 
 
-def _coefficient(asked: Asked) -> Value:
-    return (legacy.YOU_JIACHENG[asked.counted("iteration") - 1][asked.named("quantity")],)
+def _coefficient(inputs: CellInputs) -> Value:
+    return (notes_accounting.YOU_JIACHENG[inputs.counted("iteration") - 1][inputs.named("quantity")],)
 
 
 # ------------------------------------------------------------------ arithmetic on printed cells
-def _repeats(asked: Asked) -> Value:
-    cell, values = asked.printed(asked.named("of"))
-    return tuple(values) if asked.origin.quantity == "number" else cell.printed
+def _repeats(inputs: CellInputs) -> Value:
+    cell, values = inputs.printed(inputs.named("of"))
+    return tuple(values) if inputs.origin.quantity == "number" else cell.printed
 
 
-def _ratio(asked: Asked) -> Value:
-    return (asked.printed(asked.named("of"))[1][0] / asked.printed(asked.named("to"))[1][0],)
+def _ratio(inputs: CellInputs) -> Value:
+    return (inputs.printed(inputs.named("of"))[1][0] / inputs.printed(inputs.named("to"))[1][0],)
 
 
-def _change(asked: Asked) -> Value:
-    before, after = asked.printed(asked.named("of"))[1][0], asked.printed(asked.named("to"))[1][0]
+def _change(inputs: CellInputs) -> Value:
+    before, after = inputs.printed(inputs.named("of"))[1][0], inputs.printed(inputs.named("to"))[1][0]
     return (after / before - 1,)
 
 
-def _difference(asked: Asked) -> Value:
-    before, after = asked.printed(asked.named("of"))[1][0], asked.printed(asked.named("to"))[1][0]
+def _difference(inputs: CellInputs) -> Value:
+    before, after = inputs.printed(inputs.named("of"))[1][0], inputs.printed(inputs.named("to"))[1][0]
     return (before - after, 1 - after / before)
 
 
@@ -158,71 +162,71 @@ def _ends(values: list[Fraction]) -> tuple[Fraction, Fraction]:
     return values[0], values[1] if len(values) > 1 else values[0]
 
 
-def _sum(asked: Asked) -> Value:
-    terms = [_ends(asked.printed(part.strip())[1][:2]) for part in asked.named("of").split(" + ")]
+def _sum(inputs: CellInputs) -> Value:
+    terms = [_ends(inputs.printed(part.strip())[1][:2]) for part in inputs.named("of").split(" + ")]
     low, high = sum(term[0] for term in terms), sum(term[1] for term in terms)
     return (Fraction(low),) if low == high else (Fraction(low), Fraction(high))
 
 
-def _share(asked: Asked) -> Value:
+def _share(inputs: CellInputs) -> Value:
     """Return how much less ``to`` is than ``of``, both printed as ranges."""
-    before, after = (_ends(asked.printed(asked.named(name))[1][:2]) for name in ("of", "to"))
+    before, after = (_ends(inputs.printed(inputs.named(name))[1][:2]) for name in ("of", "to"))
     shares = sorted(1 - after[end] / before[end] for end in (0, 1))
     return (Interval(shares[0], shares[1]),)
 
 
-def _saving_of(asked: Asked) -> Value:
+def _saving_of(inputs: CellInputs) -> Value:
     """Return the difference of the two cells of ``of``, and its share of the range ``to``."""
-    before, after = (asked.printed(part.strip())[1][0] for part in asked.named("of").split(" - "))
-    low, high = _ends(asked.printed(asked.named("to"))[1][:2])
+    before, after = (inputs.printed(part.strip())[1][0] for part in inputs.named("of").split(" - "))
+    low, high = _ends(inputs.printed(inputs.named("to"))[1][:2])
     return (before - after, Interval((before - after) / high, (before - after) / low))
 
 
-def _seconds(asked: Asked) -> Value:
+def _seconds(inputs: CellInputs) -> Value:
     """Return seconds and minutes of so many tokens at the printed rate ``to``."""
-    seconds = asked.counted("elements") / asked.printed(asked.named("to"))[1][0]
+    seconds = inputs.counted("elements") / inputs.printed(inputs.named("to"))[1][0]
     return (seconds, seconds / 60)
 
 
-def _decades(asked: Asked) -> Value:
+def _decades(inputs: CellInputs) -> Value:
     """Return the powers of ten between the two exponents ``index`` and ``iteration``."""
-    return (Fraction(asked.counted("iteration") - asked.counted("index")),)
+    return (Fraction(inputs.counted("iteration") - inputs.counted("index")),)
 
 
-def _halves(_: Asked) -> Value:
+def _halves(_: CellInputs) -> Value:
     """Return what two bytes and one save of four and two: the least and the most."""
     return (1 - ELEMENT_BYTES["fp8"] / ELEMENT_BYTES["fp16"], 1 - ELEMENT_BYTES["fp8"] / ELEMENT_BYTES["fp32"])
 
 
 # ------------------------------------------------------------------ experiments
-def _experiment(asked: Asked) -> Value:
+def _experiment(inputs: CellInputs) -> Value:
     """Return the interval of our record; empty where it has none."""
-    measure = asked.named("measure")
-    found = asked.records.interval(asked.named("record"), asked.origin.select or {}, measure)
-    if found is None:
+    measure = inputs.named("measure")
+    interval = inputs.records.interval(inputs.named("record"), inputs.origin.select or {}, measure)
+    if interval is None:
         return ()
     scale = Fraction(1, 100) if measure.endswith("_percent") else Fraction(1)
-    return (Interval(found.low * scale, found.high * scale),)
+    return (Interval(interval.low * scale, interval.high * scale),)
 
 
 CLOSE_PERCENT = 5
 """Up to so much more loss than fp32 a run is close; see memplan/lab/training/training_record.py."""
 
 
-def _training_record(asked: Asked) -> Value:
+def _training_record(inputs: CellInputs) -> Value:
     """Return the verdict of a record of training, or of a row of an experiment by its gap."""
-    if asked.origin.select is None:
-        return asked.records.verdict(asked.named("record"))
-    found = asked.records.interval(asked.named("record"), asked.origin.select, "gap_percent")
-    return "" if found is None else "close" if found.high <= CLOSE_PERCENT else "behind"
+    if inputs.origin.select is None:
+        return inputs.records.verdict(inputs.named("record"))
+    interval = inputs.records.interval(inputs.named("record"), inputs.origin.select, "gap_percent")
+    return "" if interval is None else "close" if interval.high <= CLOSE_PERCENT else "behind"
 
 
 RULES: dict[str, Rule] = {
     "notes-scale": Rule(
-        "Weights, gradients and states without scales, as notes-scale counts them.", _parts(legacy.SCALE)
+        "Weights, gradients and states without scales, as notes-scale counts them.", _parts(notes_accounting.SCALE)
     ),
     "notes-scale-parameters": Rule(
-        "0.80 of decimal GB over notes-scale's bytes per parameter.", _parameters(legacy.SCALE)
+        "0.80 of decimal GB over notes-scale's bytes per parameter.", _parameters(notes_accounting.SCALE)
     ),
     "notes-first-card": Rule(
         "The first card in the script's order whose GB hold nominal parameters x bytes per parameter (12, 3.06, 1.81) / 0.80.",
@@ -232,10 +236,12 @@ RULES: dict[str, Rule] = {
         "The largest of 1B, 3B, 8B, 70B and 405B, nominal, within 0.80 of decimal GB at 12, 3.06 or 1.81 bytes.",
         _largest_llama,
     ),
-    "notes-precision": Rule("Weights (Q4 at 0.5), gradients and states without scales.", _parts(legacy.PRECISION)),
+    "notes-precision": Rule(
+        "Weights (Q4 at 0.5), gradients and states without scales.", _parts(notes_accounting.PRECISION)
+    ),
     "notes-precision-parameters": Rule(
         "0.85 of decimal GB less a buffer of 3 x 4096^2, over notes-precision's bytes per parameter.",
-        _parameters(legacy.PRECISION),
+        _parameters(notes_accounting.PRECISION),
     ),
     "notes-min-gpus": Rule(
         "Nominal parameters x 12 or 3 bytes in decimal GB; up to 24 one RTX 4090, else one H100 for each 80.",

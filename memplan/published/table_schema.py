@@ -139,9 +139,9 @@ class Library:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = {path.stem: _file(path) for path in sorted((root / FOLDER).glob("*.yaml"))}
-        found = sorted(((t, name) for name, f in self.files.items() for t in f.tables), key=lambda pair: pair[0].id)
-        self.tables: dict[str, PublishedTable] = {table.id: table for table, _ in found}
-        self.file_of: dict[str, PublishedFile] = {table.id: self.files[name] for table, name in found}
+        tables = sorted(((t, name) for name, f in self.files.items() for t in f.tables), key=lambda pair: pair[0].id)
+        self.tables: dict[str, PublishedTable] = {table.id: table for table, _ in tables}
+        self.file_of: dict[str, PublishedFile] = {table.id: self.files[name] for table, name in tables}
         self.shapes = {name: shape for f in self.files.values() for name, shape in f.shapes.items()}
 
     def chosen(self, text: str | None) -> list[PublishedTable]:
@@ -150,14 +150,14 @@ class Library:
         Raises:
             UnknownNameError: No id begins so; the message has the nearest one.
         """
-        asked = (text or "").lower()
-        if asked in self.tables:
-            return [self.tables[asked]]
+        wanted = (text or "").lower()
+        if wanted in self.tables:
+            return [self.tables[wanted]]
         documents = {name.split(".")[0] for name in self.tables}
-        if asked and asked not in documents:
-            hint = match_hint(asked, [*self.tables, *sorted(documents)])
+        if wanted and wanted not in documents:
+            hint = match_hint(wanted, [*self.tables, *sorted(documents)])
             raise UnknownNameError(f"unknown table {text!r}{hint} (see: memplan tables)")
-        return [table for name, table in self.tables.items() if not asked or name.startswith(f"{asked}.")]
+        return [table for name, table in self.tables.items() if not wanted or name.startswith(f"{wanted}.")]
 
     def origin(self, table: PublishedTable, cell: Cell) -> Origin:
         """Return all that is said of a cell: by the table, its column, its row, and the cell itself."""

@@ -1,1 +1,1 @@
-"""The inverse questions: what fits, how much of it, and which settings to use."""
+"""Largest values and suggested settings, each solved over many plans."""

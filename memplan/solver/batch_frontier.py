@@ -84,7 +84,7 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
 
 
 def _by_batch(plan: CompiledPlan, batches: Sequence[int], fits: int, tight: int) -> tuple[Edge, ...]:
-    """Return the longest sequence at each batch, each sought from where the one before was found."""
+    """Return the longest sequence at each batch, each search starting from the result of the one before."""
     edges: list[Edge] = []
     guess = 1024
     for batch in batches:

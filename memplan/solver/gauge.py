@@ -11,10 +11,10 @@ from memplan.training.resolved import TrainingSetup
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What a device makes of a requested peak, without a plan being put together.
+    """Device bytes and verdict of a requested peak, without evaluating a whole plan.
 
     Attributes:
-        usable_bytes: Memory of the device that a job may take.
+        usable_bytes: Memory of the device that a job may use, after the reserve.
         allowances: What is added to the requested bytes on this device.
     """
 
@@ -42,7 +42,7 @@ class Gauge:
 
         Formula:
             ``a + floor(a * p / q) <= usable - context`` holds up to
-            ``a = floor((q * (usable - context + 1) - 1) / (p + q))``; the workspaces of libraries go off that.
+            ``a = floor((q * (usable - context + 1) - 1) / (p + q))``; library workspaces are then subtracted.
 
         Args:
             tight: The most at which the verdict is at least TIGHT instead.
@@ -63,5 +63,5 @@ class Gauge:
 
 
 def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Gauge:
-    """Return the gauge of a device for a setup, which says what is kept free and which allocator runs."""
+    """Return the gauge of a device for a setup, whose reserve and allocator it takes into account."""
     return Gauge(device.usable_bytes(setup.reserve_bytes), allowances_of(setup, device, stream_bytes))

@@ -21,18 +21,18 @@ from memplan.solver.largest_value import (
 )
 from memplan.training.resolved import TrainingSetup
 
-Sought = Literal["batch", "sequence", "lora-rank", "layers"]
+Quantity = Literal["batch", "sequence", "lora-rank", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """What was found for one device.
+    """The largest value on one device.
 
     Attributes:
         fits: The largest value that FITS; the next one does not.
         tight: The same for TIGHT, never less.
         plan: The plan at the value that FITS, or None where not even 1 does.
-        following: The plan at the next value, or None where no job may ask for it.
+        following: The plan at the next value, or None where that is no valid input.
     """
 
     device: Device
@@ -55,11 +55,11 @@ class _Plans:
         return self.made[value]
 
 
-def largest_values(what: Sought, model: Model, setup: TrainingSetup, devices: Sequence[Device]) -> list[Largest]:
-    """Return the largest value of one thing on each device, all else being as the setup says.
+def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: Sequence[Device]) -> list[Largest]:
+    """Return the largest value of one quantity on each device, all else being as the setup says.
 
     Raises:
-        InvalidFileError: A rank is sought for a config without adapters.
+        InvalidFileError: The rank of a config without adapters.
     """
     if what == "lora-rank" and setup.config.adapter is None:
         raise InvalidFileError(
@@ -69,8 +69,8 @@ def largest_values(what: Sought, model: Model, setup: TrainingSetup, devices: Se
     return [_on(what, setup, plans, device) for device in devices_for(setup, devices)]
 
 
-def _maker(what: Sought, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:
-    """Return what compiles the plan at a value; for batch and sequence length it is the same plan."""
+def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:
+    """Return the function that compiles the plan at a value; batch and sequence length share one plan."""
     if what == "layers":
         return lambda count: CompiledPlan(with_layers(model, count), setup)
     adapter = setup.config.adapter
@@ -82,7 +82,7 @@ def _maker(what: Sought, model: Model, setup: TrainingSetup) -> Callable[[int], 
     return lambda _: plan
 
 
-def _on(what: Sought, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
+def _on(what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
     gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
@@ -91,7 +91,7 @@ def _on(what: Sought, setup: TrainingSetup, plans: _Plans, device: Device) -> La
     return Largest(device, fits, tight, plan, following)
 
 
-def _answer(what: Sought, setup: TrainingSetup, plans: _Plans, most: int, guess: int | None = None) -> Answer:
+def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, guess: int | None = None) -> Answer:
     """Return the largest value whose requested bytes, rounded to blocks, are at most ``most``."""
     config = setup.config
     if what == "batch":
@@ -108,7 +108,7 @@ def _answer(what: Sought, setup: TrainingSetup, plans: _Plans, most: int, guess:
     return largest(fits, MOST_LAYERS if what == "layers" else MOST_RANK, guess or 16)
 
 
-def _evaluated(what: Sought, plans: _Plans, device: Device, value: int) -> MemoryPlan:
+def _evaluated(what: Quantity, plans: _Plans, device: Device, value: int) -> MemoryPlan:
     if what == "batch":
         return plans[1].evaluate(device, batch=value)
     if what == "sequence":

@@ -1,4 +1,4 @@
-"""How large can one thing be: a search that ends exactly, and what is particular to each thing.
+"""The largest value of one quantity that fits: an exact search, and the limits of each quantity.
 
 Every answer here fits, and the next larger value does not. The requested bytes of a compiled plan
 are, at a fixed sequence length, the largest of a few forms that are all but linear in the batch, so
@@ -24,7 +24,7 @@ MOST_BATCH = 2**24
 MOST_LENGTH = 2**30
 MOST_RANK = 2**16
 MOST_LAYERS = 2**14
-"""What a training config may say; larger answers would be slips. See ``memplan/training/resolved.py``."""
+"""Largest values that a training config may have. See ``memplan/training/resolved.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Answer:
     """The largest value that fits.
 
     Attributes:
-        value: It; 0 where not even 1 fits.
-        bounded: Whether a limit of the input stopped it: the next value is no valid input.
+        value: 0 where not even 1 fits.
+        bounded: Whether a limit of the input ended the search: the next value is no valid input.
     """
 
     value: int
@@ -41,10 +41,10 @@ class Answer:
 
 
 def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
-    """Return the largest value of which ``fits`` holds, for something that only ever stops to fit.
+    """Return the largest value of which ``fits`` holds, a predicate that stays false once it is false.
 
-    Goes from a guess in steps that double until a value that fits and one that does not are found,
-    then halves the bracket: the value returned was seen to fit and the next one was seen not to.
+    Steps that double lead from a guess to a bracket, which is then bisected: the value returned was
+    evaluated and fits, the next one was evaluated and does not.
 
     Example:
         >>> largest(lambda n: n <= 37, 1000), largest(lambda n: n <= 37, 20), largest(lambda n: False, 9)
@@ -86,7 +86,7 @@ def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
 
 
 def _forms(plan: CompiledPlan) -> list[Form]:
-    """Return the coefficients of every candidate instant, with what is always there."""
+    """Return the coefficients of every candidate instant, buffers included."""
     always = with_totals(plan.forms.buffers)
     return [tuple(map(add, with_totals(candidate.form), always)) for candidate in plan.candidates]
 
@@ -106,7 +106,7 @@ def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int
 
 
 def with_layers(model: Model, count: int) -> Model:
-    """Return a model with another number of layers: its first ones, and its last one again where more are asked.
+    """Return a model with another number of layers: its first ones, the last one repeated where more are needed.
 
     Raises:
         CannotAnswerError: The model has no layers to repeat.

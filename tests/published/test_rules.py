@@ -9,7 +9,7 @@ import pytest
 from memplan.documents.printed_numbers import Interval, formatted_like, lies_within, numbers
 from memplan.errors import MemplanError
 from memplan.muon.orthogonalisation.schedules import YOU_JIACHENG
-from memplan.published import notes_accounting as legacy
+from memplan.published import notes_accounting
 
 GB = 10**9
 
@@ -61,19 +61,27 @@ def test_a_measurement_lies_within_a_spread_widened_by_half_of_its_last_digit(lo
     [("fp16-adam", "12"), ("tier1", "3.0625"), ("tier2", "2.0625"), ("tier3", "1.81"), ("iq2-fp8-muon-int4", "1.75")],
 )
 def test_notes_scale_adds_parts_without_scales(config, total):
-    assert legacy.parts_of(legacy.SCALE, config).total == Fraction(total)
+    assert notes_accounting.parts_of(notes_accounting.SCALE, config).total == Fraction(total)
 
 
 def test_notes_scale_uses_four_fifths_of_decimal_gigabytes():
-    assert legacy.largest_parameters(legacy.SCALE, "tier3", 24 * GB) == Fraction("19.2") * GB / Fraction("1.81")
-    assert formatted_like("10.6B", (legacy.largest_parameters(legacy.SCALE, "tier3", 24 * GB),)) == "10.6B"
+    assert notes_accounting.largest_parameters(notes_accounting.SCALE, "tier3", 24 * GB) == Fraction(
+        "19.2"
+    ) * GB / Fraction("1.81")
+    assert (
+        formatted_like("10.6B", (notes_accounting.largest_parameters(notes_accounting.SCALE, "tier3", 24 * GB),))
+        == "10.6B"
+    )
 
 
 def test_notes_precision_takes_a_buffer_off_0_85_of_the_card():
-    found = legacy.largest_parameters(legacy.PRECISION, "fp16-adam", 12 * GB)
+    found = notes_accounting.largest_parameters(notes_accounting.PRECISION, "fp16-adam", 12 * GB)
     assert found == (Fraction("10.2") * GB - 201_326_592) / 12
     assert formatted_like("833M", (found,)) == "833M"
-    assert formatted_like("181.3B", (legacy.largest_parameters(legacy.PRECISION, "tier1", 640 * GB),)) == "181.3B"
+    assert (
+        formatted_like("181.3B", (notes_accounting.largest_parameters(notes_accounting.PRECISION, "tier1", 640 * GB),))
+        == "181.3B"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,27 +96,29 @@ def test_notes_precision_takes_a_buffer_off_0_85_of_the_card():
     ],
 )
 def test_notes_min_gpus_fills_cards_to_the_last_byte(config, billions, gpus):
-    assert legacy.minimum_gpus(config, Fraction(billions)) == gpus
+    assert notes_accounting.minimum_gpus(config, Fraction(billions)) == gpus
 
 
 def test_the_first_card_is_that_of_the_scripts_order_not_the_smallest():
-    assert legacy.first_card("tier1", 8) == "A6000"
-    assert legacy.first_card("fp16-adam", 405) == ">640GB"
+    assert notes_accounting.first_card("tier1", 8) == "A6000"
+    assert notes_accounting.first_card("fp16-adam", 405) == ">640GB"
 
 
 @pytest.mark.parametrize(("batch", "sequence", "whole"), [(1, 512, "0.8"), (1, 4096, "36.5"), (32, 2048, "309")])
 def test_the_activation_rule(batch, sequence, whole):
-    assert formatted_like(whole, (legacy.activation_bytes(batch, sequence, False),), "GB") == whole
-    assert 3 * legacy.activation_bytes(batch, sequence, True) == legacy.activation_bytes(batch, sequence, False)
+    assert formatted_like(whole, (notes_accounting.activation_bytes(batch, sequence, False),), "GB") == whole
+    assert 3 * notes_accounting.activation_bytes(batch, sequence, True) == notes_accounting.activation_bytes(
+        batch, sequence, False
+    )
 
 
 def test_the_coefficients_are_those_that_the_bundled_optimizer_runs():
-    assert [tuple(map(float, row.values())) for row in legacy.YOU_JIACHENG] == list(YOU_JIACHENG)
+    assert [tuple(map(float, row.values())) for row in notes_accounting.YOU_JIACHENG] == list(YOU_JIACHENG)
 
 
-@pytest.mark.parametrize("accounting", legacy.ACCOUNTINGS)
+@pytest.mark.parametrize("accounting", notes_accounting.ACCOUNTINGS)
 def test_an_unknown_config_is_refused_with_those_that_the_rule_knows(accounting):
     with pytest.raises(MemplanError) as caught:
-        legacy.parts_of(accounting, "bf16-adamw")
+        notes_accounting.parts_of(accounting, "bf16-adamw")
     assert "fp16-adam" in str(caught.value)
     assert "tier1" in str(caught.value)

@@ -9,10 +9,10 @@ import pytest
 from memplan.catalog.training_config import Offload
 from memplan.library.lookup import custom_gpu
 from memplan.plan.planner import CompiledPlan, Device
-from memplan.solver.search.axes import full_space, kept
+from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, gradient_name
-from memplan.solver.search.pareto_front import Found, no_worse, ranked
+from memplan.solver.search.pareto_front import Combination, no_worse, ranked
 from memplan.solver.search.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
 from memplan.training.resolved import is_bundled, resolve
 from memplan.units import GIB
@@ -36,21 +36,21 @@ def spaces(catalog):
 
     return {
         "floats": replace(
-            kept(whole, ("gradients", "newton-schulz", "allocator"), catalog),
+            with_fixed_axes(whole, ("gradients", "newton-schulz", "allocator"), catalog),
             weights=(by_name["fp32 under bf16 autocast"], by_name["bf16"], by_name["fp16"]),
             optimizers=optimizers("adamw-fp32", "adamw-8bit-bnb"),
             checkpointing=("none", "full"),
             losses=("bf16", "chunked"),
         ),
         "codes": replace(
-            kept(whole, ("optimizer-kernel", "loss"), catalog),
+            with_fixed_axes(whole, ("optimizer-kernel", "loss"), catalog),
             weights=(by_name["bf16"], by_name["q8-0"], by_name["q4-0"]),
             optimizers=optimizers("adamw-int8", "muon-int4"),
             gradients=(None, "fp8-e4m3"),
             checkpointing=("none", "full"),
         ),
         "steps": replace(
-            kept(whole, ("optimizer-kernel", "newton-schulz", "allocator"), catalog),
+            with_fixed_axes(whole, ("optimizer-kernel", "newton-schulz", "allocator"), catalog),
             weights=(by_name["bf16"], by_name["q4-0"]),
             optimizers=optimizers("adamw-bf16", "muon-int8"),
             gradients=(None, "fp32"),
@@ -60,7 +60,7 @@ def spaces(catalog):
     }
 
 
-def everything(search: Search) -> list[Found]:
+def everything(search: Search) -> list[Combination]:
     """Return every combination that fits, each resolved, compiled and timed by itself."""
     found = []
     for state, standing in search.states:
@@ -71,7 +71,7 @@ def everything(search: Search) -> list[Found]:
                 if plan.evaluate(search.device, batch, search.length).verdict == "fits":
                     token, step = times(search, plan, way, batch)
                     group = search.class_of(state, standing, way.lifetime)
-                    found.append(Found(state, way, batch, standing, group, token, step, plan))
+                    found.append(Combination(state, way, batch, standing, group, token, step, plan))
     return found
 
 
@@ -92,7 +92,7 @@ def times(search, plan, way, batch):
     return step * 1000 // (steps * batch * search.length), step
 
 
-def front(found: list[Found]) -> set[tuple[int, ...]]:
+def front(found: list[Combination]) -> set[tuple[int, ...]]:
     points = {item.objectives for item in found}
     return {p for p in points if not any(o != p and all(a <= b for a, b in zip(o, p, strict=True)) for o in points)}
 
@@ -103,9 +103,9 @@ def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, spac
     search = Search(model("gpt2"), spaces[name], small("gpt2", memory), LENGTH, catalog, experimental=True)
     tried = everything(search)
     outcome = search.run()
-    assert {item.objectives for item in outcome.found} == front(tried)
-    assert ranked(outcome.found) == list(outcome.found)
-    for item in outcome.found:
+    assert {item.objectives for item in outcome.front} == front(tried)
+    assert ranked(outcome.front) == list(outcome.front)
+    for item in outcome.front:
         assert item.plan.evaluate(search.device, item.batch, LENGTH).verdict == "fits"
 
 
@@ -113,7 +113,7 @@ def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, spac
 def test_scratch_memory_of_an_update_decides_too(catalog, model, spaces, kernel):
     """With foreach the optimizer step is the fullest instant; memory is put between that and the next fullest."""
     fixed = ("weights", "optimizer", "offload", "lifetime", "loss", "checkpointing")
-    space = kept(spaces["floats"], fixed, catalog)
+    space = with_fixed_axes(spaces["floats"], fixed, catalog)
     least = {}
     for name in ("fused", "foreach"):
         one = replace(space, optimizer_kernels=(name,), batches=(1,))
@@ -123,13 +123,13 @@ def test_scratch_memory_of_an_update_decides_too(catalog, model, spaces, kernel)
     one = replace(space, optimizer_kernels=(kernel,), batches=(1,))
     search = Search(model("gpt2"), one, small("gpt2", between), LENGTH, catalog, experimental=False)
     assert least["fused"] < least["foreach"]
-    assert len(search.run().found) == len(everything(search)) == (kernel == "fused")
+    assert len(search.run().front) == len(everything(search)) == (kernel == "fused")
 
 
 @pytest.mark.parametrize("name", ["floats", "codes", "steps"])
 def test_the_nearest_miss_is_the_least_of_all(catalog, model, spaces, name):
     search = Search(model("gpt2"), spaces[name], small("gpt2", 0.8), LENGTH, catalog, experimental=True)
-    assert search.run().found == ()
+    assert search.run().front == ()
     least = min(
         CompiledPlan(search.model, resolve(search.space.config(state, way, batch), catalog, "one"))
         .evaluate(search.device, batch, LENGTH)
@@ -157,7 +157,7 @@ def test_states_in_host_memory_are_no_way_past_those_on_the_device(catalog, mode
     """They free memory for larger batches, but an answer that needs no host memory is not lost to a faster one."""
     search = Search(model("gpt2"), spaces["floats"], small("gpt2", 4.0), LENGTH, catalog, experimental=True)
     places = {state.offload for state, _ in search.states}
-    found = search.run().found
+    found = search.run().front
     assert places == {"none", "cpu"}
     assert {item.state.offload for item in found if item.group[:5] == found[0].group[:5]} >= {"none"}
     assert all(
@@ -203,7 +203,7 @@ def test_nothing_known_to_diverge_is_found(catalog, model, experimental):
     search = Search(model("qwen3-0.6b"), space, device, 512, catalog, experimental=experimental)
     worst = STATUSES.index("experimental" if experimental else "works")
     assert all(STATUSES.index(standing.status) <= worst for _, standing in search.states)
-    found = search.run().found
+    found = search.run().front
     assert found
     assert not any(
         no_worse(a.group, b.group) and a.token_femtoseconds <= b.token_femtoseconds
@@ -214,7 +214,9 @@ def test_nothing_known_to_diverge_is_found(catalog, model, experimental):
 
 
 def test_a_diverging_config_of_ones_own_is_never_found(catalog, model):
-    space = kept(full_space(catalog.configs["q4-muon-int2"], catalog, (1,)), ("weights", "optimizer"), catalog)
+    space = with_fixed_axes(
+        full_space(catalog.configs["q4-muon-int2"], catalog, (1,)), ("weights", "optimizer"), catalog
+    )
     device = Device(catalog.gpus["h100"], "h100-sxm-80gb")
     assert Search(model("gpt2"), space, device, 512, catalog, experimental=True).states == []
 

@@ -12,10 +12,10 @@ from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.lookup import custom_gpu
 from memplan.plan.planner import CompiledPlan, Device
 from memplan.report.plans.plan_answer import training_data
-from memplan.solver.search.axes import full_space, kept
+from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import Evidence
-from memplan.solver.search.parallel_layouts import joined, shared_out, spaces
+from memplan.solver.search.parallel_layouts import joint_outcome, spaces_by_layout, under_layout
 from memplan.solver.search.space import optimizer_names
 from memplan.solver.search.suggested_settings import Request, suggestions
 from memplan.training.resolved import resolve
@@ -36,7 +36,7 @@ def space(catalog):
     whole = full_space(base, catalog, (1, 2, 8))
     by_name = {choice.name: choice for choice in whole.weights}
     return replace(
-        kept(whole, ("gradients", "allocator"), catalog),
+        with_fixed_axes(whole, ("gradients", "allocator"), catalog),
         weights=tuple(by_name[name] for name in ("fp32 under bf16 autocast", "bf16", "fp16", "q4-0")),
         optimizers=tuple({"default": name} for name in ("adamw-fp32", "adamw-bf16", "adamw-8bit-bnb", "muon-bf16")),
         checkpointing=("none", "full"),
@@ -47,18 +47,19 @@ def space(catalog):
 @pytest.mark.parametrize("memory", [3.0, 4.5, 8.0])
 def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, space, memory):
     searches = [
-        Search(model("gpt2"), one, small(memory), LENGTH, catalog, experimental=True) for one in spaces(space, BOTH)
+        Search(model("gpt2"), one, small(memory), LENGTH, catalog, experimental=True)
+        for one in spaces_by_layout(space, BOTH)
     ]
     tried = [found for search in searches for found in everything(search)]
-    outcome = joined([search.run() for search in searches])
-    assert {item.objectives for item in outcome.found} == front(tried)
-    for item in outcome.found:
+    outcome = joint_outcome([search.run() for search in searches])
+    assert {item.objectives for item in outcome.front} == front(tried)
+    for item in outcome.front:
         assert item.plan.evaluate(small(memory), item.batch, LENGTH).verdict == "fits"
 
 
 def test_the_states_searched_are_all_that_can_be_planned(catalog, model, space):
     for parallel in BOTH:
-        one = shared_out(space, parallel)
+        one = under_layout(space, parallel)
         search = Search(model("gpt2"), one, small(8), LENGTH, catalog, experimental=True)
         evidence, allowed = Evidence(catalog, False), []
         for state in one.states(catalog):
@@ -102,7 +103,7 @@ def validate_config(data):
 
 
 def test_accumulation_counts_the_sequences_of_all_gpus(space):
-    shared = shared_out(space, Parallel(4, 3))
+    shared = under_layout(space, Parallel(4, 3))
     assert [space.steps(batch) for batch in (1, 2, 8)] == [8, 4, 1]
     assert [shared.steps(batch) for batch in (1, 2, 8)] == [2, 1, 1]
 
@@ -112,8 +113,8 @@ def test_slow_links_make_a_step_longer_and_never_shorter(catalog, model, space):
     for link in (10**9, 10**11, 10**15):
         gpu = catalog.gpus["a100-80gb"]
         slow = replace(gpu, interconnect=replace(gpu.interconnect, bytes_per_second=link))
-        one = shared_out(replace(space, batches=(1,)), Parallel(4, 3))
-        found = Search(model("gpt2"), one, Device(slow, "slow"), LENGTH, catalog, experimental=True).run().found
+        one = under_layout(replace(space, batches=(1,)), Parallel(4, 3))
+        found = Search(model("gpt2"), one, Device(slow, "slow"), LENGTH, catalog, experimental=True).run().front
         times.append(min(item.token_femtoseconds for item in found))
     assert times[0] > times[1] >= times[2]
 
@@ -121,13 +122,13 @@ def test_slow_links_make_a_step_longer_and_never_shorter(catalog, model, space):
 def test_without_a_link_no_time_is_known(catalog, model, space):
     gpu = catalog.gpus["a100-80gb"]
     alone = replace(gpu, interconnect=replace(gpu.interconnect, bytes_per_second=0))
-    one = shared_out(space, Parallel(4, 3))
-    with pytest.raises(CannotAnswerError, match="no known link"):
+    one = under_layout(space, Parallel(4, 3))
+    with pytest.raises(CannotAnswerError, match="no interconnect bandwidth"):
         Search(model("gpt2"), one, Device(alone, "alone"), LENGTH, catalog, experimental=True).run()
 
 
 def test_nothing_is_searched_where_what_is_fixed_cannot_be_shared(catalog, model):
     base = replace(catalog.configs["bf16-adamw"], gradients=Gradients(lifetime="layer"))
     request = Request(base, keep=("lifetime",), parallels=BOTH)
-    with pytest.raises(CannotAnswerError, match="nothing is left to search"):
+    with pytest.raises(CannotAnswerError, match="the search space is empty"):
         suggestions(model("gpt2"), request, small(4), catalog)

@@ -178,7 +178,7 @@ def test_states_in_host_memory_make_an_answer_and_say_how_much_they_take(cli):
     gib = row["host"]["bytes"] / 2**30
     assert row["training"]["offload"]["optimizer_states"] == "cpu"
     assert f"{gib:.2f} GiB of pinned host memory" in ran.out
-    assert f"optimizer states lie in host memory, {gib:.2f} GiB of it" in row["gives_up"]
+    assert f"optimizer states take {gib:.2f} GiB of host memory" in row["gives_up"]
     assert "32 GB/s each way (pcie-4-x16)" in ran.out
 
 

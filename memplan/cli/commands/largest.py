@@ -147,7 +147,7 @@ def _largest(
     strict: bool,
 ) -> Document:
     from memplan.report.largest.largest_value_answer import largest_document
-    from memplan.solver.largest_per_device import Sought as Kind
+    from memplan.solver.largest_per_device import Quantity as Kind
     from memplan.solver.largest_per_device import largest_values
 
     found = find_model(model, Shapes(), catalog)

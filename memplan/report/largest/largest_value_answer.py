@@ -8,12 +8,12 @@ from typing import Any
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
-from memplan.solver.largest_per_device import Largest, Sought
+from memplan.solver.largest_per_device import Largest, Quantity
 from memplan.solver.largest_value import Answer
 from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
 
-WORDS: dict[Sought, str] = {
+WORDS: dict[Quantity, str] = {
     "batch": "micro-batch",
     "sequence": "sequence length",
     "lora-rank": "adapter rank",
@@ -22,7 +22,7 @@ WORDS: dict[Sought, str] = {
 
 
 def largest_document(
-    what: Sought, model: Model, setup: TrainingSetup, found: Sequence[Largest], unit: str, *, strict: bool
+    what: Quantity, model: Model, setup: TrainingSetup, found: Sequence[Largest], unit: str, *, strict: bool
 ) -> Document:
     """Return the largest value on every device, the largest first."""
     rows = sorted(found, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
@@ -80,7 +80,7 @@ def _text(answer: Answer) -> str:
     return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
 
 
-def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
+def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
     notes = []
     if any(row.device.count > 1 for row in rows):
         notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
@@ -94,7 +94,7 @@ def _notes(what: Sought, model: Model, rows: Sequence[Largest]) -> tuple[str, ..
     return tuple(notes)
 
 
-def _sentence(what: Sought, model: Model, rows: Sequence[Largest]) -> str:
+def _sentence(what: Quantity, model: Model, rows: Sequence[Largest]) -> str:
     best = rows[0]
     if not best.fits.value:
         tight = max(rows, key=lambda row: row.tight.value)

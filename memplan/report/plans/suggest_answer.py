@@ -9,7 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
 from memplan.solver.search.best_first import Miss
-from memplan.solver.search.pareto_front import Found
+from memplan.solver.search.pareto_front import Combination
 from memplan.solver.search.space import optimizer_names
 from memplan.solver.search.suggested_settings import Settings, Suggestions
 from memplan.solver.search.timing import Rates
@@ -20,7 +20,7 @@ NOT_SEARCHED = (
     "updates have not been traced; adapters (--set adapter.kind=lora searches them). recompute: what runs twice, +loss the head too."
 )
 ONE_GPU = "several GPUs (--gpus N searches them)"
-SEVERAL_GPUS = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
+PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
 
 
 def suggest_document(answer: Suggestions, catalog: Catalog, unit: str) -> Document:
@@ -44,7 +44,7 @@ def suggest_document(answer: Suggestions, catalog: Catalog, unit: str) -> Docume
 
 def row_data(row: Settings, answer: Suggestions, catalog: Catalog) -> dict[str, Any]:
     """Return one answer: a plan, with what the search says of it besides."""
-    found = row.found
+    found = row.combination
     return plan_data(row.plan, catalog.hash) | {
         "quality_risk": found.standing.risk,
         "gives_up": row.gives_up,
@@ -92,7 +92,7 @@ def _table(answer: Suggestions, catalog: Catalog, unit: str) -> Table:
 
 
 def _row(rank: int, row: Settings, catalog: Catalog, unit: str) -> tuple[str, ...]:
-    found, plan = row.found, row.plan
+    found, plan = row.combination, row.plan
     state, way = found.state, found.way
     weights = (
         state.weights.dtype if not plan.setup.autocast else f"{state.weights.dtype}, {state.weights.compute_dtype}"
@@ -116,11 +116,11 @@ def _row(rank: int, row: Settings, catalog: Catalog, unit: str) -> tuple[str, ..
     )
 
 
-def _accumulated(found: Found, setup: Any) -> str:
+def _accumulated(found: Combination, setup: Any) -> str:
     return f"{found.batch} x {setup.config.gradient_accumulation_steps}"
 
 
-def _tokens_per_second(found: Found, gpus: int) -> int:
+def _tokens_per_second(found: Combination, gpus: int) -> int:
     """Return an estimate for all GPUs with two digits, which is more than it is good for."""
     rate = 10**15 * gpus // max(found.token_femtoseconds, 1)
     scale: int = 10 ** max(0, len(str(rate)) - 2)
@@ -129,21 +129,21 @@ def _tokens_per_second(found: Found, gpus: int) -> int:
 
 def _notes(answer: Suggestions) -> tuple[str, ...]:
     rates, gpus = answer.outcome.rates, answer.space.base.parallel.data
-    offloaded = any(row.found.state.offload == "cpu" for row in answer.rows)
+    offloaded = any(row.combination.state.offload == "cpu" for row in answer.rows)
     link = f"{rates.host_bytes / 10**9:g} GB/s each way ({rates.host_link})"
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
     return (
         f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
         "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
         "weights that ended far behind fp32 in every record, which come last.",
-        *(several_notes(gpus, rates) if gpus > 1 else ()),
+        *(parallel_notes(gpus, rates) if gpus > 1 else ()),
         *([f"on host: states pass to the device and back at {link}, with nothing else running."] if offloaded else []),
         "Order: fits at the upper end, status, time in tenths, risk. Only what nothing beats in all of them is shown.",
-        NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else SEVERAL_GPUS),
+        NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED),
     )
 
 
-def several_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
+def parallel_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
     """Return what the figures of several GPUs mean."""
     return (
         f"b and bytes are those of one GPU, tokens/s those of all {gpus}: {rates.peer_bytes / 10**9:g} GB/s each way between GPUs, "
@@ -157,7 +157,7 @@ def _sentence(answer: Suggestions, unit: str) -> str:
     plan = best.plan
     word = VERDICT_WORDS[plan.verdict]
     host = f" and {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
-    label = " These settings are experimental." if best.found.standing.status == "experimental" else ""
+    label = " These settings are experimental." if best.combination.standing.status == "experimental" else ""
     return (
         f"{word}: {plan.model.spec.name} fits on {device_name(plan)} with the settings above; the first "
         f"needs up to {format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "

@@ -1,4 +1,4 @@
-"""The axes of a search: every choice there is, and which of them a request keeps as they are."""
+"""The axes of a search: the choices on each, and which axes a request fixes to the base config."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Micro-batches that are searched."""
 
 FROZEN_FORMATS = ("q8-0", "q6-k", "q5-k", "q4-k", "q4-0", "iq4-xs", "nf4", "nf4-dq", "iq3-xxs", "iq2-xxs")
-"""Block formats that weights below adapters are searched in; trained ones are in whatever the library codes.
+"""Block formats that weights below adapters are searched in; trained weights are searched in every format with a codec.
 
 Rows that do not divide into blocks stay in the compute dtype.
 """
 
 TRACED_ALGORITHMS = frozenset(("adamw", "muon"))
-"""Optimizers that are searched: those whose updates have been traced, so that what fits is known to fit.
+"""Optimizers that are searched: those whose updates are checked by a trace.
 
 SGD has been too, but falls behind adaptive methods on language models (https://arxiv.org/abs/1912.03194).
 """
@@ -46,14 +46,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "batch": ("micro_batch_size",),
     "accumulation": ("gradient_accumulation_steps",),
 }
-"""What ``--keep`` takes -> the keys of a training config that it keeps; setting a key keeps its axis too."""
+"""Axis, as ``--keep`` names it -> the training-config keys that it fixes; setting a key fixes its axis too."""
 
 KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
 """What ``--keep kernels`` stands for."""
 
 
 def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
-    """Return the space over every axis, with what is not searched taken from ``base``."""
+    """Return the space over every axis, other keys taken from ``base``."""
     profile = base.kernels.profile()
     adapters = base.adapter is not None
     return Space(
@@ -109,11 +109,11 @@ def _optimizer_names(catalog: Catalog) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------ fixing axes
-def kept(space: Space, names: Sequence[str], catalog: Catalog) -> Space:
-    """Return a space whose axes called ``names`` keep what the base config says.
+def with_fixed_axes(space: Space, names: Sequence[str], catalog: Catalog) -> Space:
+    """Return a space whose axes called ``names`` are fixed to the base config's values.
 
     Raises:
-        InvalidFileError: A name that is no axis.
+        InvalidFileError: An unknown axis.
     """
     unknown = [name for name in names if name not in AXES and name != "kernels"]
     if unknown:

@@ -1,10 +1,10 @@
 """The best settings that fit: a best-first search for the Pareto front.
 
-Combinations fall into classes by what is known of them. Within a class the estimated time orders
-them, and it needs no memory to be known; so combinations are tried from the fastest on, each first
-against lower bounds of its bytes (what stays; then what passes, shared by many), and planned whole
-only when these fit. The first that fits is the fastest of its class. A class is left as soon as
-what remains is no faster than a combination that is at least as well known: it is dominated.
+Combinations fall into classes by evidence, quality risk and precision. Within a class they are ordered
+by estimated time, which depends on no memory figure: the fastest is tried first, each against lower
+bounds of its bytes (persistent, then transient, shared by many), and planned in full only when these
+fit. The first that fits is the fastest of its class. A class is abandoned as soon as what remains in it
+is dominated: no faster than a combination of a class that is at least as good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memplan.plan.allowances import Allowances, allowances_for, communicating
 from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, devices_for
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
-from memplan.solver.search.pareto_front import FINE, Class, Found, no_worse, ranked
+from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked
 from memplan.solver.search.sizes import Run, Sizes
 from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates, rates_of
@@ -30,7 +30,7 @@ from memplan.training.resolved import resolve
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The combination that needs the least, where none fits."""
+    """The combination that needs the least memory, where none fits."""
 
     plan: MemoryPlan
     smallest_gpu: Device | None
@@ -38,17 +38,17 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        found: The front, best first.
+        front: The Pareto front, best first.
         tight: Whether these may not fit at the upper end.
         considered: Combinations in the space.
-        compiled: Plans that had to be compiled.
-        rates: Whose rates the times are from.
+        compiled: Plans that were compiled.
+        rates: The rates behind the time estimates.
     """
 
-    found: tuple[Found, ...]
+    front: tuple[Combination, ...]
     tight: bool
     considered: int
     compiled: int
@@ -57,12 +57,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """A combination whose batch is open.
+    """A combination whose batch is not chosen yet.
 
     Attributes:
-        room: Bytes that are left for what passes, gradients included.
+        room: Bytes left for transient tensors, gradients included.
         update: Estimated time of the optimizer step.
-        soonest: Time per token that none of its batches beats.
+        soonest: Lower bound of the time per token over its batches.
     """
 
     state: StateChoice
@@ -89,7 +89,7 @@ class _Least:
     state: StateChoice
     run: Run
     gauge: Gauge
-    always: int
+    persistent: int
 
 
 class Search:
@@ -98,10 +98,10 @@ class Search:
     Args:
         model: The model.
         space: What may be chosen.
-        device: What has to hold it.
+        device: What it has to fit on.
         length: Tokens per sequence.
-        catalog: Where names are looked up, and statuses stand.
-        experimental: Whether combinations of experimental parts may be found.
+        catalog: Source of names and statuses.
+        experimental: Whether experimental parts are allowed.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Search:
         evidence = Evidence(catalog, space.base.adapter is not None)
         self.tight = False
         self._coarse: dict[tuple[object, ...], tuple[int, int]] = {}
-        self.states = list(self._stood(evidence))
+        self.states = list(self._allowed_states(evidence))
         self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
 
-    def _stood(self, evidence: Evidence) -> Iterator[tuple[StateChoice, Standing]]:
-        """Yield what may stay with how well it is known, without what is not allowed."""
+    def _allowed_states(self, evidence: Evidence) -> Iterator[tuple[StateChoice, Standing]]:
+        """Yield the state choices that are allowed, each with its evidence."""
         for state in self.space.states(self.catalog):
             weights = state.weights
             formed = weights.compute_dtype if weights.coded else weights.dtype
@@ -129,9 +129,9 @@ class Search:
                 yield state, standing
 
     def _is_updated(self, state: StateChoice) -> bool:
-        """Tell whether something updates a combination, and several GPUs can share it."""
+        """Tell whether an optimizer can update a combination under its parallel layout."""
         try:
-            self.sizes.chosen(state)
+            self.sizes.resolved(state)
         except CannotAnswerError:
             return False
         return True
@@ -150,16 +150,16 @@ class Search:
         self.tight = tight
         most = {key: gauge.most_requested_bytes(tight) for key, gauge in self._gauges().items()}
         classes = self._classes(most)
-        found: dict[Class, Found] = {}
+        fastest: dict[Class, Combination] = {}
         for own in sorted(classes):
-            bound = min((f.token_femtoseconds for other, f in found.items() if no_worse(other, own)), default=None)
+            bound = min((f.token_femtoseconds for other, f in fastest.items() if no_worse(other, own)), default=None)
             best = self._fastest(classes[own], own, bound)
             if best is not None:
-                found[own] = best
-        return Outcome(tuple(ranked(found.values())), tight, self.space.size, self.sizes.compiled, self.rates)
+                fastest[own] = best
+        return Outcome(tuple(ranked(fastest.values())), tight, self.space.size, self.sizes.compiled, self.rates)
 
     def _gauges(self) -> dict[tuple[bool, str], Gauge]:
-        """Return what the device makes of a peak, by whether codes are trained and by allocator."""
+        """Return the device's gauge, by whether codes are trained and by allocator."""
         usable = self.device.usable_bytes(self.reserve_bytes)
         return {
             (coded, allocator): Gauge(usable, self._allowances(coded, allocator))
@@ -168,24 +168,24 @@ class Search:
         }
 
     def _allowances(self, coded: bool, allocator: str) -> Allowances:
-        """Return the allowances, without the streams of collectives, which depend on the plan."""
-        found = allowances_for(self.device.gpu, self.device.count, allocator, coded)
+        """Return the allowances, without the communication streams, which depend on the plan."""
+        allowances = allowances_for(self.device.gpu, self.device.count, allocator, coded)
         ranks = self.space.base.parallel.data
-        return found if ranks == 1 else communicating(found, ranks, 0)
+        return allowances if ranks == 1 else communicating(allowances, ranks, 0)
 
     def _codes(self, state: StateChoice) -> bool:
         return state.weights.coded and self.space.base.adapter is None
 
     def _classes(self, most: Mapping[tuple[bool, str], int]) -> dict[Class, list[_Arm]]:
-        """Return the combinations, batches left open, whose states alone do not rule them out."""
+        """Return the combinations, batch not chosen yet, whose persistent bytes fit."""
         classes: dict[Class, list[_Arm]] = {}
         sequences = max(b * self.space.steps(b) for b in self.space.batches)
         for state, standing in self.states:
-            always = self.sizes.always_bytes(state)
-            rooms = {name: most[self._codes(state), name] - always for name in self.space.allocators}
+            persistent = self.sizes.persistent_bytes(state)
+            rooms = {name: most[self._codes(state), name] - persistent for name in self.space.allocators}
             if max(rooms.values()) < 0:
                 continue
-            kept = self.sizes.kept_gradient_bytes(state)
+            gradient_bytes = self.sizes.gradient_bytes(state)
             update = self.sizes.update_picoseconds(state)
             least = update * 1000 // (sequences * self.length)
             members = {
@@ -193,7 +193,7 @@ class Search:
             }
             for run in self.sizes.runs_of(state.weights, state.gradient):
                 way, room = run.way, rooms[run.way.allocator]
-                if run.batches and room >= (0 if way.lifetime == "layer" else kept):
+                if run.batches and room >= (0 if way.lifetime == "layer" else gradient_bytes):
                     members[way.lifetime].append(_Arm(state, standing, run, room, update, run.quickest + least))
         return classes
 
@@ -206,7 +206,7 @@ class Search:
         return standing.rank, standing.risk, released, *self._coarse[key], offloaded
 
     def _coarseness(self, state: StateChoice) -> tuple[int, int]:
-        """Return how coarse weights and optimizer states are; a state stored like the parameter is so as the weights."""
+        """Return how coarse weights and optimizer states are; a state in the parameter's dtype is as coarse as the weights."""
         weights = self.catalog.formats[state.weights.dtype]
         optimizer = self.catalog.optimizers[optimizer_names(state.optimizer, self.catalog)[0]]
         widths = [
@@ -216,7 +216,7 @@ class Search:
         ]
         return -int(FINE * weights.bytes_per_element), -int(FINE * min(widths, default=Fraction(0)))
 
-    def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Found | None:
+    def _fastest(self, arms: Sequence[_Arm], own: Class, bound: int | None) -> Combination | None:
         """Return the fastest combination that fits and beats a bound, or None."""
         heap = [(arm.soonest, 0, index, 0) for index, arm in enumerate(arms) if bound is None or arm.soonest < bound]
         heapify(heap)
@@ -230,7 +230,7 @@ class Search:
                     if bound is None or soon < bound:
                         heappush(heap, (soon, 1, index, at))
             elif self._fits(arm, arm.run.batches[place]):
-                return self._found(arm, own, place, time)
+                return self._combination(arm, own, place, time)
         return None
 
     def _fits(self, arm: _Arm, batch: int) -> bool:
@@ -241,27 +241,27 @@ class Search:
             room = gauge.most_requested_bytes() - plan.constant_bytes
         return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= room
 
-    def _found(self, arm: _Arm, own: Class, place: int, time: int) -> Found:
+    def _combination(self, arm: _Arm, own: Class, place: int, time: int) -> Combination:
         batch, way = arm.run.batches[place], arm.run.way
         step = arm.run.step_picoseconds(place, arm.update)
-        return Found(arm.state, way, batch, arm.standing, own, time, step, self.sizes.plan(arm.state, way, batch))
+        return Combination(arm.state, way, batch, arm.standing, own, time, step, self.sizes.plan(arm.state, way, batch))
 
     # ---------------------------------------------------------------- nothing fits
     def nearest_miss(self) -> Miss | None:
-        """Return the combination that needs the least memory, of equals on the host, or None where nothing is allowed."""
+        """Return the combination that needs the least device memory, then host memory; None where none is allowed."""
         heap: list[tuple[int, int, int, int]] = []
         arms: list[_Least] = []
         gauges = self._gauges()
         for state, _ in self.states:
-            always, kept = self.sizes.always_bytes(state), self.sizes.kept_gradient_bytes(state)
+            persistent, gradient_bytes = self.sizes.persistent_bytes(state), self.sizes.gradient_bytes(state)
             host = self.sizes.host_bytes(state)
             for run in self.sizes.runs_of(state.weights, state.gradient):
                 if run.batches:
                     way = run.way
                     gauge = gauges[self._codes(state), way.allocator]
-                    least = always + (kept if way.lifetime == "step" else 0)
+                    least = persistent + (gradient_bytes if way.lifetime == "step" else 0)
                     heap.append((gauge.upper_bytes(least, 0), 0, host, len(arms)))
-                    arms.append(_Least(state, run, gauge, always))
+                    arms.append(_Least(state, run, gauge, persistent))
         heapify(heap)
         while heap:
             _, stage, host, index = heappop(heap)
@@ -272,9 +272,9 @@ class Search:
         return None
 
     def _need(self, stage: int, arm: _Least) -> int:
-        """Return the upper end of what an arm needs: what stays and what passes, then exactly."""
+        """Return the upper end of what an arm needs: first a lower bound, then exactly."""
         if stage == 0:
-            return arm.gauge.upper_bytes(arm.always + arm.run.peak_bytes(0), 0)
+            return arm.gauge.upper_bytes(arm.persistent + arm.run.peak_bytes(0), 0)
         batch = arm.run.batches[0]
         plan = self.sizes.plan(arm.state, arm.run.way, batch)
         upper = arm.gauge.upper_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)

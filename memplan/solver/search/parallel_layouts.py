@@ -1,4 +1,4 @@
-"""Several GPUs: one search for each way of sharing the work, and the front of what all of them find."""
+"""Parallel layouts: one search for each, and the Pareto front of all of them together."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from memplan.catalog.training_config import Parallel
 from memplan.solver.search.best_first import Miss, Outcome, Search
-from memplan.solver.search.pareto_front import Class, Found, no_worse, ranked
+from memplan.solver.search.pareto_front import Class, Combination, no_worse, ranked
 from memplan.solver.search.space import Space
 from memplan.step.states.parallel_shards import is_sharded
 
 
-def spaces(space: Space, parallels: Sequence[Parallel]) -> Iterator[Space]:
-    """Yield the combinations that each way of sharing the work leaves of a space, where it leaves any."""
+def spaces_by_layout(space: Space, parallels: Sequence[Parallel]) -> Iterator[Space]:
+    """Yield the part of a space that each parallel layout allows, where it allows any."""
     for parallel in parallels:
-        found = shared_out(space, parallel)
-        if all(found.axes):
-            yield found
+        narrowed = under_layout(space, parallel)
+        if all(narrowed.axes):
+            yield narrowed
 
 
-def shared_out(space: Space, parallel: Parallel) -> Space:
-    """Return the part of a space that may be planned under ``parallel``; what else contradicts it is left out later."""
+def under_layout(space: Space, parallel: Parallel) -> Space:
+    """Return the part of a space that can be planned under a parallel layout; other contradictions are left out later."""
     base = replace(space.base, parallel=parallel)
     if parallel.data == 1:
         return replace(space, base=base)
@@ -43,32 +43,32 @@ def shared_out(space: Space, parallel: Parallel) -> Space:
     )
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the front of several searches together: what none of them beats."""
+def joint_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the Pareto front of several searches together."""
     first = outcomes[0]
     if len(outcomes) == 1:
         return first
-    best: dict[Class, Found] = {}
-    for found in (found for outcome in outcomes for found in outcome.found):
-        other = best.get(found.group)
-        if other is None or found.token_femtoseconds < other.token_femtoseconds:
-            best[found.group] = found
-    kept = [found for found in best.values() if not any(_beats(other, found) for other in best.values())]
+    best: dict[Class, Combination] = {}
+    for combination in (combination for outcome in outcomes for combination in outcome.front):
+        other = best.get(combination.group)
+        if other is None or combination.token_femtoseconds < other.token_femtoseconds:
+            best[combination.group] = combination
+    undominated = [own for own in best.values() if not any(_dominates(other, own) for other in best.values())]
     return replace(
         first,
-        found=tuple(ranked(kept)),
+        front=tuple(ranked(undominated)),
         considered=sum(outcome.considered for outcome in outcomes),
         compiled=sum(outcome.compiled for outcome in outcomes),
     )
 
 
-def _beats(other: Found, own: Found) -> bool:
-    """Tell whether another combination is no worse in any respect."""
+def _dominates(other: Combination, own: Combination) -> bool:
+    """Tell whether another combination is no worse in any objective."""
     better = no_worse(other.group, own.group) and other.token_femtoseconds <= own.token_femtoseconds
     return other is not own and better
 
 
 def nearest_miss(searches: Sequence[Search]) -> Miss | None:
-    """Return the combination of all searches that needs the least memory, or None where nothing is allowed."""
-    found = [miss for search in searches if (miss := search.nearest_miss()) is not None]
-    return min(found, key=lambda miss: miss.plan.upper_bytes, default=None)
+    """Return the combination of all searches that needs the least memory, or None where none is allowed."""
+    misses = [miss for search in searches if (miss := search.nearest_miss()) is not None]
+    return min(misses, key=lambda miss: miss.plan.upper_bytes, default=None)

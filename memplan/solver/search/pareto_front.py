@@ -1,4 +1,4 @@
-"""What a search found, in order: the Pareto front, and the few of it that are worth showing."""
+"""The Pareto front of a search: its order, and the few combinations that are shown."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TENTHS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Combination:
     """One combination that fits.
 
     Attributes:
-        token_femtoseconds: Estimated time per token, which orders.
+        token_femtoseconds: Estimated time per token, by which combinations are ordered.
         step_picoseconds: Estimated time of one optimizer step.
     """
 
@@ -40,24 +40,24 @@ class Found:
 
     @property
     def objectives(self) -> tuple[int, ...]:
-        """What the front is taken over, each the less the better: those of its class, and time."""
+        """The objectives of the front, all minimised: those of its class, and time."""
         return (*self.group, self.token_femtoseconds)
 
 
 def no_worse(other: Class, own: Class) -> bool:
-    """Tell whether a class is at least as good as another in every respect."""
+    """Tell whether a class is at least as good as another in every objective."""
     return all(a <= b for a, b in zip(other, own, strict=True))
 
 
-def ranked(found: Iterable[Found]) -> list[Found]:
+def ranked(combinations: Iterable[Combination]) -> list[Combination]:
     """Return a front, best first: evidence, then estimated time in tenths, then quality risk, then time exactly.
 
     Estimates that are less than a tenth of the fastest apart are taken to be equal.
     """
-    front = list(found)
+    front = list(combinations)
     fastest = min((item.token_femtoseconds for item in front), default=1)
 
-    def key(item: Found) -> tuple[object, ...]:
+    def key(item: Combination) -> tuple[object, ...]:
         status, risk, released, *coarse = item.group
         tenths = (item.token_femtoseconds - fastest) * TENTHS // max(fastest, 1)
         return status, tenths, risk, released, *coarse, item.token_femtoseconds
@@ -65,7 +65,7 @@ def ranked(found: Iterable[Found]) -> list[Found]:
     return sorted(front, key=key)
 
 
-def thinned(front: Sequence[Found]) -> list[Found]:
+def thinned(front: Sequence[Combination]) -> list[Combination]:
     """Return a front without what is faster than another by less than a tenth, and no better otherwise."""
     return [
         item
@@ -79,10 +79,10 @@ def thinned(front: Sequence[Found]) -> list[Found]:
     ]
 
 
-def best_few(front: Sequence[Found], most: int) -> list[Found]:
+def best_few(front: Sequence[Combination], most: int) -> list[Combination]:
     """Return the first of a ranked front, with places for the least risk, the finest weights, and no host memory.
 
-    None is lost to combinations that are all alike and a little faster.
+    Otherwise combinations that are alike and a little faster would crowd these out.
     """
     if len(front) <= most:
         return list(front)

@@ -44,7 +44,7 @@ class WeightChoice:
 
 @dataclass(frozen=True, slots=True)
 class StateChoice:
-    """What stays from step to step, how it is updated, and whether optimizer states lie in host memory."""
+    """The persistent states, how they are updated, and whether optimizer states are in host memory."""
 
     weights: WeightChoice
     master: MasterWeights
@@ -71,9 +71,9 @@ class Space:
 
     Attributes:
         base: Config whose other keys all combinations share.
-        step_batch: Sequences of an optimizer step, at least; the fewest accumulation steps that give
-            so many go with each micro-batch.
-        accumulation: Accumulation steps where they are fixed.
+        step_batch: Least sequences per optimizer step; each micro-batch takes the fewest accumulation
+            steps that reach it.
+        accumulation: Accumulation steps, where they are fixed.
         host_bytes: Host memory that offloaded states may take; None for any amount.
     """
 
@@ -118,7 +118,7 @@ class Space:
         return prod(map(len, self.axes))
 
     def steps(self, batch: int) -> int:
-        """Return the accumulation steps that go with a micro-batch, which each GPU has one of."""
+        """Return the accumulation steps that go with a micro-batch on each GPU."""
         return self.accumulation or -(-self.step_batch // (batch * self.base.parallel.data))
 
     def config(
@@ -151,7 +151,7 @@ class Space:
         )
 
     def states(self, catalog: Catalog) -> Iterator[StateChoice]:
-        """Yield what may stay from step to step, without what changes nothing or cannot be.
+        """Yield the choices of persistent states, without duplicates and contradictions.
 
         A kernel that no optimizer of the combination runs stays at its first choice.
         """
@@ -192,18 +192,18 @@ class Space:
 
 
 def optimizer_names(optimizer: Mapping[str, str], catalog: Catalog) -> tuple[str, ...]:
-    """Return the optimizers that a mapping brings in, that of hidden matrices first, what takes the rest included."""
+    """Return the optimizers of a mapping, that of hidden matrices first, those for the remaining parameters included."""
     first = optimizer.get("hidden_matrix", optimizer.get("default", ""))
-    found = []
+    names = []
     for given in dict.fromkeys((first, *optimizer.values())):
         name = catalog.optimizers.name_of(given)
         entry = catalog.optimizers[name]
-        found += [name, *([entry.rest] if entry.takes == "matrices" and entry.rest is not None else [])]
-    return tuple(dict.fromkeys(found))
+        names += [name, *([entry.rest] if entry.takes == "matrices" and entry.rest is not None else [])]
+    return tuple(dict.fromkeys(names))
 
 
 def _masters(choices: Sequence[MasterWeights], weights: WeightChoice, torch: bool) -> Iterator[MasterWeights]:
-    """Yield master weights wider than the weights, for torch's AdamW; beside codes, bf16 weights would cost less."""
+    """Yield master weights wider than the weights, for torch's AdamW; with coded weights, bf16 weights would cost less."""
     for choice in choices:
         wider = torch and not weights.coded and FLOAT_BYTES.get(choice, 0) > FLOAT_BYTES[weights.dtype]
         if len(choices) == 1 or choice == "none" or wider:
@@ -213,9 +213,9 @@ def _masters(choices: Sequence[MasterWeights], weights: WeightChoice, torch: boo
 def _gradients(
     choices: Sequence[str | None], weights: WeightChoice, bundled: bool, catalog: Catalog
 ) -> Iterator[str | None]:
-    """Yield gradient dtypes but for the weights' own by another name, and narrow ones that nothing steps.
+    """Yield gradient dtypes, without the weights' own under another name and narrow ones that no optimizer supports.
 
-    A 16-bit gradient of fp32 weights is none that torch would keep.
+    torch stores no 16-bit gradient of an fp32 weight.
     """
     own = weights.compute_dtype if weights.coded else weights.dtype
     for choice in choices:

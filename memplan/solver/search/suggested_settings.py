@@ -1,4 +1,4 @@
-"""Which settings to use: the space a request leaves open, searched, and each answer planned whole."""
+"""Suggested settings: the space that a request leaves open is searched, and each answer planned in full."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.catalog.training_config import Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
-from memplan.solver.search.axes import AXES, BATCHES, full_space, kept
+from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axes
 from memplan.solver.search.best_first import Miss, Outcome, Search
-from memplan.solver.search.parallel_layouts import joined, nearest_miss, shared_out, spaces
-from memplan.solver.search.pareto_front import Found, best_few, thinned
+from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
+from memplan.solver.search.pareto_front import Combination, best_few, thinned
 from memplan.solver.search.space import Space, optimizer_names
 from memplan.training.resolved import resolve
 from memplan.units import format_bytes
@@ -21,19 +21,19 @@ from memplan.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a search.
+    """A request for suggested settings.
 
     Attributes:
-        base: Config that axes not searched, and axes that are kept, are taken from.
-        keep: Axes that stay as the base has them.
-        min_batch: Least micro-batch.
-        step_batch: Least sequences of an optimizer step, all its micro-batches together.
-        min_sequence: Least tokens per sequence.
+        base: Config of the keys that are not searched, and of the axes that are fixed.
+        keep: Axes fixed to the base config.
+        min_batch: Smallest micro-batch.
+        step_batch: Least sequences per optimizer step, over all its micro-batches.
+        min_sequence: Shortest sequence, in tokens.
         experimental: Whether experimental parts may be used.
         strict: Whether a job that may not fit at the upper end is no answer.
         most: How many answers at most.
         host_bytes: Most host memory that offloaded states may take; None for any amount.
-        parallels: Ways in which several GPUs may share the work; none is the base's own.
+        parallels: Parallel layouts to search; none is the base's own.
     """
 
     base: TrainingConfig
@@ -52,19 +52,19 @@ class Request:
 class Settings:
     """One answer: a combination, planned, and what it gives up."""
 
-    found: Found
+    combination: Combination
     plan: MemoryPlan
     gives_up: str
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestions:
-    """The answers, or how near the space comes to one.
+    """The suggestions, or the nearest miss.
 
     Attributes:
-        rows: Answers, best first.
-        miss: The combination that needs least, where there is no answer and anything is allowed.
-        experimental_fits: Whether experimental parts, which were not asked for, would give answers.
+        rows: Best first.
+        miss: The combination that needs the least memory, where none fits and any is allowed.
+        experimental_fits: Whether combinations with experimental parts, which were not allowed, would fit.
     """
 
     model: Model
@@ -77,7 +77,7 @@ class Suggestions:
 
 
 def axes_of(paths: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the axes that keys of a training config, which someone has set, belong to.
+    """Yield the axes that the given keys of a training config belong to.
 
     Example:
         >>> list(axes_of([("weights", "hidden_matrix"), ("gradients",), ("reserve",)]))
@@ -96,7 +96,7 @@ def space_of(request: Request, catalog: Catalog) -> Space:
     base = replace(request.base, sequence_length=length)
     batches = sorted({request.min_batch, *(batch for batch in BATCHES if batch >= request.min_batch)})
     space = replace(full_space(base, catalog, batches, request.step_batch), host_bytes=request.host_bytes)
-    return kept(space, request.keep, catalog)
+    return with_fixed_axes(space, request.keep, catalog)
 
 
 def suggestions(model: Model, request: Request, device: Device, catalog: Catalog) -> Suggestions:
@@ -105,10 +105,10 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
     if device.gpu.unified_memory and len(space.offloads) > 1:
         space = replace(space, offloads=("none",))
     length = space.base.sequence_length
-    open_spaces = list(spaces(space, request.parallels or (space.base.parallel,)))
+    open_spaces = list(spaces_by_layout(space, request.parallels or (space.base.parallel,)))
     if not open_spaces:
         raise CannotAnswerError(
-            "nothing is left to search: what is fixed is not planned on several GPUs (memplan fit with --gpus says why)"
+            "the search space is empty: the fixed settings are not supported on several GPUs (memplan fit with --gpus says why)"
         )
     space = open_spaces[0]
 
@@ -116,12 +116,14 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
         return [Search(model, one, device, length, catalog, experimental=experimental) for one in open_spaces]
 
     own = searches(request.experimental)
-    outcome = joined([search.run() for search in own])
-    if not outcome.found and not request.strict:
-        outcome = joined([search.run(tight=True) for search in own])
-    if outcome.found:
-        best = best_few(thinned(outcome.found), request.most)
-        rows = tuple(_settings(found, rank, model, space, device, catalog) for rank, found in enumerate(best, 1))
+    outcome = joint_outcome([search.run() for search in own])
+    if not outcome.front and not request.strict:
+        outcome = joint_outcome([search.run(tight=True) for search in own])
+    if outcome.front:
+        best = best_few(thinned(outcome.front), request.most)
+        rows = tuple(
+            _settings(combination, rank, model, space, device, catalog) for rank, combination in enumerate(best, 1)
+        )
         return Suggestions(model, device, space, outcome, rows)
     more = None
     if not request.experimental:
@@ -132,20 +134,22 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
     return Suggestions(model, device, space, outcome, (), miss, fits)
 
 
-def _settings(found: Found, rank: int, model: Model, space: Space, device: Device, catalog: Catalog) -> Settings:
-    optimizer = optimizer_names(found.state.optimizer, catalog)[0]
-    text = f"Suggested for {model.spec.name} on {device.name}: {summary(found, catalog)}"
-    space = shared_out(space, found.plan.setup.config.parallel)
-    config = space.config(found.state, found.way, found.batch, text, found.standing.status)
+def _settings(
+    combination: Combination, rank: int, model: Model, space: Space, device: Device, catalog: Catalog
+) -> Settings:
+    optimizer = optimizer_names(combination.state.optimizer, catalog)[0]
+    text = f"Suggested for {model.spec.name} on {device.name}: {summary(combination, catalog)}"
+    space = under_layout(space, combination.plan.setup.config.parallel)
+    config = space.config(combination.state, combination.way, combination.batch, text, combination.standing.status)
     stage = f"-zero{config.parallel.zero_stage}" if config.parallel.data > 1 else ""
-    name = f"suggested-{rank}-{found.state.weights.dtype}-{optimizer}{stage}"
+    name = f"suggested-{rank}-{combination.state.weights.dtype}-{optimizer}{stage}"
     plan = CompiledPlan(model, resolve(config, catalog, name)).evaluate(device)
-    return Settings(found, plan, "; ".join(given_up(found, catalog)) or "nothing")
+    return Settings(combination, plan, "; ".join(given_up(combination, catalog)) or "nothing")
 
 
-def summary(found: Found, catalog: Catalog) -> str:
+def summary(combination: Combination, catalog: Catalog) -> str:
     """Return a combination in a few words."""
-    state, way = found.state, found.way
+    state, way = combination.state, combination.way
     optimizer = catalog.optimizers[optimizer_names(state.optimizer, catalog)[0]].title
     gradients = f"{state.gradient} gradients" if state.gradient else "gradients as computed"
     released = ", released layer by layer" if way.lifetime == "layer" else ""
@@ -157,16 +161,16 @@ def summary(found: Found, catalog: Catalog) -> str:
     )
 
 
-def given_up(found: Found, catalog: Catalog) -> Iterator[str]:
+def given_up(combination: Combination, catalog: Catalog) -> Iterator[str]:
     """Yield what a combination gives up against fp32 everywhere and nothing computed twice."""
-    state, way = found.state, found.way
+    state, way = combination.state, combination.way
     weights = state.weights
-    if weights.coded and found.plan.setup.config.adapter is None:
-        known = ", which ended far behind fp32 in our record" if found.standing.far_behind else ""
+    if weights.coded and combination.plan.setup.config.adapter is None:
+        known = ", whose recorded loss is far behind fp32" if combination.standing.far_behind else ""
         yield f"weights are rounded to {weights.dtype} at every update{known}"
     elif weights.coded:
         yield f"frozen weights are rounded to {weights.dtype}"
-    elif weights.dtype != "fp32" and state.master == "none" and found.plan.setup.config.adapter is None:
+    elif weights.dtype != "fp32" and state.master == "none" and combination.plan.setup.config.adapter is None:
         yield f"updates are rounded to {weights.dtype}"
     if state.gradient is not None and state.gradient.startswith("fp8"):
         yield f"gradients are kept in {state.gradient}"
@@ -175,8 +179,8 @@ def given_up(found: Found, catalog: Catalog) -> Iterator[str]:
     if any(slot.block_bytes < 4 * slot.block_elements or slot.as_parameter for slot in entry.slots):
         yield f"narrow optimizer states ({entry.title})"
     if state.offload == "cpu":
-        size = format_bytes(found.plan.states.host_bytes)
-        yield f"optimizer states lie in host memory, {size} of it; each step moves them to the device and back"
+        size = format_bytes(combination.plan.states.host_bytes)
+        yield f"optimizer states take {size} of host memory; each step copies them to the device and back"
     if way.lifetime == "layer":
         yield "no gradient accumulation and no clipping by the global norm"
     if way.checkpointing != "none":

@@ -1,7 +1,7 @@
 """An estimate of a step's time from a GPU's bandwidth and arithmetic: a roofline, and no measurement.
 
-It is there to order settings. Kernels reach 30 to 80 % of such rates, so times come out too short,
-and orders between settings whose estimates are close mean little.
+It serves to order settings. Kernels reach 30 to 80 % of such rates, so the times are too short, and the
+order of settings with close estimates means little.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MATRICES: frozenset[Role] = frozenset(("hidden_matrix", "expert_matrix", "router
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a GPU does in a second.
+    """Throughput of a GPU, per second.
 
     Attributes:
         source: Catalog name of the GPU that the rates are of.
@@ -69,7 +69,9 @@ class Rates:
             CannotAnswerError: The GPU has no link to others.
         """
         if sent and not self.peer_bytes:
-            raise CannotAnswerError(f"{self.source} has no known link to other GPUs, from which time is estimated")
+            raise CannotAnswerError(
+                f"{self.source} has no interconnect bandwidth in the catalog, which the time estimate needs"
+            )
         return sent * PICOSECONDS // self.peer_bytes if sent else 0
 
 
@@ -84,7 +86,7 @@ Source: data sheets of the V100 SXM2 (32 GB/s both ways), A100 SXM (64 GB/s) and
 
 
 def host_link(gpu: Gpu) -> tuple[str, int]:
-    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or what joins a superchip's parts."""
+    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or the chip-to-chip link of a superchip."""
     link = gpu.interconnect
     if link.kind.startswith("pcie") or link.kind == "nvlink-c2c":
         return link.kind, link.bytes_per_second
@@ -102,7 +104,7 @@ def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> Rates:
         return _rates(name, gpu)
     rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
     if not rated:
-        raise CannotAnswerError("no GPU of the catalog has bandwidth and arithmetic, from which time is estimated")
+        raise CannotAnswerError("no GPU of the catalog has memory bandwidth and FLOP/s, which the time estimate needs")
     nearest, entry = min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
     return _rates(nearest, entry)
 
@@ -114,14 +116,14 @@ def _rates(name: str, gpu: Gpu) -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one token, and one micro-batch, ask of a GPU under some weights and gradients.
+    """The work of one token, and of one micro-batch, under some weights and gradients.
 
     Attributes:
         layer_parameters: Parameters of the layers' matrices that a token passes through.
         head_parameters: Parameters of the head.
         attention_width: Sum over layers of all heads' key and value widths.
-        read_bytes: Bytes moved to read all matrices once: decoded or cast first where they are stored otherwise.
-        gradient_bytes: Bytes moved to form and keep all gradients.
+        read_bytes: Bytes moved to read all matrices once, decoding or casting included.
+        gradient_bytes: Bytes moved to form and store all gradients.
         stream_bytes: Bytes of one token in all layers' saved tensors.
         logit_bytes: Bytes of one token's logits in the compute dtype.
         backward: Products of backward for each of forward: 2, or 1 where weights are frozen.
@@ -172,7 +174,7 @@ def _attention_width(part: object) -> int:
 
 
 def _gradient_traffic(entry: TensorStates) -> int:
-    """Return what forming a gradient moves: written, and read and written again where it is kept otherwise."""
+    """Return the bytes moved to form a gradient: one write, and a read and a write where it is stored in another dtype."""
     same = entry.gradient_bytes == entry.formed_bytes
     return entry.formed_bytes if same else 2 * entry.formed_bytes + entry.gradient_bytes
 
@@ -189,7 +191,7 @@ def micro_batch_picoseconds(
         attention costs half its square. W = (2 + r) times the bytes of reading every matrix, and
         the gradients' (twice where they are added to others). M = 2 passes over the saved tensors, 3
         with checkpointing, and 6 over the logits, half as many again in fp32 and for a chunked loss.
-        Several GPUs: the time of what each sends, where that is longer, since it overlaps with the rest.
+        Several GPUs: communication overlaps with the rest, so the longer of the two counts.
 
     Source:
         Roofline: https://doi.org/10.1145/1498765.1498785. Operations: https://arxiv.org/abs/2001.08361,
@@ -210,7 +212,7 @@ def micro_batch_picoseconds(
 
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
-    """What an optimizer asks of a GPU in one step, weights and gradients left out.
+    """The work of an optimizer in one step, without weights and gradients.
 
     Attributes:
         moved_bytes: States and master weights read and written, and further passes.
