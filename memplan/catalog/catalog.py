@@ -160,8 +160,10 @@ class Catalog:
         for name in added:
             parts.pop(own.get(normalised_name(name), name), None)
         entries: Mapping[str, T] = _Entries(cls, parts, added)
-        index = dict(own)
+        index = _card_index((name, part.card) for name, part in parts.items()) | own if section == "gpus" else dict(own)
         if added:
+            cards = ((name, getattr(entry, "name", "")) for name, entry in added.items())
+            index |= _card_index(cards) if section == "gpus" else {}
             index |= _index(section, ((n, getattr(e, "aliases", ())) for n, e in added.items()), origins)
             index = {key: name for key, name in index.items() if name in entries}
         return Shelf(SECTIONS[section][1], section, entries, origins, index)
@@ -218,12 +220,19 @@ class _Part:
         match = _ALIASES.search(self.text)
         return [alias.strip().strip("\"'") for alias in match[1].split(",")] if match else []
 
+    @property
+    def card(self) -> str:
+        """Return the name that a GPU is sold under."""
+        match = _CARD.search(self.text)
+        return match[1].strip("\"'") if match else ""
+
     def data(self) -> Any:
         value = parse_document(self.text, str(self.path)).data
         return value[self.name] if self.keyed else value
 
 
 _ALIASES = re.compile(r"^ *aliases: \[(.+)\]", re.MULTILINE)
+_CARD = re.compile(r"^  name: (.+?) *$", re.MULTILINE)
 _ENTRY = re.compile(r"^([a-z0-9][^\s:]*):[ \t]*$", re.MULTILINE)
 
 
@@ -285,6 +294,22 @@ def _user_section(
         if not isinstance(data, dict):
             raise InvalidFileError([f"{document.where(keys)}: expected entries by name"])
     return {name: (entry, (*keys, name)) for name, entry in data.items()}
+
+
+def _card_index(cards: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return normalised names of cards, with their vendor and without -> name.
+
+    One that several entries share only begins what is indexed, so that it is refused as ambiguous.
+    """
+    index: dict[str, set[str]] = {}
+    for name, card in cards:
+        for spelling in {card, card.removeprefix("NVIDIA ")} - {""}:
+            index.setdefault(normalised_name(spelling), set()).add(name)
+    return {
+        spelling if len(names) == 1 else spelling + normalised_name(name): name
+        for spelling, names in index.items()
+        for name in names
+    }
 
 
 def _index(section: str, entries: Iterable[tuple[str, Iterable[str]]], origins: Mapping[str, str]) -> dict[str, str]:

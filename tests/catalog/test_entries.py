@@ -341,10 +341,40 @@ def test_every_config_of_the_design_ships(name):
         ("gpus", "RTX 4090", "rtx4090"),
         ("gpus", "4090", "rtx4090"),
         ("gpus", "H100_SXM_80GB", "h100-sxm-80gb"),
+        ("gpus", "NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("gpus", "GeForce RTX 4090", "rtx4090"),
+        ("gpus", "NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("gpus", "NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("gpus", "NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("gpus", "NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("gpus", "NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
+        ("gpus", "NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("gpus", "NVIDIA H100 NVL", "h100-nvl-94gb"),
+        ("gpus", "NVIDIA H200", "h200-sxm-141gb"),
+        ("gpus", "NVIDIA B200", "b200-sxm-180gb"),
+        ("gpus", "NVIDIA GB10", "dgx-spark"),
+        ("gpus", "NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("gpus", "NVIDIA L40S", "l40s"),
+        ("gpus", "Tesla T4", "t4"),
+        ("gpus", "Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
     ],
 )
 def test_the_aliases_of_the_design_resolve(section, alias, name):
     assert CATALOG.section(section).name_of(alias) == name
+
+
+def test_a_name_that_two_cards_share_is_not_guessed_between():
+    with pytest.raises(UnknownNameError, match=r"ambiguous: .*rtx3080-10gb"):
+        CATALOG.gpus.name_of("NVIDIA GeForce RTX 3080")
+    with pytest.raises(UnknownNameError, match=r"say rtx3080-laptop-16gb or rtx3080-laptop-8gb"):
+        CATALOG.gpus.name_of("NVIDIA GeForce RTX 3080 Laptop GPU")
+
+
+@pytest.mark.parametrize("name", CATALOG.gpus)
+def test_a_gpu_is_found_by_the_name_of_its_card(name):
+    card = CATALOG.gpus.entries[name].name
+    same = [other for other, gpu in CATALOG.gpus.entries.items() if gpu.name == card]
+    assert len(same) > 1 or CATALOG.gpus.name_of(card) == name
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,8 @@ def _closest_entry(device: NvidiaDevice, catalog: Catalog) -> Gpu:
     name, total, usable = device
     key = normalised_name(name.removeprefix("NVIDIA "))
     for entry in catalog.gpus.entries.values():
-        names = (entry.name.removeprefix("NVIDIA "), *entry.aliases)
-        if key in map(normalised_name, names) and abs(entry.memory_bytes - total) < 2**30:
+        names = (normalised_name(one.removeprefix("NVIDIA ")) for one in (entry.name, *entry.aliases))
+        alike = any(one == key or re.fullmatch(rf"{re.escape(key)}\d+gb", one) for one in names)
+        if alike and abs(entry.memory_bytes - total) < 2**30:
             return replace(entry, memory_bytes=total, cuda_total_bytes=min(entry.cuda_total_bytes, usable))
     return replace(custom_gpu(usable, "its driver's total"), name=name, memory_bytes=total)
