@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.library.lookup import catalog_model
 from memplan.model.model import Model
 from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
 from memplan.training.resolved import TrainingSetup, resolve
+from tests.jobs import shipped_catalog
 
 
 def pytest_addoption(parser):
@@ -44,7 +45,7 @@ Cli = Callable[..., Ran]
 
 @pytest.fixture(scope="session")
 def catalog() -> Catalog:
-    return Catalog(data_directory())
+    return shipped_catalog()
 
 
 @pytest.fixture

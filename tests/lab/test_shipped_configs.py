@@ -25,8 +25,7 @@ from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
 from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolved import resolve  # noqa: E402
-
-from .conftest import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
+from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 
 CATALOG = shipped_catalog()
 CONFIGS = list(CATALOG.configs.entries)

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Source:
             ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0); the
-            profiler's allocation events of a real run agree (tests/lab).
+            profiler's allocation events of a real run agree (tests/trace).
         """
         first, second = args[0], args[1]
         if not isinstance(second, Tensor) or first.shape != second.shape or first.dtype != second.dtype:

@@ -1,21 +1,13 @@
+"""Models small enough to trace and to train, and the shipped catalog, loaded once."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
-
-import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.training_config import TrainingConfig
-from memplan.model.families import model_spec
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm
-from memplan.training.resolved import TrainingSetup, resolve
-
-MakeSetup = Callable[..., TrainingSetup]
-MakeModel = Callable[[str], Model]
 
 
 @cache
@@ -38,31 +30,6 @@ SHAPES = {
     "8b": llama(128256, 4096, 32, 32, 8, 14336, 128),
     "405b": llama(128256, 16384, 126, 128, 8, 53248, 128),
 }
-
-
-@pytest.fixture(scope="session")
-def catalog() -> Catalog:
-    return shipped_catalog()
-
-
-@pytest.fixture(scope="session")
-def make_setup() -> MakeSetup:
-    def made(**keys: Any) -> TrainingSetup:
-        return resolve(TrainingConfig("test", **keys), shipped_catalog(), "test")
-
-    return made
-
-
-@pytest.fixture(scope="session")
-def make_model() -> MakeModel:
-    def made(name: str) -> Model:
-        if name in SHAPES:
-            return SHAPES[name]
-        entry = shipped_catalog().models[name]
-        spec = model_spec({"model_type": entry.architecture, **entry.config}, name, "test")
-        return Model.from_spec(spec, "test")
-
-    return made
 
 
 def _shrunk_attention(part: Attention | LatentAttention) -> Attention | LatentAttention:
@@ -97,13 +64,9 @@ def shrunk_layer(layer: Layer) -> Layer:
     return replace(layer, attention=_shrunk_attention(layer.attention), feed_forward=part)
 
 
-@pytest.fixture(scope="session")
-def shrunk() -> Callable[[Model], Model]:
-    def made(model: Model) -> Model:
-        """The same family with two layers of width 256, so that it can really be trained here."""
-        runs = tuple(LayerRun(shrunk_layer(run.layer), 2, 2 * i) for i, run in enumerate(model.spec.runs[:2]))
-        positions = min(model.spec.learned_positions, 512)
-        spec = replace(model.spec, vocab_size=16000, hidden_size=256, runs=runs, learned_positions=positions)
-        return Model.from_spec(spec, "test")
-
-    return made
+def shrunk_model(model: Model) -> Model:
+    """The same family with two layers of width 256, so that it can really be trained here."""
+    runs = tuple(LayerRun(shrunk_layer(run.layer), 2, 2 * i) for i, run in enumerate(model.spec.runs[:2]))
+    positions = min(model.spec.learned_positions, 512)
+    spec = replace(model.spec, vocab_size=16000, hidden_size=256, runs=runs, learned_positions=positions)
+    return Model.from_spec(spec, "test")

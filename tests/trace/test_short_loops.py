@@ -1,6 +1,6 @@
 """The trace cuts the bundled optimizer's loops short: held against the same trace with every turn run.
 
-pytest -m slow tests/lab/test_short_loops.py
+pytest -m slow tests/trace/test_short_loops.py
 """
 
 from __future__ import annotations
