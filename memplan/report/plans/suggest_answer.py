@@ -107,8 +107,10 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         combination.standing.status,
         str(combination.standing.risk),
         format_bytes(plan.upper_bytes, unit),
-        f"~{_tokens_per_second(found, plan.setup.config.parallel.data):,}",
-        str(combination.batch) if plan.setup.config.gradient_accumulation_steps == 1 else _accumulated(found, plan.setup),
+        f"~{_tokens_per_second(combination, plan.setup.config.parallel.data):,}",
+        str(combination.batch)
+        if plan.setup.config.gradient_accumulation_steps == 1
+        else _accumulated(combination, plan.setup),
         weights,
         f"{state.gradient or 'own'}{released}",
         plan.setup.optimizer_names["hidden_matrix"] + (" on host" if state.offload == "cpu" else ""),
