@@ -18,7 +18,7 @@ from memplan.published.notes_accounting import BUFFER_SIDE
 from memplan.published.planned import LLAMAS, Planned, shape_plan
 from memplan.published.printed_cell import CellInputs
 from memplan.step.states.optimizer_scratch import tensor_temporaries
-from memplan.step.tapes.linear_forms import Part, part_bytes
+from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolved import resolve
 from memplan.units import format_count
 
@@ -154,7 +154,7 @@ class Corrections:
             self._activations[kind] = CompiledPlan(self.planned.model(LLAMA_7B), changed)
         plan = self._activations[kind]
         values = plan.values(inputs.counted("batch"), inputs.counted("sequence"))
-        return (max(part_bytes(candidate.form, values)[Part.ACTIVATIONS] for candidate in plan.candidates),)
+        return (max(candidate.form.bytes(Part.ACTIVATIONS, values) for candidate in plan.candidates),)
 
     def shape(self, inputs: CellInputs) -> Value | None:
         """Return a figure of one of the notes' shapes, planned to the byte."""

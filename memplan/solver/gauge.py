@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.plan.allowances import Allowances
-from memplan.plan.memory_plan import Device, Verdict, verdict_of
-from memplan.plan.planner import allowances_of
+from memplan.plan.planner import Device, Verdict, allowances_of
 from memplan.training.resolved import TrainingSetup
 
 
@@ -24,16 +23,19 @@ class Gauge:
 
     def device_bytes(self, requested: int, rounding: int) -> int:
         """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""
-        return self.allowances.device_bytes(self.allowances.allocated_bytes(requested, rounding))
+        allocated = requested + rounding + self.allowances.library_bytes
+        return allocated + self.allowances.reserve_bytes(allocated) + self.allowances.context_bytes
 
     def upper_bytes(self, requested: int, rounding: int) -> int:
         """Return the upper end of the interval around it."""
-        return self.allowances.upper_bytes(self.allowances.allocated_bytes(requested, rounding))
+        allocated = requested + rounding + self.allowances.library_bytes
+        return allocated + self.allowances.upper_reserve_bytes(allocated) + self.allowances.upper_context_bytes
 
     def verdict(self, requested: int, rounding: int) -> Verdict:
         """Return the verdict on a requested peak."""
-        sizes = self.device_bytes(requested, rounding), self.upper_bytes(requested, rounding)
-        return verdict_of(*sizes, self.usable_bytes)
+        if self.upper_bytes(requested, rounding) <= self.usable_bytes:
+            return "fits"
+        return "tight" if self.device_bytes(requested, rounding) <= self.usable_bytes else "no"
 
     def most_requested_bytes(self, tight: bool = False) -> int:
         """Return the most requested bytes that FIT, rounding to blocks included; negative where nothing does.

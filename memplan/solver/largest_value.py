@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import add, mul
+from operator import mul
 
 from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.plan.planner import CompiledPlan
-from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Form, with_totals
+from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
 
 MOST_BATCH = 2**24
 MOST_LENGTH = 2**30
@@ -85,13 +85,12 @@ def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
     return largest(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess)
 
 
-def _forms(plan: CompiledPlan) -> list[Form]:
+def _forms(plan: CompiledPlan) -> list[Coefficients]:
     """Return the coefficients of every candidate instant, buffers included."""
-    always = with_totals(plan.forms.buffers)
-    return [tuple(map(add, with_totals(candidate.form), always)) for candidate in plan.candidates]
+    return [(candidate.form + plan.forms.buffers).totals() for candidate in plan.candidates]
 
 
-def _crossing(plan: CompiledPlan, form: Form, length: int, most_bytes: int) -> int:
+def _crossing(plan: CompiledPlan, form: Coefficients, length: int, most_bytes: int) -> int:
     """Return about where one form reaches ``most_bytes``: a straight line through two far batches."""
     near = (plan.model.spec.vocab_size + EMBEDDING_DIRECT_INDICES) // length + 1
     low, high = (sum(map(mul, form, plan.values(batch, length))) for batch in (near, 2 * near))

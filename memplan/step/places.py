@@ -6,34 +6,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from memplan.model.spec import LayerRun
-from memplan.step.tapes.linear_forms import Form, add_forms, scale_form
-from memplan.step.tapes.liveness import Played
+from memplan.step.tapes.linear_forms import Form
 
 
-def last_places(parts: Iterable[tuple[Played, int, Form]], around: Form) -> tuple[list[tuple[Played, Form]], Form]:
-    """Return the last place of each part with what lies around it there, and what lies around when all have run.
+def last_places(
+    runs: Iterable[tuple[int, int]], left: Mapping[int, Form], around: Form
+) -> tuple[list[tuple[int, Form]], Form]:
+    """Return the last place of each kind with what lies around it there, and what lies around when all have run.
 
-    Forward only adds, so that no earlier place of a part is fuller.
+    Forward only adds, so that no earlier place of a kind is fuller.
 
     Args:
-        parts: Parts in order: how often each runs in a row, and what it leaves each time.
+        runs: Runs in order: the kind of its layers, and how many they are.
+        left: What one of each kind leaves.
         around: What is there before the first.
     """
-    kinds: dict[int, tuple[Played, Form]] = {}
     below: dict[int, dict[int, int]] = {}
     counts: dict[int, int] = {}
-    for part, count, left in parts:
-        key = id(part)
-        kinds[key] = part, left
-        before = counts.get(key, 0)
-        below.pop(key, None)
-        below[key] = {**counts, key: before + count - 1}
-        counts[key] = before + count
+    for kind, count in runs:
+        before = counts.get(kind, 0)
+        below.pop(kind, None)
+        below[kind] = {**counts, kind: before + count - 1}
+        counts[kind] = before + count
 
     def filled(counts: Mapping[int, int]) -> Form:
-        return add_forms(around, *(scale_form(kinds[key][1], count) for key, count in counts.items()))
+        return sum((left[kind] * count for kind, count in counts.items()), around)
 
-    return [(kinds[key][0], filled(counts)) for key, counts in below.items()], filled(counts)
+    return [(kind, filled(counts)) for kind, counts in below.items()], filled(counts)
 
 
 def layer_counts(runs: Iterable[tuple[int, LayerRun]]) -> dict[int, int]:
@@ -49,9 +48,9 @@ class Place:
     """A layer whose backward may be the peak.
 
     Attributes:
-        kind: Its section, and its place in its run.
+        kind: The kind of its layer, the length of its run, and its place in that.
         layer: Its number.
-        below: Layers of each section that have not run backward yet.
+        below: Layers of each kind that have not run backward yet.
         formed: Gradients that those above have left.
     """
 
@@ -75,7 +74,7 @@ def ends(places: Sequence[Place], around_of: Callable[[Place], Form]) -> Iterato
         even = all(before.below[key] + after.below[key] == 2 * count for key, count in here.below.items())
         if even and before.formed + after.formed == 2 * here.formed:
             return True
-        return add_forms(around_of(before), around_of(after)) == scale_form(around_of(here), 2)
+        return around_of(before) + around_of(after) == around_of(here) * 2
 
     midway = {
         here.layer

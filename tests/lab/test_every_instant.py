@@ -12,7 +12,7 @@ from memplan.lab.agreement import compare
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
 from memplan.plan.planner import CompiledPlan
-from memplan.step.tapes.linear_forms import WIDTH, Part, Quantity
+from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.trace.recording.workspaces import kernel_workspaces
 from memplan.training.resolved import resolve
 
@@ -54,7 +54,7 @@ def test_flash_attention_pads_lengths_to_a_hundred_and_twenty_eight(catalog, len
     attention = [instant for instant in plan.candidates if "attention" in instant.operation and "layer" in instant.name]
     values = plan.values(1, length)
     scratch = [
-        sum(values[q] * instant.form[part * WIDTH + q] for part in Part for q in (Quantity.PADDED_TOKENS,))
+        sum(values[q] * instant.form.coefficient(part, q) for part in Part for q in (Quantity.PADDED_TOKENS,))
         for instant in attention
     ]
     assert set(scratch) == {4 * 4 * (1 + 64) * padded}

@@ -14,6 +14,7 @@ import memplan.step.instants
 from memplan.errors import InvalidFileError
 from memplan.measure.records.comparison_rows import STATES
 from memplan.measure.records.measurement_records import read_data, read_record, record_files, replayed
+from memplan.step.tapes.linear_forms import ZERO
 
 RECORDS = Path(__file__).parent.parent / "records"
 FILES = record_files(RECORDS)
@@ -92,7 +93,7 @@ def test_a_formula_without_one_of_its_terms_disagrees(catalog, monkeypatch):
 
     def without_buffers(*given):
         forms = compile_step(*given)
-        return replace(forms, buffers=tuple(0 for _ in forms.buffers))
+        return replace(forms, buffers=ZERO)
 
     monkeypatch.setattr("memplan.plan.planner.compile_step", without_buffers)
     wrong = [row.component for row in replayed(record).rows if not row.agrees]

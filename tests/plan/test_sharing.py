@@ -10,8 +10,9 @@ from memplan.catalog.training_config import Gradients
 from memplan.library.lookup import catalog_model
 from memplan.model.inventory import merged
 from memplan.plan.planner import CompiledPlan
-from memplan.step import instants as phases
-from memplan.step.blocks.layer_sections import layer_section
+from memplan.step import instants
+from memplan.step.blocks.decoder_layer import layer_section
+from memplan.step.ends_on_tape import embedding_section, evaluated_head, head_on_tape
 from memplan.step.states.model_states import model_states, tensor_states
 from memplan.training.adapters import adapter_tensors
 
@@ -43,21 +44,26 @@ def test_layers_left_out_are_never_the_fullest(monkeypatch, model, setup_of, nam
     setup = setup_of(**keys)
     few = CompiledPlan(model(name), setup)
     assert few.candidates
-    monkeypatch.setattr(phases, "ends", lambda places, around_of: iter(places))
+    monkeypatch.setattr(instants, "ends", lambda places, around_of: iter(places))
     every = CompiledPlan(model(name), setup)
     assert len(few.candidates) <= len(every.candidates)
     for batch, length in ((1, 1), (1, 256), (3, 1000), (8, 4096), (64, 8192)):
         assert few.requested_bytes(batch, length) == every.requested_bytes(batch, length)
 
 
+def forget_parts():
+    for part in (layer_section, embedding_section, head_on_tape, evaluated_head):
+        part.cache_clear()
+
+
 @pytest.mark.parametrize("name", ALTERNATING)
-def test_layers_shared_between_plans_are_those_of_a_plan_alone(model, setup_of, name):
+def test_parts_shared_between_plans_are_those_of_a_plan_alone(model, setup_of, name):
     bases = [(setup_of(config), kind) for config, kind in VARIED]
     setups = [replace(base, config=replace(base.config, activation_checkpointing=kind)) for base, kind in bases]
-    layer_section.cache_clear()
+    forget_parts()
     together = [CompiledPlan(model(name), setup).forms for setup in setups]
     for setup, forms in zip(setups, together, strict=True):
-        layer_section.cache_clear()
+        forget_parts()
         assert CompiledPlan(model(name), setup).forms == forms
 
 

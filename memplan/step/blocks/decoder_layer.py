@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
-from memplan.step.blocks.feed_forward import MixtureOperations
-from memplan.step.blocks.latent_attention import LatentOperations
+from memplan.step.blocks.attention import attention
+from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.feed_forward import mlp
+from memplan.step.blocks.latent_attention import latent_attention
+from memplan.step.blocks.mixture_of_experts import mixture
+from memplan.step.blocks.norms import normalised
+from memplan.step.tapes.section import Section
 from memplan.step.tapes.tape import Value
+from memplan.step.tapes.taped_weight import Weight
+
+MOST_LAYERS = 128
+"""Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""
 
 
-class Builder(LatentOperations, MixtureOperations):
-    """Writes layers on a tape."""
+@lru_cache(maxsize=MOST_LAYERS)
+def layer_section(
+    settings: BlockSettings, layer: Layer, weights: tuple[tuple[str, Weight], ...], needs_gradient: bool
+) -> Section:
+    """Return a layer on tape, the same one each time.
 
-    def layer(self, x: Value, layer: Layer) -> Value:
-        """Return the residual stream after a layer."""
-        names, hidden = self.settings.names, self.settings.hidden_size
-        norms = norm_names(names, layer)
+    Args:
+        settings: What its operations depend on.
+        layer: Its shape.
+        weights: Its parameters, by name relative to it.
+        needs_gradient: Whether its input needs a gradient.
+    """
+    builder = Builder(settings, dict(weights))
+    builder.tape.instant = "layer"
+    entry = builder.tape.given(TOKENS, settings.hidden_size, settings.residual_bytes, needs_gradient)
+    return Section(builder.tape, entry, layer_output(builder, entry, layer))
 
-        def normed(value: Value, index: int) -> Value:
-            return self.norm(value, layer.norm, norms[index], hidden)
 
-        if layer.placement == "parallel":
-            first = normed(x, 0)
-            with self.tape.holding(first):
-                second = normed(x, 1) if len(norms) > 1 else first
-                with self.tape.holding(second):
-                    attended = self.add(x, self.dropped(self.attention_part(first, layer)))
-                    with self.tape.holding(attended):
-                        return self.add(attended, self.dropped(self.feed_forward(second, layer)))
-        if layer.placement == "post":
-            x = self.add(x, self.dropped(normed(self.attention_part(x, layer), 0)))
-            with self.tape.holding(x):
-                return self.add(x, self.dropped(normed(self.feed_forward(x, layer), 1)))
-        if layer.placement == "sandwich":
-            x = self.add(x, self.dropped(normed(self.attention_part(normed(x, 0), layer), 1)))
-            with self.tape.holding(x):
-                return self.add(x, self.dropped(normed(self.feed_forward(normed(x, 2), layer), 3)))
-        x = self.add(x, self.dropped(self.attention_part(normed(x, 0), layer)))
-        with self.tape.holding(x):
-            return self.add(x, self.dropped(self.feed_forward(normed(x, 1), layer)))
+def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after a layer."""
+    names, hidden = builder.settings.names, builder.settings.hidden_size
+    norms = norm_names(names, layer)
 
-    def attention_part(self, x: Value, layer: Layer) -> Value:
-        """Return a layer's attention."""
-        if isinstance(layer.attention, LatentAttention):
-            return self.latent_attention(x, layer.attention, self.settings.names.attention)
-        return self.attention(x, layer.attention, self.settings.names.attention)
+    def normed(value: Value, index: int) -> Value:
+        return normalised(builder, value, layer.norm, norms[index], hidden)
 
-    def feed_forward(self, x: Value, layer: Layer) -> Value:
-        """Return a layer's feed-forward part."""
-        if isinstance(layer.feed_forward, MixtureOfExperts):
-            return self.mixture(x, layer.feed_forward, self.settings.names.mlp)
-        return self.mlp(x, layer.feed_forward, self.settings.names.mlp)
+    if layer.placement == "parallel":
+        first = normed(x, 0)
+        with builder.tape.alive(first):
+            second = normed(x, 1) if len(norms) > 1 else first
+            with builder.tape.alive(second):
+                attended = builder.add(x, builder.dropped(attention_part(builder, first, layer)))
+                with builder.tape.alive(attended):
+                    return builder.add(attended, builder.dropped(feed_forward(builder, second, layer)))
+    if layer.placement == "post":
+        x = builder.add(x, builder.dropped(normed(attention_part(builder, x, layer), 0)))
+        with builder.tape.alive(x):
+            return builder.add(x, builder.dropped(normed(feed_forward(builder, x, layer), 1)))
+    if layer.placement == "sandwich":
+        x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
+        with builder.tape.alive(x):
+            return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
+    x = builder.add(x, builder.dropped(attention_part(builder, normed(x, 0), layer)))
+    with builder.tape.alive(x):
+        return builder.add(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
+
+
+def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return a layer's attention."""
+    if isinstance(layer.attention, LatentAttention):
+        return latent_attention(builder, x, layer.attention, builder.settings.names.attention)
+    return attention(builder, x, layer.attention, builder.settings.names.attention)
+
+
+def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return a layer's feed-forward part."""
+    if isinstance(layer.feed_forward, MixtureOfExperts):
+        return mixture(builder, x, layer.feed_forward, builder.settings.names.mlp)
+    return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

@@ -7,6 +7,7 @@ such sizes stay closed forms, so a model is worked out once and evaluated for an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from operator import add, mul
 
@@ -63,11 +64,95 @@ class Part(IntEnum):
     GRADIENTS = 3
 
 
-WIDTH = len(Quantity)
-Form = tuple[int, ...]
-"""Bytes as coefficients of the quantities, for each part in turn: ``form[part * WIDTH + quantity]``."""
+Coefficients = tuple[int, ...]
+"""Bytes for one of each quantity, in the order of :class:`Quantity`."""
 
-ZERO: Form = (0,) * (WIDTH * len(Part))
+NOTHING: Coefficients = (0,) * len(Quantity)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Bytes of each component as a linear form in the quantities: forms add up, and are multiplied by integers.
+
+    Attributes:
+        parts: Coefficients of each part in turn; where a part is empty, :data:`NOTHING` itself saves arithmetic.
+
+    Example:
+        >>> form = single_form(Part.LOGITS, Quantity.TOKENS, 3) + single_form(Part.GRADIENTS, Quantity.ONE, 5) * 2
+        >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, 8, 50))
+        (3, 610)
+    """
+
+    parts: tuple[Coefficients, ...]
+
+    def __add__(self, other: Form) -> Form:
+        """Return the bytes of both."""
+        return Form(tuple(map(_sum, self.parts, other.parts)))
+
+    def __sub__(self, other: Form) -> Form:
+        """Return the bytes without those of ``other``."""
+        return self + other * -1
+
+    def __mul__(self, factor: int) -> Form:
+        """Return the bytes of so many."""
+        if factor == 1:
+            return self
+        return Form(tuple(c if c is NOTHING else tuple(map(factor.__mul__, c)) for c in self.parts))
+
+    def of(self, part: Part) -> Coefficients:
+        """Return the coefficients of one part."""
+        return self.parts[part]
+
+    def only(self, part: Part) -> Form:
+        """Return the form of one part alone."""
+        return Form(tuple(self.parts[own] if own is part else NOTHING for own in Part))
+
+    def coefficient(self, part: Part, quantity: Quantity) -> int:
+        """Return how many bytes of a part there are for each unit of a quantity."""
+        return self.parts[part][quantity]
+
+    def totals(self) -> Coefficients:
+        """Return the coefficients of all parts together."""
+        activations, logits, temporaries, gradients = self.parts
+        return _sum(_sum(activations, logits), _sum(temporaries, gradients))
+
+    def bytes(self, part: Part, values: Sequence[int]) -> int:
+        """Return the bytes of one part, given the values of the quantities."""
+        return _bytes(self.parts[part], values)
+
+    def part_bytes(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of each part, given the values of the quantities."""
+        return tuple([_bytes(coefficients, values) for coefficients in self.parts])
+
+    def total_bytes(self, values: Sequence[int]) -> int:
+        """Return the bytes of all parts together, given the values of the quantities."""
+        return _bytes(self.totals(), values)
+
+
+def _sum(first: Coefficients, second: Coefficients) -> Coefficients:
+    if second is NOTHING:
+        return first
+    return second if first is NOTHING else tuple(map(add, first, second))
+
+
+def _bytes(coefficients: Coefficients, values: Sequence[int]) -> int:
+    return 0 if coefficients is NOTHING else sum(map(mul, coefficients, values))
+
+
+ZERO = Form((NOTHING,) * len(Part))
+
+
+def single_form(part: Part, quantity: Quantity, coefficient: int) -> Form:
+    """Return the form of one tensor."""
+    if not coefficient:
+        return ZERO
+    own = tuple([coefficient if other is quantity else 0 for other in Quantity])
+    return Form(tuple([own if other is part else NOTHING for other in Part]))
+
+
+def constant_form(part: Part, size: int) -> Form:
+    """Return so many bytes, whatever batch and length are."""
+    return single_form(part, Quantity.ONE, size)
 
 
 def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, ...]:
@@ -87,40 +172,3 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
     return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, many, touched, partial, aligned)
-
-
-def add_forms(*forms: Form) -> Form:
-    """Return the sum of forms."""
-    total = forms[0]
-    for form in forms[1:]:
-        total = tuple(map(add, total, form))
-    return total
-
-
-def scale_form(form: Form, factor: int) -> Form:
-    """Return ``form`` times an integer."""
-    return tuple(map(factor.__mul__, form))
-
-
-def single_form(part: Part, quantity: Quantity, coefficient: int) -> Form:
-    """Return the form of one tensor."""
-    form = [0] * len(ZERO)
-    form[part * WIDTH + quantity] = coefficient
-    return tuple(form)
-
-
-def part_bytes(form: Form, values: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes of each part, given the values of the quantities."""
-    return tuple(sum(map(mul, form[start : start + WIDTH], values)) for start in range(0, len(form), WIDTH))
-
-
-def total_bytes(form: Form, values: Sequence[int]) -> int:
-    """Return the bytes of all parts together."""
-    return sum(part_bytes(form, values))
-
-
-def with_totals(form: Form) -> Form:
-    """Return the coefficients of all parts together, one for each quantity."""
-    first, second = form[:WIDTH], form[WIDTH : 2 * WIDTH]
-    third, fourth = form[2 * WIDTH : 3 * WIDTH], form[3 * WIDTH :]
-    return tuple(map(add, map(add, first, second), map(add, third, fourth)))

@@ -12,99 +12,16 @@ Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp (v2.13.0).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from memplan.step.tapes.linear_forms import WIDTH, ZERO, Form, Part, Quantity
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.step.tapes.taped_weight import Weight
 
 FOREVER = 2**62
 """Index of an operation that never comes."""
-
-Mode = Literal["first", "again", "filled", "layer"]
-"""How weight gradients fare: kept from now on, added to ones already there, added to zeros where the last step left some,
-or used at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A parameter tensor as an operation of a tape sees it.
-
-    Attributes:
-        name: Its name, for explanations.
-        trainable: Whether backward forms a gradient for it.
-        element_bytes: Bytes of an element as products and norms read it.
-        copy_bytes: A copy in the compute dtype made for the product: dequantised, and made
-            again for backward; or cast by autocast, and kept from forward to backward.
-        decoding_bytes: What making a dequantised copy takes besides.
-        copy_kept: Whether that copy is kept (autocast) or made anew (dequantised).
-        own_bytes: The weight in its own dtype.
-        formed_bytes: Its gradient as backward forms it, in the compute dtype.
-        gradient_bytes: Its gradient as it is stored; the formed one itself where ``converted`` is false.
-        converted: Whether storing makes another tensor.
-        add_bytes: Temporaries of rounding into, and of adding to, a gradient store.
-        coded: Whether the weight is no float parameter; its gradient is stored while the
-            operation that formed it still holds its inputs.
-        delayed: Whether its gradient waits for another to be added (a tied head), whatever the mode.
-        shared: Whether a gradient of it has been stored before, to which this one is added.
-        handed_over: Whether the bundled optimizer has moved the gradient into its store, and the one
-            that was formed is gone, before an update inside backward.
-        update_bytes: Temporaries of updating this tensor alone, for updates inside backward.
-        rows: Its first dimension.
-        columns: Its last dimension.
-        foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
-        emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
-        summed: Whether autograd adds up several gradients of it before it is stored.
-    """
-
-    name: str
-    trainable: bool = True
-    element_bytes: int = 2
-    copy_bytes: int = 0
-    copy_kept: bool = False
-    own_bytes: int = 0
-    formed_bytes: int = 0
-    gradient_bytes: int = 0
-    converted: bool = False
-    coded: bool = False
-    add_bytes: int = 0
-    delayed: bool = False
-    shared: bool = False
-    handed_over: bool = False
-    update_bytes: int = 0
-    rows: int = 0
-    columns: int = 0
-    foreign: bool = False
-    emptied: bool = False
-    summed: bool = False
-    decoding_bytes: int = 0
-
-    def own_mode(self, mode: Mode) -> Mode:
-        """Return how this weight's gradient fares where gradients in general fare so."""
-        if self.summed:
-            return "again"
-        if mode != "filled":
-            return mode
-        return "first" if self.emptied else "again"
-
-    def storing_bytes(self, mode: Mode) -> int:
-        """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
-
-        Autocast's copy has a gradient of its own, which is cast to the weight's dtype and let go
-        before anything else happens.
-        """
-        mode = self.own_mode(mode)
-        cast = self.copy_kept and self.copy_bytes == self.formed_bytes < self.own_bytes
-        converted = self.gradient_bytes != self.own_bytes if cast else self.converted
-        kept = self.gradient_bytes if converted and mode != "again" else 0
-        added = self.add_bytes if converted or mode == "again" else 0
-        update = self.update_bytes if mode == "layer" else 0
-        if self.handed_over:
-            update -= self.own_bytes if cast else self.formed_bytes
-        extra = kept + max(added, update)
-        return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if cast else extra
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +107,7 @@ class Operation:
         weights: Parameters that it reads, decoded first where they are codes.
         node: Its backward, or None.
         product: Whether selective checkpointing keeps its results.
-        keeps_last: Whether its node packs its tensors when the results are there, and not before: results that it
+        saves_last: Whether its node packs its tensors when the results are there, and not before: results that it
             keeps, and functions written in Python.
     """
 
@@ -200,7 +117,7 @@ class Operation:
     weights: tuple[Weight, ...]
     node: Node | None
     product: bool
-    keeps_last: bool
+    saves_last: bool
 
 
 @dataclass(slots=True)
@@ -328,24 +245,26 @@ class Tape:
     def _first_seen(self, reads: Sequence[Value], written: Sequence[Value]) -> tuple[int, ...]:
         """Note what the next operation reads and writes; return the storages that it allocates."""
         index = len(self.operations)
+        last_use = self.last_use
         for value in reads:
-            self.last_use[value.storage] = max(index, self.last_use.get(value.storage, 0))
-        new = tuple(s for s in dict.fromkeys(value.storage for value in written) if s not in self.last_use)
-        self.last_use.update(dict.fromkeys(new, index))
-        return new
+            if last_use.get(value.storage, 0) <= index:
+                last_use[value.storage] = index
+        new = []
+        for value in written:
+            if value.storage not in last_use:
+                last_use[value.storage] = index
+                new.append(value.storage)
+        return tuple(new)
 
     def touch(self, *values: Value) -> None:
         """Note that names of ``values`` are alive up to the operation recorded last."""
+        index = len(self.operations) - 1
         for value in values:
-            self.last_use[value.storage] = max(len(self.operations) - 1, self.last_use.get(value.storage, 0))
+            self.last_use[value.storage] = max(index, self.last_use.get(value.storage, 0))
 
-    @contextmanager
-    def holding(self, *values: Value) -> Iterator[None]:
+    def alive(self, *values: Value) -> _Variables:
         """Keep ``values`` alive in forward until the block ends, as variables of a function are."""
-        try:
-            yield
-        finally:
-            self.touch(*values)
+        return _Variables(self, values)
 
     def view(self, base: Value, width: int | None = None) -> Value:
         """Return another look at ``base``'s storage, ``width`` elements of it per unit."""
@@ -353,17 +272,29 @@ class Tape:
         return Value(base.storage, base.quantity, coefficient, base.element_bytes, base.needs_gradient, base.foreign)
 
     def saved_form(self) -> Form:
-        """Return what all operations together keep for backward, each storage once."""
-        form = [0] * len(ZERO)
-        for storage in dict.fromkeys(s for node in self.nodes for s in node.saved):
-            part, quantity, coefficient = self.storages[storage]
-            form[part * WIDTH + quantity] += coefficient
-        return tuple(form)
+        """Return what all operations together save for backward, each storage once."""
+        storages = dict.fromkeys(s for node in self.nodes for s in node.saved)
+        return sum((single_form(*self.storages[storage]) for storage in storages), ZERO)
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
         """Return (operation, quantity, coefficient, part) of every storage kept, by its first keeper."""
-        seen: dict[int, str] = {}
+        first: dict[int, str] = {}
         for node in self.nodes:
             for storage in node.saved:
-                seen.setdefault(storage, node.name)
-        return [(name, self.storages[s][1], self.storages[s][2], self.storages[s][0]) for s, name in seen.items()]
+                first.setdefault(storage, node.name)
+        return [(name, self.storages[s][1], self.storages[s][2], self.storages[s][0]) for s, name in first.items()]
+
+
+class _Variables:
+    """A block of a function whose variables stay alive until it ends."""
+
+    __slots__ = ("_tape", "_values")
+
+    def __init__(self, tape: Tape, values: tuple[Value, ...]) -> None:
+        self._tape, self._values = tape, values
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self._tape.touch(*self._values)

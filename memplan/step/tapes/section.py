@@ -1,23 +1,17 @@
-"""Parts of the model on tape, each played once for every way that it may run."""
+"""A part of the model on tape, played once for every way that it may run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from memplan.model.spec import Layer
-from memplan.step.blocks.block_settings import BlockSettings
-from memplan.step.blocks.builder import TOKENS
-from memplan.step.blocks.decoder_layer import Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.liveness import Checkpointing, Played, play, play_forward
-from memplan.step.tapes.tape import Mode, Tape, Value, Weight
+from memplan.step.tapes.liveness import Checkpointing, play, play_forward
+from memplan.step.tapes.played import Played
+from memplan.step.tapes.tape import Tape, Value
+from memplan.step.tapes.taped_weight import Mode
 
 SavedTensor = tuple[str, Quantity, int, Part]
-"""Operation that keeps it first, and its size."""
-
-MOST_LAYERS = 128
-"""Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""
+"""Operation that saves it first, and its size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +40,7 @@ class Section:
 
     @property
     def saved_tensors(self) -> tuple[SavedTensor, ...]:
-        """What it keeps for backward, tensor by tensor."""
+        """What it saves for backward, tensor by tensor."""
         if self._saved is None:
             self._saved = tuple(self.tape.saved_tensors())
         return self._saved
@@ -59,25 +53,7 @@ class Section:
         return self._played[key]
 
     def evaluated(self) -> Played:
-        """Return what is alive while it runs forward and keeps nothing."""
+        """Return what is alive while it runs forward and saves nothing."""
         if not self._evaluated:
             self._evaluated.append(play_forward(self.tape))
         return self._evaluated[0]
-
-
-@lru_cache(maxsize=MOST_LAYERS)
-def layer_section(
-    settings: BlockSettings, layer: Layer, weights: tuple[tuple[str, Weight], ...], needs_gradient: bool
-) -> Section:
-    """Return a layer on tape, the same one each time.
-
-    Args:
-        settings: What its operations depend on.
-        layer: Its shape.
-        weights: Its parameters, by name relative to it.
-        needs_gradient: Whether its input needs a gradient.
-    """
-    builder = Builder(settings, dict(weights))
-    builder.tape.instant = "layer"
-    entry = builder.tape.given(TOKENS, settings.hidden_size, settings.residual_bytes, needs_gradient)
-    return Section(builder.tape, entry, builder.layer(entry, layer))

@@ -1,0 +1,229 @@
+"""Mixtures of experts on a tape: routed experts as grouped products over sorted rows, and shared ones beside them."""
+
+from __future__ import annotations
+
+from memplan.model.spec import MixtureOfExperts, Mlp
+from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.feed_forward import gated, mlp
+from memplan.step.blocks.projections import linear, plain_linear
+from memplan.step.tapes.linear_forms import Part
+from memplan.step.tapes.tape import NEW, SAME, VIEW, Value
+from memplan.units import round_up
+
+GROUPED_ROW_BYTES = 16
+"""Rows of a grouped product's result begin at multiples of this."""
+
+
+def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+    """Return what routed and shared experts add to the residual stream."""
+    names, tape = builder.settings.names, builder.tape
+    with tape.alive(x):
+        weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
+        with tape.alive(weights, chosen):
+            out = _experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            if not part.shared_intermediate_size:
+                return out
+            with tape.alive(out):
+                return builder.add(out, _shared(builder, x, part, prefix))
+
+
+def _shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+    """Return what shared experts add, scaled by a gate where there is one."""
+    names, tape, hidden = builder.settings.names, builder.tape, builder.settings.hidden_size
+    dense = Mlp(part.shared_intermediate_size, part.activation)
+    shared = mlp(builder, x, dense, f"{prefix}.{names.shared_experts}")
+    if not part.shared_gate:
+        return shared
+    with tape.alive(shared):
+        gate = linear(builder, x, f"{prefix}.{names.shared_gate}", 1)
+        open_ = builder.fresh(gate)
+        tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
+        full = [(TOKENS, hidden * builder.compute)]
+        ways = [(open_, NEW), (shared, NEW)]
+        return tape.apply("mul", ways, builder.fresh(shared), [shared, open_], workspace=full)
+
+
+def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
+    """Return scores and numbers of the chosen experts, the scores in fp32 or the compute dtype."""
+    tape, used = builder.tape, part.experts_per_token
+    indices = tape.value(TOKENS, used, 8, needs_gradient=False)
+    logits = _router_logits(builder, x, part, name)
+    with tape.alive(logits, indices):
+        if part.softmax_of_chosen:
+            top = _topk(builder, logits, indices, used)
+            with tape.alive(top):
+                share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
+                return tape.apply("softmax", [(top, NEW)], share, [share], workspace=scratch), indices
+        share = _chosen(builder, builder.cast(logits, 4), indices, part)
+        if part.normalised:
+            share = _normalised(builder, share)
+        if part.score_scale != 1.0:
+            share = builder.pointwise("scale", share)
+        return share if part.fp32_scores else builder.cast(share, builder.compute), indices
+
+
+def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> Value:
+    """Return the router's product; in fp32 it reads copies of its input and of its weight, and keeps both."""
+    tape, weight = builder.tape, builder.weight(f"{name}.weight")
+    if not part.fp32_router or builder.settings.autocast or weight.coded:
+        return plain_linear(builder, x, name, part.num_experts)
+    wide = builder.cast(x, 4)
+    saves = [wide] if weight.trainable else []
+    copies = []
+    if weight.element_bytes < 4:
+        copies = [tape.make("cast weight", builder.constant(part.num_experts * builder.settings.hidden_size, 4))]
+    saves += copies if wide.needs_gradient else []
+    out = tape.value(TOKENS, part.num_experts, 4)
+    packs = wide.needs_gradient or weight.trainable
+    tape.apply(f"linear {name}", [(wide, VIEW)], out, saves, [weight], packs=packs, product=True)
+    tape.touch(*copies)
+    return out
+
+
+def _topk(builder: Builder, scores: Value, indices: Value, used: int) -> Value:
+    top = builder.fresh(scores, used)
+    builder.tape.apply("topk", [(scores, NEW)], (top, indices), [indices])
+    indices.needs_gradient = False
+    return top
+
+
+def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExperts) -> Value:
+    """Return the scores of the chosen experts; experts of groups that take no part are masked."""
+    tape, used, scores = builder.tape, part.experts_per_token, builder.fresh(logits)
+    with tape.alive(logits):
+        tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
+        if not part.score_correction:
+            if part.groups > 1:
+                mask = builder.fresh(scores, element_bytes=1)
+                with tape.alive(scores):
+                    scores = builder.pointwise("groups that take part", scores, (mask,))
+            with tape.alive(scores):
+                return _topk(builder, scores, indices, used)
+        with tape.alive(scores):
+            choice = tape.make("add", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
+            if part.groups > 1:
+                masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
+                choice = tape.make("groups that take part", masked, choice)
+            values = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES)
+            tape.make("topk", values, choice)
+            tape.make("topk", indices, choice)
+            with tape.alive(choice):
+                return tape.apply("gather", [(scores, NEW)], builder.fresh(scores, used), [indices])
+
+
+def _normalised(builder: Builder, share: Value) -> Value:
+    """Return the scores of a token's experts divided by their sum."""
+    tape = builder.tape
+    with tape.alive(share):
+        total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), packs=False)
+        ways, scratch = [(share, NEW), (total, NEW)], [(TOKENS, share.coefficient)]
+        return tape.apply("div", ways, builder.fresh(share), [share, total], workspace=scratch)
+
+
+def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
+    """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
+    tape, used, inner = builder.tape, part.experts_per_token, part.intermediate_size
+    experts, order = _indices(builder, used), _indices(builder, used)
+    tape.make("sort", experts, chosen)
+    tape.make("sort", order, chosen)
+    x = builder.lowered(x)
+    row_order = tape.make("order // used", _indices(builder, used), order)
+    rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
+    with tape.alive(rows, experts, order):
+        offsets = _offsets(builder, experts, part)
+        both = _grouped(builder, rows, f"{name}.gate_up_proj", 2 * inner * used, experts, offsets)
+        gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
+        tape.apply("split", [(both, NEW)], [gate, up], packs=False)
+        with tape.alive(both, offsets):
+            clamped = part.activation == "clamped-swiglu" and builder.profile.activation != "fused"
+            hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
+            with tape.alive(hidden):
+                out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets)
+                return _combined(builder, out, weights, order, x.width)
+
+
+def _indices(builder: Builder, used: int) -> Value:
+    return builder.tape.value(TOKENS, used, 8, needs_gradient=False)
+
+
+def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
+    """Return where each expert's rows end."""
+    tape = builder.tape
+    narrow = tape.make("cast", tape.value(TOKENS, part.experts_per_token, 4, part=Part.TEMPORARIES), experts)
+    counts = tape.make("histc", builder.constant(part.num_experts, 4), narrow)
+    return tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
+
+
+def _combined(builder: Builder, out: Value, weights: Value, order: Value, width: int) -> Value:
+    """Return the experts' results, weighted, in the order of the tokens, and summed for each."""
+    tape = builder.tape
+    with tape.alive(out):
+        taken = tape.apply("gather weights", [(weights, NEW)], builder.fresh(weights), [order])
+        scaled = builder.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
+        # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
+        size = scaled.coefficient
+        scratch = [(TOKENS, size if size == out.coefficient else 2 * size)]
+        casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
+        ways = [(out, NEW), (taken, NEW)]
+        tape.apply("mul", ways, scaled, [out, taken], workspace=scratch, casts=casts)
+    back = _indices(builder, order.width)
+    tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
+    with tape.alive(scaled, back):
+        ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
+        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, width), packs=False)
+        return builder.cast(total, out.element_bytes)
+
+
+def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
+    """Return each row times the matrix of its expert."""
+    tape, weight = builder.tape, builder.weight(name)
+    copy = builder.cast_weight(weight)
+    saves = [offsets, *([rows] if weight.trainable else [])]
+    if copy is not None and rows.needs_gradient:
+        saves.append(copy)
+    if weight.coded and not weight.trainable:
+        saves = []
+    used = experts.width
+    out = _aligned(builder, tape.value(TOKENS, width, builder.compute), used)
+    rows.gradient_coefficient = used * _row_bytes(rows, used)
+    tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], custom=weight.coded, product=True)
+    tape.touch(*([copy] if copy is not None else []))
+    bias = builder.weights.get(f"{name}_bias")
+    if bias is None:
+        return out
+    with tape.alive(out):
+        if builder.settings.autocast:
+            builder.cast_weight(bias)
+        in_place = not builder.settings.selective
+        biased = tape.view(out) if in_place else builder.fresh(out)
+        gathered = [(out.quantity, out.coefficient)]
+        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], scratch=gathered)
+
+
+def _aligned(builder: Builder, rows: Value, used: int) -> Value:
+    """Return the result of a grouped product, whose rows begin at multiples of 16 bytes.
+
+    Source:
+        ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h (v2.13.0).
+    """
+    part, quantity, _ = builder.tape.storages[rows.storage]
+    builder.tape.storages[rows.storage] = (part, quantity, used * _row_bytes(rows, used))
+    return rows
+
+
+def _row_bytes(rows: Value, used: int) -> int:
+    return round_up(rows.coefficient // used, GROUPED_ROW_BYTES)
+
+
+def _clamped(builder: Builder, gate: Value, up: Value) -> Value:
+    """Return gpt-oss's clamped SwiGLU: ``(up + 1) * (gate * sigmoid(gate * alpha))``, both clamped."""
+    tape = builder.tape
+    with tape.alive(gate, up):
+        gate, up = builder.pointwise("clamp", gate, (gate,)), builder.pointwise("clamp", up, (up,))
+        with tape.alive(gate, up):
+            more = builder.pointwise("add one", up)
+            with tape.alive(more):
+                scaled = builder.pointwise("scale", gate)
+                open_ = builder.fresh(scaled)
+                tape.apply("sigmoid", [(scaled, NEW)], open_, [open_])
+                return builder.multiply(more, builder.multiply(gate, open_))

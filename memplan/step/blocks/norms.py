@@ -1,0 +1,76 @@
+"""Normalisation on a tape: by one kernel, or as Python code writes it."""
+
+from __future__ import annotations
+
+from memplan.model.spec import Norm
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.tapes.tape import NEW, SAME, Reduction, Value
+from memplan.step.tapes.taped_weight import Weight
+
+
+def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> Value:
+    """Return ``x`` normalised in groups of ``size`` elements."""
+    tape = builder.tape
+    with tape.alive(x):
+        x = builder.cast(x, 4) if builder.settings.autocast else x
+        used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
+        casts = [
+            tape.make("cast weight", tape.value(ONE, size, x.element_bytes))
+            for weight in used
+            if weight.element_bytes != x.element_bytes or weight.foreign
+        ]
+        if norm.unit_offset and builder.profile.norm == "fused":
+            casts = [tape.make("1 + weight", tape.value(ONE, size, x.element_bytes), *casts)]
+        with tape.alive(x, *casts):
+            if norm.kind == "rms" and builder.profile.norm == "composite":
+                return _composite_norm(builder, x, norm, used, casts, x.width // size)
+            return _fused_norm(builder, x, norm, name, used, casts, x.width // size)
+
+
+def _fused_norm(
+    builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], casts: list[Value], rows: int
+) -> Value:
+    """Return the norm by one kernel, which keeps its input and one or two numbers a row."""
+    rms = norm.kind == "rms"
+    statistics = builder.tape.value(x.quantity, rows * (1 if rms else 2), 4)
+    saves = [x, statistics, *casts]
+    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, packs=True, custom=rms)
+
+
+def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int) -> Value:
+    """Return the norm as Python code writes it: squares in fp32, then the weight."""
+    tape = builder.tape
+    wide = builder.cast(x, 4)
+    scratch = [(wide.quantity, 2 * wide.coefficient)]
+    with tape.alive(wide):
+        squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], workspace=scratch)
+        means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), packs=False)
+        shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), packs=False)
+        inverse = builder.fresh(shifted)
+        tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
+    full = [(wide.quantity, wide.coefficient)]
+    normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], workspace=full)
+    if not used:
+        return builder.cast(normal, x.element_bytes)
+    if norm.unit_offset:
+        narrow = used[0].element_bytes != 4
+        read = [tape.make("cast weight", builder.constant(normal.width // rows, 4))] if narrow else []
+        shift = tape.make("1 + weight", tape.value(ONE, normal.width // rows, 4), *read)
+        with tape.alive(normal):
+            return builder.cast(_times_weight(builder, normal, used, (shift,)), x.element_bytes)
+    with tape.alive(normal):
+        return _times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
+
+
+def _times_weight(builder: Builder, x: Value, used: list[Weight], shifted: tuple[Value, ...] = ()) -> Value:
+    """Return ``weight * x``, whose weight gradient is summed from a full product."""
+    trained = used[0].trainable
+    scratch = [(x.quantity, x.coefficient)] if trained else []
+    saves = [*(shifted if x.needs_gradient else ()), *([x] if trained else [])]
+    columns = used[0].rows
+    reduces = Reduction(x.quantity, x.width // columns, columns)
+    builder.tape.apply(
+        "mul weight", [(x, NEW)], out := builder.fresh(x), saves, used, workspace=scratch, packs=True, reduces=reduces
+    )
+    builder.tape.touch(*shifted)
+    return out

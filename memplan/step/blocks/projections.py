@@ -1,0 +1,172 @@
+"""Projections on a tape: of floats and of codes, with adapters and without."""
+
+from __future__ import annotations
+
+from memplan.step.blocks.builder import ONE, Builder, promoted
+from memplan.step.tapes.tape import NEW, SAME, VIEW, Reduction, Value
+from memplan.step.tapes.taped_weight import Weight
+
+
+def linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
+    """Return the projection of ``x`` by the weight called ``name``, ``rows`` features wide."""
+    with builder.tape.alive(x):
+        out = plain_linear(builder, x, name, rows)
+        down = builder.weights.get(f"{name}.lora_A.weight")
+        return out if down is None else _adapted(builder, x, out, name, rows, down)
+
+
+def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
+    """Return a projection without adapters: keeps its input where its weight is trained."""
+    weight = builder.weight(f"{name}.weight")
+    bias = builder.weights.get(f"{name}.bias")
+    with builder.tape.alive(x):
+        x = builder.lowered(x)
+        with builder.tape.alive(x):
+            if weight.coded:
+                return _coded_linear(builder, x, name, weight, bias, rows)
+            return _float_linear(builder, x, name, weight, bias, rows)
+
+
+def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: Weight | None, rows: int) -> Value:
+    scratch = 0 if bias is None else builder.cast_bias(bias, rows)
+    copy = builder.cast_weight(weight)
+    saves = [x] if weight.trainable else []
+    if copy is not None and x.needs_gradient:
+        saves.append(copy)
+    width = weight.element_bytes if not builder.settings.autocast else builder.compute
+    out = builder.tape.value(x.quantity, rows, width)
+    out.foreign = weight.foreign and not builder.settings.autocast
+    used = [weight, *([bias] if bias is not None else [])]
+    reads = [(x, VIEW)]
+    builder.tape.apply(
+        f"linear {name}",
+        reads,
+        out,
+        saves,
+        used,
+        scratch=[(ONE, scratch)] if scratch else [],
+        packs=x.needs_gradient or weight.trainable,
+        product=True,
+        reduces=bias_sum(x, bias),
+    )
+    builder.tape.touch(*([copy] if copy is not None else []))
+    return out
+
+
+def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: Weight | None, rows: int) -> Value:
+    """Return the product with decoded codes, and the sum with a bias, which is a tensor of its own."""
+    out = builder.tape.value(x.quantity, rows, builder.compute)
+    saves = [x] if weight.trainable else []
+    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], custom=True, product=True)
+    if bias is None:
+        return out
+    scratch = [] if bias.element_bytes == builder.compute else [(ONE, rows * builder.compute)]
+    return builder.tape.apply(
+        "add bias",
+        [(out, SAME)],
+        builder.fresh(out),
+        weights=[bias],
+        scratch=scratch,
+        packs=False,
+        reduces=bias_sum(x, bias),
+    )
+
+
+def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
+    """Return the sum over rows that forms a bias's gradient."""
+    return Reduction(x.quantity, 1, bias.rows) if bias is not None and bias.trainable else None
+
+
+def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+    """Return a projection with what its adapter adds."""
+    own = builder.cast(x, down.element_bytes, foreign=down.foreign)
+    with builder.tape.alive(own, out):
+        if f"{name}.lora_magnitude_vector.weight" in builder.weights:
+            return _with_magnitude(builder, own, out, name, rows, down)
+        low = _low_rank(builder, own, name, rows, down)
+        return builder.add(out, builder.cast(builder.pointwise("scale", low), out.element_bytes, foreign=out.foreign))
+
+
+def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> Value:
+    return plain_linear(builder, plain_linear(builder, x, f"{name}.lora_A", down.rows), f"{name}.lora_B", rows)
+
+
+def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+    """Return DoRA's projection: the norm of the adapted weight is a constant of each step."""
+    tape = builder.tape
+    magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
+    norm = _magnitude_norm(builder, name, rows, down)
+    scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
+    scale.foreign = norm.foreign
+    tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
+    with tape.alive(scale):
+        base = _without_bias(builder, out, name)
+        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
+    with tape.alive(scale, first, base):
+        second = _scaled_rows(builder, scale, _low_rank(builder, own, name, rows, down))
+        whole = builder.add(first, builder.pointwise("scale", second))
+    with tape.alive(base):
+        return builder.add(out, builder.cast(whole, out.element_bytes, foreign=out.foreign))
+
+
+def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
+    """Return ``scale * x``, a number for each feature, in the wider dtype."""
+    wide = promoted(scale, x)
+    saves = [x, *([scale] if x.needs_gradient else [])]
+    # Both products of backward are wide; that of ``x`` is cast when the other has been summed.
+    cast = wide != x.element_bytes
+    workspace = [(x.quantity, 2 * x.width * wide - x.coefficient if cast else x.coefficient)]
+    out = builder.fresh(x, element_bytes=wide)
+    out.foreign = x.foreign and wide == 2
+    ways = [(scale, NEW), (x, NEW)]
+    reduces = Reduction(x.quantity, 1, x.width)
+    return builder.tape.apply("mul", ways, out, saves, workspace=workspace, reduces=reduces)
+
+
+def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> Value:
+    """Return the norm of each row of the adapted weight, which is formed whole for it (PEFT, ``DoraLinearLayer``)."""
+    tape, columns, own = builder.tape, down.columns, down.element_bytes
+    width = builder.compute if builder.settings.autocast else own
+    eye = tape.make("eye", builder.constant(columns * columns, own))
+    same = width == own and not (builder.settings.autocast and down.foreign)
+    read = eye if same else tape.make("cast", builder.constant(columns * columns, width), eye)
+    for part in ("lora_A", "lora_B"):
+        builder.cast_weight(builder.weight(f"{name}.{part}.weight"))
+    low = tape.make("linear", builder.constant(columns * down.rows, width), read, product=True)
+    product = tape.make("linear", builder.constant(columns * rows, width), low, product=True)
+    if read is not eye:  # kept for a backward that never comes, until the product is cut off from it
+        tape.graph_use[read.storage] = len(tape.operations) - 1
+    product.foreign = down.foreign and not builder.settings.autocast
+    norm = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, down)
+    tape.touch(eye, product)
+    return norm
+
+
+def _norm_of_sum(builder: Builder, product: Value, base: Weight, size: int, rows: int, down: Weight) -> Value:
+    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each."""
+    tape, own = builder.tape, down.element_bytes
+    frozen: list[Value] = []
+    if base.coded:
+        scratch = [(ONE, base.decoding_bytes)]
+        frozen = [tape.make("decode", builder.constant(size, builder.compute), scratch=scratch)]
+    read = list(frozen)
+    if base.element_bytes != own or base.foreign != down.foreign:
+        read = [tape.make("cast", builder.constant(size, own), *frozen)]
+    scaled = tape.make("scale", builder.constant(size, product.element_bytes), product)
+    term = Value(-1, ONE, 0, own, foreign=down.foreign)
+    whole = tape.make("add", builder.constant(size, promoted(term, product)), scaled, *read)
+    whole.foreign = product.foreign and down.foreign
+    norm = tape.make("norm", builder.fresh(whole, rows), whole)
+    tape.touch(*frozen, whole)
+    return norm
+
+
+def _without_bias(builder: Builder, out: Value, name: str) -> Value:
+    """Return a projection less its bias, which DoRA does not scale; autocast leaves the bias in its own dtype."""
+    bias = builder.weights.get(f"{name}.bias")
+    if bias is None:
+        return out
+    term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
+    rest = builder.fresh(out, element_bytes=promoted(out, term))
+    way = SAME if rest.element_bytes == out.element_bytes else NEW
+    return builder.tape.apply("less bias", [(out, way)], rest, packs=False)

@@ -1,0 +1,289 @@
+"""The ends of a model on tape: its embedding; and its final norm, head and loss. Equal ones share theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from memplan.catalog.kernel_profiles import LossKernel
+from memplan.model.spec import ModelSpec, Norm
+from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.norms import normalised
+from memplan.step.blocks.projections import bias_sum
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.liveness import play_forward
+from memplan.step.tapes.played import Played
+from memplan.step.tapes.section import Section
+from memplan.step.tapes.tape import NEW, SAME, Value
+from memplan.step.tapes.taped_weight import Weight
+from memplan.units import ceil_div
+
+MOST_ENDS = 128
+"""Kinds of ends that are remembered, as many as of layers."""
+
+Named = tuple[tuple[str, Weight], ...]
+"""Parameters by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndSettings:
+    """All that a model's ends depend on, their weights aside.
+
+    Attributes:
+        block: What operations depend on.
+        vocab_size: Rows of embedding and head.
+        final_norm: Norm before the head.
+        tied: Whether embedding and head are one tensor.
+        learned_positions: Whether positions have an embedding.
+        embedding_scale: Whether the embedding is scaled.
+        head_bias: Whether the head has a bias.
+        bounded_logits: Whether a scaled tanh bounds the logits.
+        loss: Kernel of the cross-entropy.
+    """
+
+    block: BlockSettings
+    vocab_size: int
+    final_norm: Norm
+    tied: bool
+    learned_positions: bool
+    embedding_scale: bool
+    head_bias: bool
+    bounded_logits: bool
+    loss: LossKernel
+
+    @property
+    def loss_bytes(self) -> int:
+        """The loss; its gradient, which backward starts from, has as many.
+
+        Both live until backward ends; accumulation divides the loss, which makes another.
+        """
+        return 4 if self.block.autocast or self.loss != "bf16" else self.block.compute_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Final norm, head and loss on tape.
+
+    Attributes:
+        section: All of them; where the loss is chunked, the norm alone.
+        normed: What the head is given.
+        weights: The head's weight, and its bias where it has one.
+        chunk: Head and loss of one chunk of tokens; None where the loss is not chunked.
+    """
+
+    section: Section
+    normed: Value
+    weights: tuple[Weight, ...]
+    chunk: Section | None
+
+    @property
+    def delayed_bytes(self) -> int:
+        """The gradient of a tied head, which stands by until that of the embedding is there."""
+        return sum(weight.gradient_bytes for weight in self.weights if weight.delayed)
+
+
+def end_settings(spec: ModelSpec, block: BlockSettings, loss: LossKernel) -> EndSettings:
+    """Return what a model's ends depend on; equal ones give equal tapes."""
+    return EndSettings(
+        block=block,
+        vocab_size=spec.vocab_size,
+        final_norm=spec.final_norm,
+        tied=spec.tie_word_embeddings,
+        learned_positions=spec.learned_positions > 0,
+        embedding_scale=bool(spec.embedding_scale),
+        head_bias=spec.head_bias,
+        bounded_logits=bool(spec.final_logit_softcap),
+        loss=loss,
+    )
+
+
+@lru_cache(maxsize=MOST_ENDS)
+def embedding_section(settings: EndSettings, weights: Named) -> Section:
+    """Return the embedding on tape, the same one each time.
+
+    Args:
+        settings: What it depends on.
+        weights: The parameters that no layer has, by name.
+    """
+    builder = Builder(settings.block, dict(weights))
+    tape, names, block = builder.tape, settings.block.names, settings.block
+    tape.instant = "end of backward"
+    weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
+    if settings.tied and weight.trainable:
+        # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
+        waits = replace(weight, delayed=True, converted=False, gradient_bytes=weight.formed_bytes)
+        weight = replace(weight, shared=True) if weight.coded else waits
+    entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
+    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
+    sums = [
+        (Quantity.SORTED_TOKENS, 24),
+        (Quantity.TOUCHED_ROWS, 16),
+        (Quantity.PARTIAL_SUMS, 8 + 4 * block.hidden_size),
+    ]
+    tape.apply("embedding", [], x, weights=[weight], workspace=sums)
+    if settings.learned_positions:
+        x = _with_positions(builder, x)
+    if settings.embedding_scale:
+        x = builder.pointwise("scale", x)
+    return Section(tape, entry, builder.dropped(x))
+
+
+def _with_positions(builder: Builder, x: Value) -> Value:
+    """Return the embedding with that of learned positions added."""
+    tape, block = builder.tape, builder.settings
+    table = builder.weight(f"{block.names.positions}.weight")
+    rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
+    with tape.alive(x):
+        tape.apply("position embedding", [], rows, weights=[table], workspace=_position_sums(block))
+        ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
+        return tape.apply("add", ways, builder.fresh(x), packs=False)
+
+
+def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
+    """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
+    sums = 8 + 4 * block.hidden_size
+    return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))] if block.regime.sorts_positions else []
+
+
+@lru_cache(maxsize=MOST_ENDS)
+def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) -> Head:
+    """Return final norm, head and loss on tape, the same ones each time.
+
+    Args:
+        settings: What they depend on.
+        weights: The parameters that no layer has, by name.
+        needs_gradient: Whether the last layer's result needs a gradient.
+    """
+    builder = Builder(settings.block, dict(weights))
+    builder.tape.instant = "head backward"
+    entry, normed = _final_norm(builder, settings, needs_gradient)
+    own = _head_weights(settings, builder.weights)
+    if settings.loss == "chunked":
+        section = Section(builder.tape, entry, normed)
+        return Head(section, normed, own, _chunk(settings, builder.weights, normed))
+    with builder.tape.alive(normed):
+        loss = _loss(builder, settings, normed, wide=settings.loss != "bf16")
+    return Head(Section(builder.tape, entry, loss), normed, own, None)
+
+
+@lru_cache(maxsize=MOST_ENDS)
+def evaluated_head(settings: EndSettings, weights: Named) -> Played:
+    """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
+    builder = Builder(settings.block, dict(weights))
+    _, normed = _final_norm(builder, settings, needs_gradient=True)
+    with builder.tape.alive(normed):
+        _loss(builder, settings, normed, wide=settings.loss != "bf16")
+    return play_forward(builder.tape)
+
+
+def _final_norm(builder: Builder, settings: EndSettings, needs_gradient: bool) -> tuple[Value, Value]:
+    """Return the residual stream after the last layer, and its norm."""
+    block = settings.block
+    entry = builder.tape.given(TOKENS, block.hidden_size, block.residual_bytes, needs_gradient)
+    return entry, normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+
+
+def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:
+    """Return head and loss of one chunk of tokens.
+
+    Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end.
+    """
+    builder = Builder(settings.block, weights)
+    tape = builder.tape
+    tape.instant = "head backward"
+    x = tape.part_of(Quantity.CHUNK, settings.block.hidden_size, normed.element_bytes, normed.needs_gradient)
+    loss = _loss(builder, settings, x, wide=True)
+    for node in tape.nodes:
+        node.weights = tuple(
+            w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True) for w in node.weights
+        )
+    return Section(tape, x, loss)
+
+
+def _loss(builder: Builder, settings: EndSettings, x: Value, *, wide: bool) -> Value:
+    """Record head and cross-entropy on ``x``; return the loss.
+
+    Args:
+        builder: Writes on the tape.
+        settings: What they depend on.
+        x: What the head is given.
+        wide: Whether logits are cast to fp32 first.
+    """
+    tape = builder.tape
+    logits = _logits(builder, settings, x)
+    logits = builder.cast(logits, 4) if wide else logits
+    with tape.alive(logits):
+        logs = builder.fresh(logits)
+        tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
+        logs = builder.cast(logs, 4) if settings.block.autocast else logs
+        loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
+        total = tape.value(ONE, 1, logs.element_bytes)
+        scratch = [(ONE, settings.loss_bytes)]
+        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total], scratch=scratch)
+
+
+def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
+    """Record the head's product and the cap on its result."""
+    tape = builder.tape
+    weight, *biases = _head_weights(settings, builder.weights)
+    with tape.alive(x):
+        x = builder.lowered(x)
+        logits = tape.value(x.quantity, settings.vocab_size, builder.compute, part=Part.LOGITS)
+        copy = builder.cast_weight(weight)
+        saves = [x] if weight.trainable else []
+        if copy is not None and x.needs_gradient:
+            saves.append(copy)
+        bias = biases if not weight.coded else []
+        tape.apply(
+            "head",
+            [(x, NEW)],
+            logits,
+            saves,
+            [weight, *bias],
+            scratch=[(ONE, builder.cast_bias(b, settings.vocab_size)) for b in bias],
+            custom=weight.coded,
+            packs=not weight.coded or weight.trainable,
+            reduces=bias_sum(x, bias[0] if bias else None),
+        )
+        if weight.coded and biases:
+            logits = _with_bias(builder, logits, biases, x)
+        tape.touch(*([copy] if copy is not None else []))
+    tape.instant = "loss backward"
+    return _bounded(builder, logits) if settings.bounded_logits else logits
+
+
+def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Value) -> Value:
+    """Return the sum of coded weights' product and a bias, which is a tensor of its own."""
+    total, reduces = builder.fresh(logits), bias_sum(x, biases[0])
+    return builder.tape.apply("add bias", [(logits, SAME)], total, weights=biases, packs=False, reduces=reduces)
+
+
+def _bounded(builder: Builder, logits: Value) -> Value:
+    """Record the scaled tanh that some models bound their logits with."""
+    with builder.tape.alive(logits):
+        scaled = builder.pointwise("scale", logits)
+        bounded = builder.fresh(scaled)
+        builder.tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])
+        return builder.pointwise("scale", bounded)
+
+
+def _head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:
+    """Return the head's weight, and its bias where it has one."""
+    names = settings.block.names
+    biases = (weights[f"{names.head}.bias"],) if settings.head_bias else ()
+    if settings.tied:
+        return (_tied_weight(weights[f"{names.embedding}.weight"]), *biases)
+    return (weights[f"{names.head}.weight"], *biases)
+
+
+def _tied_weight(weight: Weight) -> Weight:
+    """Return the weight of a tied head; its gradient waits, in the weight's dtype, for the embedding's."""
+    if weight.coded or not weight.trainable:
+        return weight
+    cast = weight.copy_saved and weight.copy_bytes > 0
+    formed = weight.copy_bytes if cast else weight.formed_bytes
+    return replace(
+        weight, delayed=True, converted=cast, formed_bytes=formed, gradient_bytes=weight.formed_bytes, add_bytes=0
+    )

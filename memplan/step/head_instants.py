@@ -1,0 +1,145 @@
+"""The instants around a model's head and loss, and those of the gradient of a tied embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.step.ends_on_tape import EndSettings, Head
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.played import Instant, Played
+from memplan.step.tapes.section import Section
+from memplan.step.tapes.tape import Value
+from memplan.step.tapes.taped_weight import Mode
+
+
+def root_bytes(inputs: StepInputs, settings: EndSettings) -> int:
+    """Return the loss and the gradients that backward starts from; scaling forms an fp32 loss besides."""
+    config, loss = inputs.setup.config, settings.loss_bytes
+    if config.loss_scaling:
+        return loss + 8 + (4 if config.gradient_accumulation_steps > 1 else 0)
+    return loss * (3 if config.gradient_accumulation_steps > 1 else 2)
+
+
+def gradients_left(head: Head, mode: Mode) -> int:
+    """Return the gradients that head and final norm leave."""
+    return head.section.left(mode) + _chunked_weights_left(head, mode)
+
+
+def _chunked_weights_left(head: Head, mode: Mode) -> int:
+    """Return the gradients that a head leaves whose loss is over chunks."""
+    weights = [weight for weight in head.weights if weight.trainable and weight.own_mode(mode) == "first"]
+    return sum(weight.gradient_bytes for weight in weights) if head.chunk is not None else 0
+
+
+def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the moments at which the gradients of a tied embedding and head are added up and used.
+
+    The head's stands by until the embedding's is there, and their sum is a third tensor, unless
+    the head's has been formed by a cast or a sum and nobody else refers to it. The sum is then
+    stored like any gradient.
+    """
+    names = inputs.spec.names
+    weight, positions = taped.weight(names.embedding), taped.weight(names.positions)
+    assert weight is not None
+    if not taped.settings.tied or not weight.trainable or weight.coded:
+        return
+    others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
+    summed = taped.head.chunk is not None and not inputs.regime.one_chunk
+    if not taped.head.weights[0].converted and not summed:
+        form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
+        yield Instant("end of backward", "sum of the tied gradients", form)
+    if extra := weight.storing_bytes(mode):
+        form = around + constant_form(Part.GRADIENTS, extra + others)
+        yield Instant("end of backward", f"{weight.name} gradient", form)
+
+
+def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -> Iterator[Instant]:
+    """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
+    for moment in played.forward:
+        yield moment.around(around, "forward")
+    if head.chunk is None:
+        return
+    named = {value.storage: value for value in (head.section.entry, head.normed)}
+    saved = {storage for node in head.section.tape.nodes for storage in node.saved}
+    rows = (_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved)
+    losses = constant_form(Part.LOGITS, 4 * (inputs.setup.profile.loss_chunks - 1))
+    around = sum(rows, around + played.saved + played.carried + losses)
+    for moment in head.chunk.played("first", "full").forward:
+        yield moment.around(around, "forward", f"{moment.operation} of a chunk")
+
+
+def _size(part: Part, value: Value) -> Form:
+    """Return the bytes of a tensor, as a part of the sum."""
+    return single_form(part, value.quantity, value.coefficient)
+
+
+def head_backward(inputs: StepInputs, head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the moments of backward from the loss to the last layer's result."""
+    if head.chunk is not None:
+        yield from _chunks_backward(inputs, head, head.chunk, around + played.saved, mode)
+        yield from _norm_backward(head, played, around + constant_form(Part.TEMPORARIES, 4), mode)
+        return
+    for instant in played.backward:
+        yield instant.around(around, instant.name or "loss backward")
+
+
+def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the instants of a loss over chunks, each of which runs again in backward.
+
+    Args:
+        inputs: What is compiled.
+        head: Norm, head and loss.
+        chunk: Head and loss of one chunk.
+        around: What lies around, with what the norm has saved.
+        mode: What becomes of weight gradients.
+    """
+    several = not inputs.regime.one_chunk
+    output = head.section.output
+    rows, parts = _size(Part.ACTIVATIONS, output), _size(Part.TEMPORARIES, output)
+    rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
+    trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
+    plain = sum(w.formed_bytes for w in trained if not w.coded)
+    # Gradients of codes are added in their store, which a second micro-step finds filled.
+    stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
+    summed = constant_form(Part.GRADIENTS, plain + stored)
+    # The gradient of the last chunk's rows is formed in its own backward, which has used up the gradient of the
+    # sum of losses, one fp32 number.
+    others = (summed if several else ZERO) + parts - rows_of_chunk
+    inside: Mode = "again" if several and mode != "layer" else mode
+    frozen_codes = head.weights[0].coded and not head.weights[0].trainable
+    for instant in chunk.played(inside, "full").backward:
+        name, operation = instant.name or "loss backward", f"{instant.operation} of a chunk"
+        if frozen_codes and name == "head backward":
+            # Its product saves nothing, so that the last chunk has let the rows go before.
+            yield instant.around(around + others, name, operation)
+            others_but_one = others - rows_of_chunk if several else others
+            yield instant.around(around + rows + others_but_one, name, operation)
+        else:
+            yield instant.around(around + rows + others, name, operation)
+    around += constant_form(Part.TEMPORARIES, 4)
+    if several and plain:  # those of codes are part of the chunk's own instants
+        sums = constant_form(Part.GRADIENTS, 2 * plain)
+        first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
+        form = around + first + summed + sums + rows_of_chunk * 2
+        yield Instant("head backward", "sum of two chunks' head gradients", form)
+    if size := _head_storing_bytes(head, mode):
+        form = around + parts + summed + constant_form(Part.GRADIENTS, size)
+        yield Instant("head backward", "gradient of the head", form)
+
+
+def _head_storing_bytes(head: Head, mode: Mode) -> int:
+    """Return what storing the gradients of a head in floats takes, once they are summed over chunks."""
+    weights = [weight for weight in head.weights if weight.trainable and not weight.coded]
+    return sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in weights)
+
+
+def _norm_backward(head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the backward of the final norm, behind a loss over chunks."""
+    left = constant_form(Part.GRADIENTS, _chunked_weights_left(head, mode) or head.delayed_bytes)
+    parts = _size(Part.TEMPORARIES, head.section.output)
+    for instant in played.backward:
+        # The gradients of the chunks' rows are joined into one, and let go.
+        joined = parts if instant.operation == "start" else ZERO
+        yield instant.around(around + left + joined, "head backward")

@@ -1,0 +1,125 @@
+"""A whole model on tape: embedding, every kind of layer once, and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.model.spec import Layer, LayerRun, ModelSpec
+from memplan.step.blocks.block_settings import block_settings
+from memplan.step.blocks.decoder_layer import layer_section
+from memplan.step.ends_on_tape import EndSettings, Head, Named, embedding_section, end_settings, head_on_tape
+from memplan.step.places import layer_counts
+from memplan.step.states.model_states import ModelStates
+from memplan.step.step_inputs import StepInputs, taped_weights
+from memplan.step.tapes.linear_forms import Form
+from memplan.step.tapes.liveness import Checkpointing
+from memplan.step.tapes.played import Played
+from memplan.step.tapes.section import Section
+from memplan.step.tapes.taped_weight import Mode, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedModel:
+    """What the parts of a model have alive in forward and backward.
+
+    Attributes:
+        layers: One layer of each kind.
+        saved: What embedding and layers leave for backward.
+    """
+
+    embedding: Played
+    layers: tuple[Played, ...]
+    head: Played
+    saved: Form
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnTape:
+    """The parts of a model on tape.
+
+    Attributes:
+        settings: What its ends depend on.
+        weights: The parameters that no layer has, by name.
+        runs: Runs of equal layers; a first layer whose input needs no gradient may be one alone.
+        kinds: For each run, which of ``layers`` its layers are.
+        layers: One section for each kind of layer.
+    """
+
+    settings: EndSettings
+    weights: Named
+    embedding: Section
+    runs: tuple[LayerRun, ...]
+    kinds: tuple[int, ...]
+    layers: tuple[Section, ...]
+    head: Head
+
+    def weight(self, name: str) -> Weight | None:
+        """Return the parameter of this name that no layer has, or None."""
+        return dict(self.weights).get(f"{name}.weight")
+
+    def layer_of(self, run: int) -> Section:
+        """Return one layer of the run with this index."""
+        return self.layers[self.kinds[run]]
+
+    def counts(self) -> dict[int, int]:
+        """Return how many layers there are of each kind."""
+        return layer_counts(zip(self.kinds, self.runs, strict=True))
+
+    def played(self, mode: Mode, checkpointing: Checkpointing) -> PlayedModel:
+        """Return what is alive while all parts run forward and backward."""
+        embedding, head = self.embedding.played(mode), self.head.section.played(mode)
+        layers = tuple([section.played(mode, checkpointing) for section in self.layers])
+        saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), embedding.saved)
+        return PlayedModel(embedding, layers, head, saved)
+
+
+def model_on_tape(inputs: StepInputs) -> ModelOnTape:
+    """Return a model on tape; parts that it has in common with others are shared."""
+    spec = inputs.spec
+    block = block_settings(spec, inputs.setup, inputs.regime)
+    settings = end_settings(spec, block, inputs.setup.profile.loss)
+    weights = taped_weights(inputs.setup, inputs.states)
+    prefix = f"{spec.names.layer}."
+    root = tuple((name, weight) for name, weight in weights.items() if not name.startswith(prefix))
+    embedding = embedding_section(settings, root)
+    names = _names_by_first(inputs.states, prefix)
+    known: dict[tuple[Layer, tuple[str, ...], bool], int] = {}
+    sections: list[Section] = []
+
+    def kind_of(run: LayerRun, needs_gradient: bool) -> int:
+        own = names.get(inventory_first(spec, run), ())
+        key = (run.layer, own, needs_gradient)
+        if key not in known:
+            known[key] = len(sections)
+            relative = tuple((name.removeprefix(prefix), weights[name]) for name in own)
+            sections.append(layer_section(block, run.layer, relative, needs_gradient))
+        return known[key]
+
+    needs = embedding.output.needs_gradient
+    runs: list[tuple[LayerRun, int]] = []
+    for run in spec.runs:
+        first = kind_of(run, needs)
+        trained = sections[first].output.needs_gradient
+        if trained == needs or run.count == 1:
+            runs.append((run, first))
+        else:
+            rest = LayerRun(run.layer, run.count - 1, run.first + 1)
+            runs += [(LayerRun(run.layer, 1, run.first), first), (rest, kind_of(rest, trained))]
+        needs = sections[runs[-1][1]].output.needs_gradient
+    head = head_on_tape(settings, root, needs)
+    layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
+    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), head)
+
+
+def inventory_first(spec: ModelSpec, run: LayerRun) -> int:
+    """Return the first layer of the inventory's run that ``run`` lies in."""
+    return max(other.first for other in spec.runs if other.first <= run.first)
+
+
+def _names_by_first(states: ModelStates, prefix: str) -> dict[int, tuple[str, ...]]:
+    """Return the names of each run's parameters, by its first layer."""
+    names: dict[int, list[str]] = {}
+    for entry in states.tensors:
+        if entry.tensor.name.startswith(prefix):
+            names.setdefault(entry.tensor.first, []).append(entry.tensor.name)
+    return {first: tuple(own) for first, own in names.items()}

@@ -1,0 +1,87 @@
+"""What a training step is compiled from, and its parameters as tapes see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.model.spec import ModelSpec
+from memplan.step.blocks.block_settings import Regime
+from memplan.step.states.model_states import ModelStates, TensorStates
+from memplan.step.states.muon_scratch import decoding_bytes
+from memplan.step.states.optimizer_scratch import (
+    Temporaries,
+    handed_over,
+    store_bytes,
+    stored_names,
+    tensor_temporaries,
+)
+from memplan.step.tapes.taped_weight import Weight
+from memplan.training.resolved import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """All that a training step depends on.
+
+    Attributes:
+        spec: The model.
+        setup: The training setup; that of gathered weights where ranks hold shards.
+        states: States of the tensors that operations read, which are whole.
+        regime: What batch and length decide.
+        gradient_bytes: Gradients that the rank stores.
+        optimizer: Scratch of the rank's optimizer step.
+    """
+
+    spec: ModelSpec
+    setup: TrainingSetup
+    states: ModelStates
+    regime: Regime
+    gradient_bytes: int
+    optimizer: Temporaries
+
+
+def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:
+    """Return every parameter tensor as tapes see it, by name; one that several runs of layers have is alike in all."""
+    emptied = stored_names(setup, states.tensors)
+    by_name = {entry.tensor.name: entry for entry in states.tensors}
+    return {name: _taped(setup, entry, name in emptied) for name, entry in by_name.items()}
+
+
+def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
+    """Return a parameter tensor as tapes see it.
+
+    Args:
+        setup: The training setup.
+        entry: States of the tensor.
+        emptied: Whether a step takes its gradient away in any case.
+    """
+    layer = setup.config.gradients.lifetime == "layer"
+    return Weight(
+        name=entry.tensor.name,
+        trainable=entry.trainable,
+        element_bytes=entry.element_bytes,
+        copy_bytes=entry.copy_bytes,
+        copy_saved=not entry.quantized,
+        own_bytes=entry.weight_bytes,
+        formed_bytes=entry.formed_bytes,
+        gradient_bytes=entry.gradient_bytes,
+        coded=entry.quantized,
+        add_bytes=store_bytes(setup, entry),
+        converted=entry.trainable and _is_converted(setup, entry),
+        emptied=emptied,
+        handed_over=not entry.quantized and handed_over(setup, entry),
+        update_bytes=tensor_temporaries(setup, entry).bytes if layer and entry.trainable else 0,
+        rows=entry.tensor.shape[0],
+        columns=entry.tensor.shape[-1],
+        foreign=entry.element_bytes == 2 == setup.compute_bytes
+        and not entry.quantized
+        and entry.format_name != setup.config.compute_dtype,
+        decoding_bytes=decoding_bytes(entry, setup.compute_bytes),
+    )
+
+
+def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:
+    """Whether a gradient is stored in another dtype than it is formed in; two of them are equally wide."""
+    formed = setup.config.compute_dtype if entry.quantized else entry.format_name
+    narrow = entry.gradient_bytes == entry.formed_bytes == 2 * entry.tensor.elements
+    return entry.gradient_bytes != entry.formed_bytes or (narrow and entry.gradient_name != formed)

@@ -1,0 +1,89 @@
+"""A parameter tensor as a tape sees it: what products read, and how its gradient fares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["first", "again", "filled", "layer"]
+"""How weight gradients fare: kept from now on, added to ones already there, added to zeros where the last step left some,
+or used at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter tensor as an operation of a tape sees it.
+
+    Attributes:
+        name: Its name, for explanations.
+        trainable: Whether backward forms a gradient for it.
+        element_bytes: Bytes of an element as products and norms read it.
+        copy_bytes: A copy in the compute dtype made for the product: dequantised, and made
+            again for backward; or cast by autocast, and saved from forward to backward.
+        decoding_bytes: What making a dequantised copy takes besides.
+        copy_saved: Whether that copy is saved (autocast) or made anew (dequantised).
+        own_bytes: The weight in its own dtype.
+        formed_bytes: Its gradient as backward forms it, in the compute dtype.
+        gradient_bytes: Its gradient as it is stored; the formed one itself where ``converted`` is false.
+        converted: Whether storing makes another tensor.
+        add_bytes: Temporaries of rounding into, and of adding to, a gradient store.
+        coded: Whether the weight is no float parameter; its gradient is stored while the
+            operation that formed it still holds its inputs.
+        delayed: Whether its gradient waits for another to be added (a tied head), whatever the mode.
+        shared: Whether a gradient of it has been stored before, to which this one is added.
+        handed_over: Whether the bundled optimizer has moved the gradient into its store, and the one
+            that was formed is gone, before an update inside backward.
+        update_bytes: Temporaries of updating this tensor alone, for updates inside backward.
+        rows: Its first dimension.
+        columns: Its last dimension.
+        foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
+        emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
+        summed: Whether autograd adds up several gradients of it before it is stored.
+    """
+
+    name: str
+    trainable: bool = True
+    element_bytes: int = 2
+    copy_bytes: int = 0
+    copy_saved: bool = False
+    own_bytes: int = 0
+    formed_bytes: int = 0
+    gradient_bytes: int = 0
+    converted: bool = False
+    coded: bool = False
+    add_bytes: int = 0
+    delayed: bool = False
+    shared: bool = False
+    handed_over: bool = False
+    update_bytes: int = 0
+    rows: int = 0
+    columns: int = 0
+    foreign: bool = False
+    emptied: bool = False
+    summed: bool = False
+    decoding_bytes: int = 0
+
+    def own_mode(self, mode: Mode) -> Mode:
+        """Return how this weight's gradient fares where gradients in general fare so."""
+        if self.summed:
+            return "again"
+        if mode != "filled":
+            return mode
+        return "first" if self.emptied else "again"
+
+    def storing_bytes(self, mode: Mode) -> int:
+        """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
+
+        Autocast's copy has a gradient of its own, which is cast to the weight's dtype and let go
+        before anything else happens.
+        """
+        mode = self.own_mode(mode)
+        cast = self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+        converted = self.gradient_bytes != self.own_bytes if cast else self.converted
+        stored = self.gradient_bytes if converted and mode != "again" else 0
+        added = self.add_bytes if converted or mode == "again" else 0
+        update = self.update_bytes if mode == "layer" else 0
+        if self.handed_over:
+            update -= self.own_bytes if cast else self.formed_bytes
+        extra = stored + max(added, update)
+        return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if cast else extra
