@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.budget.baseline import Baseline, Entry
-from memplan.plan.planner import COMPONENTS
+from memplan.plan.components import COMPONENTS
 
 Cause = Literal["added", "removed", "config", "memplan", "config and memplan", "none"]
 

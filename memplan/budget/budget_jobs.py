@@ -12,7 +12,7 @@ from pathlib import Path
 from memplan.budget.budget_schema import Basis, Defaults, JobEntry, Level
 from memplan.documents.loading import Document, Key
 from memplan.errors import UnitError, match_hint
-from memplan.plan.planner import COMPONENTS
+from memplan.plan.components import COMPONENTS
 from memplan.units import parse_bytes
 
 LONGEST_NAME = 100

@@ -10,7 +10,7 @@ from typing import Literal
 from memplan.budget.baseline import Baseline, Entry
 from memplan.budget.budget_jobs import Job
 from memplan.budget.budget_schema import Basis
-from memplan.plan.planner import Verdict
+from memplan.plan.memory_plan import Verdict
 from memplan.units import format_bytes
 
 Rule = Literal["limit", "component", "increase", "cannot-evaluate"]

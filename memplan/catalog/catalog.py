@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
+from memplan.catalog.family_gaps import FILE as FAMILY_GAPS
+from memplan.catalog.family_gaps import PresetGaps
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import files_in, is_file, is_folder, path_kind, read_bytes, read_text, shown_path
 from memplan.documents.schemas import build, validate
@@ -136,6 +138,11 @@ class Catalog:
         from memplan.catalog.training_config import TrainingConfig
 
         return self._shelf("configs", TrainingConfig)
+
+    @cached_property
+    def family_gaps(self) -> Mapping[str, PresetGaps]:
+        """Kernel presets whose library runs some families with code of its own that saves more."""
+        return _Entries(PresetGaps, _shipped_parts(self.root / FAMILY_GAPS)[0], {})
 
     def section(self, name: str) -> Shelf[Any]:
         """Return the shelf of a section by its name in :data:`SECTIONS`."""

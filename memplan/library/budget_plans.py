@@ -18,8 +18,8 @@ from memplan.documents.opening import path_kind, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, normalised_name
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device
-from memplan.report.plans.plan_answer import components, training_data
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def figures(compiled: CompiledPlan, device: Device, asked: str, shapes: str) -> 
         shapes: Hash of the model's shapes.
     """
     plan = compiled.evaluate(device)
-    training = training_data(plan.setup, plan)
+    training = plan.training
     kept = {key: value for key, value in training.items() if key not in ("description", "status", "evidence")}
     return Figures(
         device=device.name,
@@ -175,7 +175,7 @@ def figures(compiled: CompiledPlan, device: Device, asked: str, shapes: str) -> 
         device_bytes=plan.device_bytes,
         upper_bytes=plan.upper_bytes,
         usable_bytes=plan.usable_bytes,
-        components={component.name: component.bytes for component in components(plan)},
+        components={component.name: component.bytes for component in plan.components},
         asked=asked,
         inputs=_hash([shapes, kept, device.name]),
     )

@@ -81,9 +81,22 @@ class Allowances:
         """Return the memory that the allocator is expected to hold beyond what it has handed out."""
         return allocated_bytes * self.reserve_fraction.numerator // self.reserve_fraction.denominator
 
-    def upper_reserve_bytes(self, allocated_bytes: int) -> int:
-        """Return the same at the upper end."""
-        return allocated_bytes * self.upper_reserve_fraction.numerator // self.upper_reserve_fraction.denominator
+    def allocated_bytes(self, requested_bytes: int, rounding_bytes: int) -> int:
+        """Return what the allocator has handed out: requested bytes, block rounding, and libraries' workspaces."""
+        return requested_bytes + rounding_bytes + self.library_bytes
+
+    def device_bytes(self, allocated_bytes: int) -> int:
+        """Return what nvidia-smi is expected to show."""
+        return allocated_bytes + self.reserve_bytes(allocated_bytes) + self.context_bytes
+
+    def upper_bytes(self, allocated_bytes: int) -> int:
+        """Return the upper end of the interval around it.
+
+        Formula:
+            ``allocated + floor(allocated * upper_reserve_fraction) + upper_context``
+        """
+        share = self.upper_reserve_fraction
+        return allocated_bytes + allocated_bytes * share.numerator // share.denominator + self.upper_context_bytes
 
 
 @dataclass(frozen=True, slots=True)

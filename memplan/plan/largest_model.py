@@ -1,4 +1,4 @@
-"""Inverse questions: the largest model for a GPU, and the fewest GPUs for a model."""
+"""The largest model for a GPU, and the fewest GPUs for a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from memplan.catalog.training_config import MAXIMUM_GPUS
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, allowances_of, bytes_per_parameter, devices_for
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
 from memplan.training.resolved import TrainingSetup
 
 MOST_RANKS = 2**12
@@ -50,8 +52,7 @@ def max_parameters(setup: TrainingSetup, device: Device) -> int:
 def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
     """Return the upper end of the device total, given the requested peak."""
     allowances = allowances_of(plan.setup, device, plan.forms.stream_bytes)
-    allocated = requested + plan.rounding_bytes + allowances.library_bytes
-    return allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
+    return allowances.upper_bytes(allowances.allocated_bytes(requested, plan.rounding_bytes))
 
 
 def largest_models(
@@ -83,15 +84,15 @@ def largest_models(
 
 def _compiled(models: Sequence[tuple[str, Model]], setup: TrainingSetup) -> list[tuple[str, int, CompiledPlan, int]]:
     """Return (name, parameters, plan, requested peak) of every model that can be planned, largest first."""
-    found = []
+    compiled = []
     for name, model in models:
         try:
             plan = CompiledPlan(model, setup)
             requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
         except MemplanError:
             continue
-        found.append((name, parameter_count(model.inventory), plan, requested))
-    return sorted(found, key=lambda item: (-item[1], item[0]))
+        compiled.append((name, parameter_count(model.inventory), plan, requested))
+    return sorted(compiled, key=lambda item: (-item[1], item[0]))
 
 
 def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
@@ -134,10 +135,12 @@ class Placements:
     Attributes:
         rows: One for each kind that suffices.
         refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
+        most: GPUs of a kind that were tried, at most.
     """
 
     rows: tuple[Placement, ...]
     refusal: str = ""
+    most: int = MOST_RANKS
 
 
 def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: Sequence[Device]) -> Placements:

@@ -2,150 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from operator import mul
-from typing import Literal
 
-from memplan.catalog.entries import Gpu, Kind
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.plan.allowances import Allowances, MachineProfile, allowances_for, communicating, measured_allowances
+from memplan.plan.allowances import Allowances, allowances_for, communicating, measured_allowances
+from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from memplan.plan.closed_forms import form_text
+from memplan.plan.components import COMPONENTS, Component
+from memplan.plan.memory_plan import Device, MemoryPlan, Verdict, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
-from memplan.step.states.model_states import ModelStates, model_states, slot_bytes
-from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, share
-from memplan.step.tapes.linear_forms import QUANTITIES, Coefficients, Form, Part, Quantity, quantities
+from memplan.step.states.model_states import ModelStates, model_states
+from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
+from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 
-Verdict = Literal["fits", "tight", "no"]
-
-COMPONENTS = (
-    "weights",
-    "master_weights",
-    "gradients",
-    "optimizer_states",
-    "buffers",
-    "activations",
-    "logits",
-    "temporaries",
-    "communication",
-    "library_workspaces",
-    "allocator_reserve",
-    "device_context",
-    "nccl_buffers",
-)
-"""The names of DESIGN section 5, in the order of every table."""
+__all__ = [
+    "COMPONENTS",
+    "BytesPerParameter",
+    "CompiledPlan",
+    "Component",
+    "Device",
+    "MemoryPlan",
+    "Verdict",
+    "allowances_of",
+    "bytes_per_parameter",
+    "devices_for",
+    "form_text",
+]
 
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One line of the sum.
-
-    Attributes:
-        formula: How the bytes come about, in symbols.
-        values: What the symbols stand for.
-        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
-    """
-
-    name: str
-    bytes: int
-    formula: str
-    values: Mapping[str, int | str]
-    source: str
-    kind: Kind
-
-
-@dataclass(frozen=True, slots=True)
-class BytesPerParameter:
-    """Exact bytes per parameter of a hidden matrix, by component."""
-
-    weights: Fraction
-    master_weights: Fraction
-    gradients: Fraction
-    optimizer_states: Fraction
-
-    @property
-    def total(self) -> Fraction:
-        """Sum of the components."""
-        return self.weights + self.master_weights + self.gradients + self.optimizer_states
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a job has to fit on.
-
-    Attributes:
-        gpu: Catalog entry, or one made from ``--gpu-memory``.
-        name: Its catalog name.
-        count: Devices whose memory is pooled.
-        profile: The card's own workspaces and context where they were measured.
-    """
-
-    gpu: Gpu
-    name: str
-    count: int = 1
-    profile: MachineProfile | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of all devices as the driver reports it."""
-        return self.gpu.memory_bytes * self.count
-
-    def usable_bytes(self, reserve_bytes: int) -> int:
-        """Return the memory of all devices that CUDA offers, less what is to be kept free on each."""
-        return max(0, self.gpu.cuda_total_bytes - reserve_bytes) * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The answer: the peak of a training step, component by component, against a device.
-
-    Attributes:
-        requested_bytes: Live tensors and what kernels allocate inside themselves.
-        allocated_bytes: After block rounding, and with libraries' workspaces.
-        reserved_bytes: Segments that the allocator holds.
-        device_bytes: What nvidia-smi shows.
-        upper_bytes: Upper end of the interval around ``device_bytes``.
-        persistent_bytes: Weights, master weights, gradients kept and optimizer states.
-        communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
-        parts: Activations, logits, temporaries and gradients at the peak.
-        values: Values of the quantities that the forms are made of.
-    """
-
-    model: Model
-    setup: TrainingSetup
-    device: Device
-    verdict: Verdict
-    usable_bytes: int
-    peak: Instant
-    instants: tuple[tuple[str, int], ...]
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
-    upper_bytes: int
-    persistent_bytes: int
-    host_bytes: int
-    states: ModelStates
-    forms: StepForms
-    parts: tuple[int, ...]
-    communication_bytes: int
-    values: tuple[int, ...]
-    buffer_bytes: int
-    rounding_bytes: int
-    allowances: Allowances
-    micro_batch_size: int
-    sequence_length: int
 
 
 def devices_for(setup: TrainingSetup, devices: Sequence[Device]) -> list[Device]:
@@ -159,12 +53,12 @@ def devices_for(setup: TrainingSetup, devices: Sequence[Device]) -> list[Device]
         raise CannotAnswerError(
             f"parallel.data: {ranks} plans one GPU of {ranks}; leave it out where memory of several GPUs is pooled"
         )
-    found = [device for device in devices if not (setup.offloads_states and device.gpu.unified_memory)]
-    for device in devices if not found else ():
+    suited = [device for device in devices if not (setup.offloads_states and device.gpu.unified_memory)]
+    for device in devices if not suited else ():
         raise CannotAnswerError(
             f"offload.optimizer_states: {device.name} shares its memory with the CPU, so that moving states there frees none"
         )
-    return found
+    return suited
 
 
 def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Allowances:
@@ -179,10 +73,10 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
         CannotAnswerError: States are to lie in host memory, which the device shares.
     """
     devices_for(setup, [device])
-    found = allowances_for(device.gpu, device.count, setup.config.allocator, setup.trains_codes)
-    found = found if device.profile is None else measured_allowances(found, device.profile, device.count)
+    alone = allowances_for(device.gpu, device.count, setup.config.allocator, setup.trains_codes)
+    alone = alone if device.profile is None else measured_allowances(alone, device.profile, device.count)
     ranks = setup.config.parallel.data
-    return found if ranks == 1 else communicating(found, ranks, stream_bytes)
+    return alone if ranks == 1 else communicating(alone, ranks, stream_bytes)
 
 
 def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
@@ -277,9 +171,10 @@ class CompiledPlan:
 
     @property
     def persistent_bytes(self) -> int:
-        """Weights, master weights, gradients that are kept, and optimizer states."""
-        kept = self.states.gradient_bytes if self.setup.config.gradients.lifetime == "step" else 0
-        return self.states.weight_bytes + self.states.master_bytes + self.states.state_bytes + kept
+        """Weights, master weights, optimizer states, and gradients where they live for the whole step."""
+        accumulates = self.setup.config.gradients.lifetime == "step"
+        gradients = self.states.gradient_bytes if accumulates else 0
+        return self.states.weight_bytes + self.states.master_bytes + self.states.state_bytes + gradients
 
     def values(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the values of the quantities that the forms are made of.
@@ -318,10 +213,8 @@ class CompiledPlan:
         requested = max(sizes)
         peak = compiled.candidates[sizes.index(requested)]
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
-        allocated = requested + self.rounding_bytes + allowances.library_bytes
-        reserved = allocated + allowances.reserve_bytes(allocated)
-        total = reserved + allowances.context_bytes
-        upper = allocated + allowances.upper_reserve_bytes(allocated) + allowances.upper_context_bytes
+        allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
+        total, upper = allowances.device_bytes(allocated), allowances.upper_bytes(allocated)
         usable = device.usable_bytes(self.setup.reserve_bytes)
         parts = list(peak.form.part_bytes(values))
         parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
@@ -329,13 +222,13 @@ class CompiledPlan:
             model=self.model,
             setup=self.setup,
             device=device,
-            verdict="fits" if upper <= usable else "tight" if total <= usable else "no",
+            verdict=verdict_of(total, upper, usable),
             usable_bytes=usable,
             peak=peak,
             instants=_by_instant(compiled.candidates, sizes),
             requested_bytes=requested,
             allocated_bytes=allocated,
-            reserved_bytes=reserved,
+            reserved_bytes=total - allowances.context_bytes,
             device_bytes=total,
             upper_bytes=upper,
             persistent_bytes=self.persistent_bytes,
@@ -363,44 +256,7 @@ def _compiled(model: Model, setup: TrainingSetup, states: ModelStates, regime: R
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    found: dict[str, int] = {}
+    fullest: dict[str, int] = {}
     for candidate, size in zip(candidates, sizes, strict=True):
-        found[candidate.name] = max(size, found.get(candidate.name, 0))
-    return tuple(found.items())
-
-
-def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
-    """Return the exact bytes per parameter of a large hidden matrix under a setup.
-
-    The uniform figure that the notes' tables use: every parameter is charged as a hidden matrix,
-    whole blocks only, without what a tensor has once.
-    """
-    role: Role = "hidden_matrix"
-    layout, optimizer = setup.formats[role], setup.optimizers[role]
-    own = FLOAT_BYTES.get(setup.format_names[role], setup.compute_bytes)
-    if setup.config.adapter is not None:
-        return BytesPerParameter(layout.bytes_per_element, Fraction(0), Fraction(0), Fraction(0))
-    side = 2**14
-    states = sum(
-        (
-            Fraction(slot_bytes(slot, (side, side), own) - slot.tensor_bytes, side * side)
-            for slot in optimizer.slots
-            if slot.dimensions != "one" and slot.layout == "elementwise" and not setup.offloads_states
-        ),
-        Fraction(0),
-    )
-    kept = setup.config.gradients.lifetime == "step"
-    gradient = setup.gradient.element_bytes if setup.gradient else own
-    held = share(setup.config.parallel)
-    return BytesPerParameter(
-        held * layout.bytes_per_element,
-        held * FLOAT_BYTES.get(setup.config.master_weights, 0),
-        held * (gradient if kept else 0),
-        held * states,
-    )
-
-
-def form_text(form: Form) -> str:
-    """Return a form as text: coefficients of the quantities, parts summed."""
-    terms = [f"{c:,} {QUANTITIES[q]}" if q else f"{c:,}" for q, c in zip(Quantity, form.totals(), strict=True) if c]
-    return " + ".join(terms) or "0"
+        fullest[candidate.name] = max(size, fullest.get(candidate.name, 0))
+    return tuple(fullest.items())

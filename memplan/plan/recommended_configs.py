@@ -9,7 +9,7 @@ from fractions import Fraction
 from memplan.catalog.training_config import Status
 from memplan.model.model import Model
 from memplan.plan.largest_model import LargestModel, largest_models
-from memplan.plan.planner import Device
+from memplan.plan.memory_plan import Device
 from memplan.training.resolved import TrainingSetup
 
 ESTABLISHED: tuple[Status, ...] = ("proven", "works")
@@ -58,16 +58,17 @@ def recommendations(
         devices: Devices.
         verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
     """
-    kept = [setup for setup in setups if _sound(setup, verdict)]
-    answers = [largest_models(models, setup, devices) for setup in kept]
-    found = []
-    for device, rows in zip(devices, zip(*answers, strict=True), strict=True):
-        established = _best(rows, ESTABLISHED)
-        bold = _best(rows, TRIED)
-        least = 0 if established is None else established.largest_fitting_parameters
-        larger = bold if bold is not None and bold.largest_fitting_parameters > least else None
-        found.append(Recommendation(device, established, larger, *_precision(device)))
-    return found
+    answers = [largest_models(models, setup, devices) for setup in setups if _sound(setup, verdict)]
+    rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
+    return [_recommendation(device, rows) for device, rows in rows_by_device]
+
+
+def _recommendation(device: Device, rows: Sequence[LargestModel]) -> Recommendation:
+    """Return what a device is best used with, given what it holds with each setup."""
+    established, bold = _best(rows, ESTABLISHED), _best(rows, TRIED)
+    least = 0 if established is None else established.largest_fitting_parameters
+    larger = bold if bold is not None and bold.largest_fitting_parameters > least else None
+    return Recommendation(device, established, larger, *_precision(device))
 
 
 def _sound(setup: TrainingSetup, verdict: Callable[[str], str]) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import MemplanError
-from memplan.plan.planner import CompiledPlan, MemoryPlan
+from memplan.plan.memory_plan import MemoryPlan, Suggestion
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import FLOAT_BYTES, resolve
 
 Setting = tuple[str, Any]
@@ -49,24 +50,6 @@ def _assigned(target: Any, path: list[str], value: Any) -> Any:
     if isinstance(target, Mapping):
         return {**target, head: value}
     return replace(target, **{head: value})
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A change, evaluated.
-
-    Attributes:
-        change: What to do, as settings that ``--set`` takes.
-        saves_bytes: How much less the device needs.
-        flips_verdict: Whether the job fits then.
-        device_bytes: What the device needs then.
-    """
-
-    change: str
-    saves_bytes: int
-    flips_verdict: bool
-    cost: str
-    device_bytes: int
 
 
 def changes(config: TrainingConfig) -> Iterator[Change]:
@@ -130,68 +113,71 @@ def _adapters(config: TrainingConfig) -> tuple[Setting, ...]:
     return (*master, ("adapter.kind", "lora"), ("adapter.rank", Adapter().rank))
 
 
-def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> list[Suggestion]:
-    """Return changes to a plan that is not sure to fit, those that flip the answer first.
+def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> MemoryPlan:
+    """Return a plan that carries its suggestions; one that is sure to fit has none."""
+    return plan if plan.verdict == "fits" else replace(plan, suggestions=suggestions(plan, catalog, most))
+
+
+def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Suggestion, ...]:
+    """Return changes to a plan that is not sure to fit, those that flip the verdict first.
 
     When no single change does, the cheapest combination that does is put first, if there is one.
     """
-    config = _at(plan)
-    single = [
-        (change, found)
-        for change in changes(config)
-        if (found := _evaluated(plan, catalog, config, change)) is not None
-    ]
+    trial = Trial(plan, catalog, _at(plan))
+    changed = [(change, other) for change in changes(trial.config) if (other := trial.plan_with(change)) is not None]
     floor = plan.device_bytes // LEAST_SHARE
-    results = [
-        Suggestion(
-            change.name,
-            plan.device_bytes - found.device_bytes,
-            found.verdict == "fits",
-            change.cost,
-            found.device_bytes,
-        )
-        for change, found in single
-        if plan.device_bytes - found.device_bytes > floor
-    ]
-    results.sort(key=lambda item: not item.flips_verdict)
+    single = [trial.suggestion(change, other) for change, other in changed]
+    results = sorted((s for s in single if s.saves_bytes > floor), key=lambda item: not item.flips_verdict)
     if not any(item.flips_verdict for item in results):
-        results = [*_combination(plan, catalog, config, [change for change, _ in single]), *results]
-    return results[:most]
+        results = [*_combination(trial, [change for change, _ in changed]), *results]
+    return tuple(results[:most])
 
 
 def _at(plan: MemoryPlan) -> TrainingConfig:
     return replace(plan.setup.config, micro_batch_size=plan.micro_batch_size, sequence_length=plan.sequence_length)
 
 
-def _evaluated(plan: MemoryPlan, catalog: Catalog, config: TrainingConfig, change: Change) -> MemoryPlan | None:
-    """Return the plan with a change made, or None where the config does not allow it."""
-    try:
-        setup = resolve(change.apply(config), catalog, plan.setup.name)
-        return CompiledPlan(plan.model, setup).evaluate(plan.device)
-    except MemplanError:
-        return None
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan, and its config to try changes on."""
+
+    plan: MemoryPlan
+    catalog: Catalog
+    config: TrainingConfig
+
+    def plan_with(self, change: Change) -> MemoryPlan | None:
+        """Return the plan with a change made, or None where the config does not allow it."""
+        try:
+            setup = resolve(change.apply(self.config), self.catalog, self.plan.setup.name)
+            return CompiledPlan(self.plan.model, setup).evaluate(self.plan.device)
+        except MemplanError:
+            return None
+
+    def suggestion(self, change: Change, changed: MemoryPlan) -> Suggestion:
+        """Return a change with what it saves."""
+        saves = self.plan.device_bytes - changed.device_bytes
+        return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes)
 
 
-def _combination(plan: MemoryPlan, catalog: Catalog, config: TrainingConfig, options: list[Change]) -> list[Suggestion]:
+def _combination(trial: Trial, options: list[Change]) -> list[Suggestion]:
     """Return the cheapest combination that makes the job fit: grown from the cheap end, then thinned."""
     chosen: list[Change] = []
     best: MemoryPlan | None = None
     for change in options:
-        found = _evaluated(plan, catalog, config, _joined([*chosen, change]))
-        if found is None or (best and found.device_bytes >= best.device_bytes):
+        changed = trial.plan_with(_joined([*chosen, change]))
+        if changed is None or (best and changed.device_bytes >= best.device_bytes):
             continue
-        chosen, best = [*chosen, change], found
-        if found.verdict == "fits":
+        chosen, best = [*chosen, change], changed
+        if changed.verdict == "fits":
             break
     if best is None or best.verdict != "fits":
         return []
     for change in list(chosen[:-1]):
         fewer = [other for other in chosen if other is not change]
-        found = _evaluated(plan, catalog, config, _joined(fewer))
-        if found is not None and found.verdict == "fits":
-            chosen, best = fewer, found
-    joined = _joined(chosen)
-    return [Suggestion(joined.name, plan.device_bytes - best.device_bytes, True, joined.cost, best.device_bytes)]
+        changed = trial.plan_with(_joined(fewer))
+        if changed is not None and changed.verdict == "fits":
+            chosen, best = fewer, changed
+    return [trial.suggestion(_joined(chosen), best)]
 
 
 def _joined(parts: list[Change]) -> Change:

@@ -42,3 +42,18 @@ class CellInputs:
         cell = self.library.cell(table.id, row or self.cell.row, column or self.cell.column)
         unit = self.library.origin(table, cell).unit
         return cell, [number.value for number in numbers(cell.printed, unit)]
+
+
+LARGEST_MODELS = "s000.t02"
+"""The notes' table of the largest parameter count for each GPU."""
+
+
+def printed_maxima(library: Library) -> dict[tuple[str, str, int], int]:
+    """Return what the notes print as the largest parameter counts: (config, GPU, how many of them) -> parameters."""
+    table = library.tables[LARGEST_MODELS]
+    maxima = {}
+    for cell in table.cells:
+        origin = library.origin(table, cell)
+        key = (origin.config or "", origin.gpu or "", origin.count or 1)
+        maxima[key] = int(numbers(cell.printed)[0].value)
+    return maxima

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.plan.allowances import Allowances
-from memplan.plan.planner import Device, Verdict, allowances_of
+from memplan.plan.memory_plan import Device, Verdict, verdict_of
+from memplan.plan.planner import allowances_of
 from memplan.training.resolved import TrainingSetup
 
 
@@ -23,19 +24,16 @@ class Gauge:
 
     def device_bytes(self, requested: int, rounding: int) -> int:
         """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""
-        allocated = requested + rounding + self.allowances.library_bytes
-        return allocated + self.allowances.reserve_bytes(allocated) + self.allowances.context_bytes
+        return self.allowances.device_bytes(self.allowances.allocated_bytes(requested, rounding))
 
     def upper_bytes(self, requested: int, rounding: int) -> int:
         """Return the upper end of the interval around it."""
-        allocated = requested + rounding + self.allowances.library_bytes
-        return allocated + self.allowances.upper_reserve_bytes(allocated) + self.allowances.upper_context_bytes
+        return self.allowances.upper_bytes(self.allowances.allocated_bytes(requested, rounding))
 
     def verdict(self, requested: int, rounding: int) -> Verdict:
         """Return the verdict on a requested peak."""
-        if self.upper_bytes(requested, rounding) <= self.usable_bytes:
-            return "fits"
-        return "tight" if self.device_bytes(requested, rounding) <= self.usable_bytes else "no"
+        sizes = self.device_bytes(requested, rounding), self.upper_bytes(requested, rounding)
+        return verdict_of(*sizes, self.usable_bytes)
 
     def most_requested_bytes(self, tight: bool = False) -> int:
         """Return the most requested bytes that FIT, rounding to blocks included; negative where nothing does.

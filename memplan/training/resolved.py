@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
+from memplan.catalog.family_gaps import FamilyGap
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
@@ -50,6 +51,7 @@ class TrainingSetup:
         optimizers: Optimizer of each role.
         compute_bytes: Bytes of an element in matrix products.
         reserve_bytes: Memory of the device to leave free.
+        family_gaps: Families whose own code in the preset's library saves more than the preset says.
     """
 
     name: str
@@ -63,6 +65,7 @@ class TrainingSetup:
     compute_bytes: int
     reserve_bytes: int
     changed: bool = False
+    family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -128,7 +131,13 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
+        family_gaps=_family_gaps(config, catalog),
     )
+
+
+def _family_gaps(config: TrainingConfig, catalog: Catalog) -> Mapping[str, FamilyGap]:
+    gaps = catalog.family_gaps.get(config.kernels.preset)
+    return {} if gaps is None else gaps.families
 
 
 def _format_name(config: TrainingConfig, role: Role) -> str:

@@ -25,7 +25,6 @@ from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS  # noqa: E402
 from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
-from memplan.report.plans.plan_answer import not_modelled  # noqa: E402
 from memplan.step.states.muon_scratch import CODING, DECODING  # noqa: E402
 from memplan.step.states.update_algorithms import RULES  # noqa: E402
 from memplan.step.states.update_kernels import BUNDLED, KEPT  # noqa: E402
@@ -200,5 +199,5 @@ def test_an_untraced_optimizer_is_named_in_the_answer(catalog):
     model = shaped("blocks", catalog)
     setup = resolve(TrainingConfig("t", optimizer={"default": "adamw-4bit"}, sequence_length=16), catalog, "t")
     plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus["h100-sxm-80gb"], "h100-sxm-80gb"))
-    assert any("adamw-4bit-torchao" in line for line in not_modelled(plan))
+    assert any("adamw-4bit-torchao" in line for line in plan.not_modelled)
     assert any("adamw-4bit-torchao" in note for note in trace_training(model, setup).notes)

@@ -11,7 +11,6 @@ from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
 from memplan.lab.agreement import cut_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.planner import CompiledPlan, Device
-from memplan.report.plans.plan_answer import components
 from memplan.trace.tracer import trace_training
 from memplan.training.resolved import resolve
 
@@ -94,7 +93,7 @@ def test_replicated_every_instant_is_equal_to_the_byte(catalog, shape, ranks, ke
 def test_components_at_the_peak_are_those_of_the_trace(catalog):
     for parallel in (Parallel(8, 3), Parallel(8, 0)):
         plan, trace = both(catalog, model_from_shapes(**SHAPES["untied"]), config_of(parallel, {}, MANY))
-        formula = {row.name: row.bytes for row in components(plan)}
+        formula = {row.name: row.bytes for row in plan.components}
         traced = trace.peak.components
         assert formula["communication"] == traced["communication"] > 0
         for name in ("weights", "optimizer_states", "logits"):

@@ -12,9 +12,9 @@ from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model
 from memplan.model.inventory import ROLES
 from memplan.plan.planner import CompiledPlan, Device
-from memplan.plan.suggestions import suggestions
+from memplan.plan.suggestions import with_suggestions
 from memplan.report.plans.explain_answer import explain_document
-from memplan.report.plans.plan_answer import components, plan_document
+from memplan.report.plans.plan_answer import plan_document
 from memplan.training.resolved import resolve
 
 CATALOG = Catalog(data_directory())
@@ -79,14 +79,14 @@ def test_any_config_is_planned_explained_and_advised_on_or_refused(name, config,
         found = CompiledPlan(catalog_model(name, CATALOG), setup).evaluate(Device(CATALOG.gpus[gpu], gpu))
     except MemplanError:
         assume(False)
-    parts = components(found)
+    parts = found.components
     assert all(part.bytes > 0 for part in parts)
     assert sum(part.bytes for part in parts) == found.device_bytes
     assert sum(part.bytes for part in parts[:-3]) <= found.requested_bytes
     assert found.requested_bytes <= found.allocated_bytes <= found.reserved_bytes <= found.device_bytes
     assert found.device_bytes <= found.upper_bytes
     assert found.persistent_bytes <= found.requested_bytes
-    advice = [] if found.verdict == "fits" else suggestions(found, CATALOG)
-    assert all(item.saves_bytes > 0 and item.device_bytes + item.saves_bytes == found.device_bytes for item in advice)
-    assert plan_document(found, "", advice, "", True).blocks
+    found = with_suggestions(found, CATALOG)
+    assert all(s.saves_bytes > 0 and s.device_bytes + s.saves_bytes == found.device_bytes for s in found.suggestions)
+    assert plan_document(found, "", "", True).blocks
     assert explain_document(found, "", "").blocks

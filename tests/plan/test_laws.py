@@ -17,7 +17,6 @@ from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.library.lookup import catalog_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.planner import COMPONENTS, CompiledPlan, Device
-from memplan.report.plans.plan_answer import components
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.training.resolved import resolve
 
@@ -63,7 +62,7 @@ def plan(shape: dict[str, Any], config: TrainingConfig) -> CompiledPlan:
 @given(shapes, configs, sizes)
 def test_the_components_add_up_to_the_device_total(shape, config, size):
     found = plan(shape, config).evaluate(GPU, *size)
-    parts = components(found)
+    parts = found.components
     assert sum(part.bytes for part in parts) == found.device_bytes
     assert [part.name for part in parts] == [name for name in COMPONENTS if name in {part.name for part in parts}]
     assert all(part.bytes > 0 for part in parts)
@@ -99,7 +98,7 @@ def test_the_peak_is_the_fullest_instant(shape, config, size):
 )
 def test_the_sum_holds_for_every_config_and_family(model, name):
     found = CompiledPlan(catalog_model(model, CATALOG), SETUPS[name]).evaluate(GPU)
-    assert sum(part.bytes for part in components(found)) == found.device_bytes
+    assert sum(part.bytes for part in found.components) == found.device_bytes
 
 
 @pytest.mark.parametrize("name", SETUPS)

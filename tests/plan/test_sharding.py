@@ -16,7 +16,7 @@ from memplan.model.inventory import ParameterTensor
 from memplan.plan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
 from memplan.plan.largest_model import fewest_devices
 from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
-from memplan.report.plans.plan_answer import components, plan_data
+from memplan.report.plans.plan_answer import plan_data
 from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
 from memplan.training.resolved import resolve
 
@@ -107,10 +107,10 @@ def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog,
 
 def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):
     plan = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(8, 3))).evaluate(device)
-    line = next(row for row in components(plan) if row.name == "nccl_buffers")
+    line = next(row for row in plan.components if row.name == "nccl_buffers")
     assert (line.bytes, line.kind) == (NCCL_EXPECTED_BYTES_BEYOND, "stated")
     assert "github.com/NVIDIA/nccl" in line.source
-    assert sum(row.bytes for row in components(plan)) == plan.device_bytes
+    assert sum(row.bytes for row in plan.components) == plan.device_bytes
     alone = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog)).evaluate(device)
     assert plan.allowances.upper_context_bytes - alone.allowances.upper_context_bytes == (
         NCCL_UPPER_BYTES + plan.allowances.stream_bytes

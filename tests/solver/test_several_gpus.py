@@ -11,7 +11,6 @@ from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.lookup import custom_gpu
 from memplan.plan.planner import CompiledPlan, Device
-from memplan.report.plans.plan_answer import training_data
 from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import Evidence
@@ -84,7 +83,7 @@ def test_each_answer_saved_and_planned_again_has_the_same_bytes(catalog, model):
     answer = suggestions(model("llama-3.2-1b"), request, device, catalog)
     assert {row.plan.setup.config.parallel.zero_stage for row in answer.rows} >= {3}
     for row in answer.rows:
-        data = training_data(row.plan.setup, row.plan)
+        data = row.plan.training
         config = validate_config(data)
         plan = CompiledPlan(model("llama-3.2-1b"), resolve(config, catalog, "saved")).evaluate(device)
         assert (plan.requested_bytes, plan.device_bytes, plan.upper_bytes) == (

@@ -56,7 +56,10 @@ def compare_command(
     setups = [find_setup(name, overrides, catalog, found) for name in configs or ["bf16-adamw", "tier1"]]
     names: list[str | None] = [*(gpu or [])] or [None]
     devices = [find_device(name, gpu_memory, 1, catalog) for name in names]
+    from memplan.plan.planner import CompiledPlan
     from memplan.report.plans.compare_answer import compare_document
 
-    document = compare_document(found, setups, devices, catalog, unit_text(units), strict=strict)
+    compiled = [CompiledPlan(found, setup) for setup in setups]
+    plans = [plan.evaluate(device) for device in devices for plan in compiled]
+    document = compare_document(plans, catalog.hash, unit_text(units), several=len(devices) > 1, strict=strict)
     raise typer.Exit(emit(document, form, as_json, output, quiet))

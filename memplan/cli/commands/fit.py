@@ -60,17 +60,16 @@ def fit_command(
         left_out = [
             f"{names}: not planned with zero_stage 3; --config NAME says why, --set parallel.zero_stage=0 replicates"
         ]
-    from memplan.report.plans.fit_answer import fit_document
+    from memplan.plan.planner import CompiledPlan
+    from memplan.plan.suggestions import with_suggestions
+    from memplan.report.plans.fit_answer import rows_document
+    from memplan.report.plans.plan_answer import plan_document
 
-    document = fit_document(
-        found,
-        setups,
-        device,
-        catalog,
-        unit_text(units),
-        strict=strict,
-        single=config is not None,
-        full=as_json or form == "json",
-        left_out=left_out,
-    )
+    plans = [CompiledPlan(found, setup).evaluate(device) for setup in setups]
+    unit, full = unit_text(units), as_json or form == "json"
+    catalog_hash = catalog.hash if full else ""
+    if config is not None:
+        document = plan_document(with_suggestions(plans[0], catalog), catalog_hash, unit, strict)
+    else:
+        document = rows_document(plans, catalog_hash, unit, strict=strict, full=full, left_out=left_out)
     raise typer.Exit(emit(document, form, as_json, output, quiet))

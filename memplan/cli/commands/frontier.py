@@ -89,7 +89,7 @@ def frontier_command(
     )
     if form is FrontierFormat.svg or (output is not None and output.suffix == ".svg" and not as_json):
         raise typer.Exit(_heat_map(grid, output, strict))
-    document = frontier_document(grid, catalog, unit_text(units), strict=strict, tidy=form is FrontierFormat.csv)
+    document = frontier_document(grid, catalog.hash, unit_text(units), strict=strict, tidy=form is FrontierFormat.csv)
     raise typer.Exit(emit(document, o.OutputFormat(form.value), as_json, output, quiet))
 
 

@@ -131,9 +131,13 @@ def _largest_models(
     names = [config] if config is not None else ["tier1", "tier2", "tier3", "bf16-adamw"]
     setups = [find_setup(name, overrides, catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
+    from memplan.plan.largest_model import largest_models
+    from memplan.published.printed_cell import printed_maxima
+    from memplan.published.table_schema import Library
     from memplan.report.largest.largest_model_answer import max_document
 
-    return max_document(models, setups, devices, catalog, unit)
+    rows = [row for setup in setups for row in largest_models(models, setup, devices)]
+    return max_document(rows, printed_maxima(Library(catalog.root)), unit)
 
 
 def _largest(

@@ -139,7 +139,7 @@ def suggest_command(
         host_bytes=None if host_memory is None else parse_bytes(host_memory),
         parallels=shared,
     )
-    document = suggest_document(suggestions(found, request, device, catalog), catalog, unit_text(units))
+    document = suggest_document(suggestions(found, request, device, catalog), catalog.hash, unit_text(units))
     if save is not None:
         save_configs(document.data["rows"], save)
     raise typer.Exit(emit(document, form, as_json, output, quiet))

@@ -15,16 +15,17 @@ from memplan.documents.writing import say, write_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup
 from memplan.plan.allowances import context_bytes, library_workspace_bytes
-from memplan.plan.planner import COMPONENTS, CompiledPlan, Device, MemoryPlan
+from memplan.plan.components import COMPONENTS
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Block, Document, Table
-from memplan.report.plans.plan_answer import components, training_data
+from memplan.training.resolved_keys import resolved_keys
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.allocator.results import AllocatorResult
     from memplan.trace.recording.trace_result import Trace
     from memplan.training.resolved import TrainingSetup
-
 
 STEPS = 3
 """Steps of the reference model: on an H200 the allocator's segments grew by up to 4 % in the third, and not after."""
@@ -171,7 +172,7 @@ def _write_timeline(traced: _Traced, path: Path) -> None:
 def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
     """Return the requested components of a plan at its peak."""
     outside = ("library_workspaces", "allocator_reserve", "device_context", "nccl_buffers")
-    return {c.name: c.bytes for c in components(plan) if c.name not in outside}
+    return {c.name: c.bytes for c in plan.components if c.name not in outside}
 
 
 def _document(traced: _Traced, request: TraceRequest, unit: str) -> Document:
@@ -328,7 +329,7 @@ def _data(traced: _Traced, request: TraceRequest) -> dict[str, Any]:
         "memplan_version": memplan.__version__,
         "model": traced.title,
         "config": traced.setup.name,
-        "training": training_data(traced.setup, plan),
+        "training": plan.training if plan else resolved_keys(traced.setup),
         "components": [
             {"name": name, "bytes": size}
             for name, size in sorted(found.items(), key=lambda item: COMPONENTS.index(item[0]))

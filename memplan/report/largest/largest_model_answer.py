@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
-from memplan.documents.printed_numbers import numbers
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.plan.largest_model import MOST_RANKS, LargestModel, Placement, Placements, largest_models
-from memplan.plan.planner import Device
-from memplan.published.table_schema import Library
 from memplan.report.document import Document, Table
-from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
-PUBLISHED = "s000.t02"
-"""The notes' table of the largest parameter count for each GPU."""
+if TYPE_CHECKING:
+    from memplan.plan.largest_model import LargestModel, Placement, Placements
 
 WHY = (
     "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
@@ -34,31 +28,17 @@ NotesFigures = Mapping[tuple[str, str, int], int]
 """(config, GPU, how many of them) -> the parameters that the notes print."""
 
 
-def notes_figures(catalog: Catalog) -> NotesFigures:
-    """Return what the notes print as the largest parameter counts."""
-    library = Library(catalog.root)
-    table = library.tables[PUBLISHED]
-    found = {}
-    for cell in table.cells:
-        origin = library.origin(table, cell)
-        key = (origin.config or "", origin.gpu or "", origin.count or 1)
-        found[key] = int(numbers(cell.printed)[0].value)
-    return found
+def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: str) -> Document:
+    """Return the largest model for every device and setup.
 
-
-def max_document(
-    models: Sequence[tuple[str, Model]],
-    setups: Sequence[TrainingSetup],
-    devices: Sequence[Device],
-    catalog: Catalog,
-    unit: str,
-) -> Document:
-    """Return the largest model for every device and setup."""
-    figures = notes_figures(catalog)
-    found = [row for setup in setups for row in largest_models(models, setup, devices)]
-    found.sort(key=lambda row: (-row.device.usable_bytes(0), row.device.name, setups.index(row.setup)))
-    data = [_max_data(row, figures) for row in found]
-    rows = tuple(_max_row(row, item, unit) for row, item in zip(found, data, strict=True))
+    Args:
+        models: For one setup after the other, every device.
+        figures: What the notes print.
+        unit: Unit of bytes in tables.
+    """
+    ranked = sorted(models, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
+    data = [_max_data(row, figures) for row in ranked]
+    rows = tuple(_max_row(row, item, unit) for row, item in zip(ranked, data, strict=True))
     headers = (
         "gpu",
         ">usable",
@@ -69,14 +49,14 @@ def max_document(
         ">notes",
         "largest_fitting_model",
     )
-    batch = setups[0].config
+    batch = models[0].setup.config
     head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {batch.activation_checkpointing}"
     blocks: list[Table | str] = [head, Table(headers, rows), WHY]
-    if any(device.count > 1 for device in devices):
+    if any(row.device.count > 1 for row in models):
         blocks.append(
             "Memory of several GPUs is pooled, which is an upper bound: everything sharded evenly, nothing replicated, no communication buffers."
         )
-    blocks.append(_max_sentence(found))
+    blocks.append(_max_sentence(ranked))
     return Document({"schema": "memplan/max/1", "rows": data}, tuple(blocks))
 
 
@@ -145,7 +125,7 @@ class Prices:
 
 
 def where_document(
-    model: Model, name: str, found: Placements, config: TrainingConfig, unit: str, prices: Prices | None = None
+    model: Model, name: str, placements: Placements, config: TrainingConfig, unit: str, prices: Prices | None = None
 ) -> Document:
     """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest.
 
@@ -154,25 +134,25 @@ def where_document(
     Args:
         model: The model.
         name: Of the training config.
-        found: Where the job fits.
+        placements: Where the job fits.
         config: For the batch and the sequence length.
         unit: Unit of bytes in tables.
         prices: What each GPU costs.
     """
     hourly = prices.hourly if prices else {}
-    ordered = sorted(found.rows, key=lambda row: _order(row, hourly))
+    ordered = sorted(placements.rows, key=lambda row: _order(row, hourly))
     costs = [row.count * hourly[row.device.name] if row.device.name in hourly else None for row in ordered]
     data = [_where_data(row) for row in ordered]
     if prices is not None:
         data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
     rows = tuple(_where_row(row, cost, unit, prices) for row, cost in zip(ordered, costs, strict=True))
     job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {name}"
-    usable = ">usable in all" if found.refusal else ">usable each"
+    usable = ">usable in all" if placements.refusal else ">usable each"
     blocks: list[Table | str] = [
         f"{job}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
         Table((*(() if prices is None else (">per hour",)), ">count", "gpu", usable, ">device", ">upper end"), rows),
-        _how_shared(ordered, found.refusal),
-        _where_sentence(job, ordered, costs, prices),
+        _how_shared(ordered, placements.refusal),
+        _where_sentence(job, ordered, costs, prices) if ordered else _nowhere(job, placements.most),
     ]
     return Document(
         {"schema": "memplan/where/1", "model": model.spec.name, "config": name, "rows": data},
@@ -226,11 +206,13 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
     )
 
 
+def _nowhere(job: str, most: int) -> str:
+    return f"NO: {job} fits on no number of these GPUs, up to {most:,} of a kind."
+
+
 def _where_sentence(
     job: str, rows: Sequence[Placement], costs: Sequence[Fraction | None], prices: Prices | None
 ) -> str:
-    if not rows:
-        return f"NO: {job} fits on no number of these GPUs, up to {MOST_RANKS:,} of a kind."
     first, cost = rows[0], costs[0]
     if first.pooled:
         return f"UNKNOWN: {job} fits on none of these GPUs alone, and is not planned on several."

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
-from memplan.solver.largest_per_device import Largest, Quantity
-from memplan.solver.largest_value import Answer
-from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.solver.largest_per_device import Largest, Quantity
+    from memplan.solver.largest_value import Answer
+    from memplan.training.resolved import TrainingSetup
 
 WORDS: dict[Quantity, str] = {
     "batch": "micro-batch",
@@ -22,10 +24,10 @@ WORDS: dict[Quantity, str] = {
 
 
 def largest_document(
-    what: Quantity, model: Model, setup: TrainingSetup, found: Sequence[Largest], unit: str, *, strict: bool
+    what: Quantity, model: Model, setup: TrainingSetup, largest: Sequence[Largest], unit: str, *, strict: bool
 ) -> Document:
     """Return the largest value on every device, the largest first."""
-    rows = sorted(found, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
+    rows = sorted(largest, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
     data = {
         "schema": "memplan/largest/1",
         "for": what,

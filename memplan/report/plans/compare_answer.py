@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog
 from memplan.model.inventory import parameter_count
-from memplan.model.model import Model
-from memplan.plan.planner import COMPONENTS, CompiledPlan, Device, MemoryPlan
+from memplan.plan.components import COMPONENTS
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, components, exit_code, plan_data
-from memplan.training.resolved import TrainingSetup
+from memplan.report.plans.plan_answer import VERDICT_WORDS, exit_code, plan_data
 from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
 
 MARK = "*"
 Line = tuple[str, tuple[str, ...], tuple[int, ...]]
@@ -20,27 +20,27 @@ Line = tuple[str, tuple[str, ...], tuple[int, ...]]
 
 
 def compare_document(
-    model: Model,
-    setups: Sequence[TrainingSetup],
-    devices: Sequence[Device],
-    catalog: Catalog,
-    unit: str,
-    *,
-    strict: bool,
+    plans: Sequence[MemoryPlan], catalog_hash: str, unit: str, *, several: bool, strict: bool
 ) -> Document:
-    """Return every config on every device, in the order given: configs first, then devices."""
-    compiled = [CompiledPlan(model, setup) for setup in setups]
-    plans = [plan.evaluate(device) for device in devices for plan in compiled]
-    rows = [plan_data(plan, catalog.hash) for plan in plans]
+    """Return plans of one model side by side.
+
+    Args:
+        plans: In the order of the columns.
+        catalog_hash: For the JSON.
+        unit: Unit of bytes in tables.
+        several: Whether more than one device was named, so that every column says its own.
+        strict: TIGHT counts as NO.
+    """
+    rows = [plan_data(plan, catalog_hash) for plan in plans]
     settings = list(_settings(rows))
+    model = plans[0].model
     data = {
         "schema": "memplan/compare/1",
         "rows": rows,
         "differences": [{"key": key, "values": list(values)} for key, values in settings],
     }
-    several = len(devices) > 1
     titles = tuple(f">{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans)
-    where = "" if several else f" on {devices[0].name}"
+    where = "" if several else f" on {plans[0].device.name}"
     blocks = (
         f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters){where}; {MARK} marks what differs",
         Table(("", "bytes", *titles), tuple(_marked(_lines(plans, unit), unit))),
@@ -54,10 +54,10 @@ def compare_document(
 def _lines(plans: Sequence[MemoryPlan], unit: str) -> Iterator[Line]:
     """Yield the verdicts, every component that any plan has, the totals, and the peak's instant."""
     yield "verdict", tuple(VERDICT_WORDS[plan.verdict] for plan in plans), ()
-    found = [{c.name: c.bytes for c in components(plan)} for plan in plans]
+    columns = [{line.name: line.bytes for line in plan.components} for plan in plans]
     for name in COMPONENTS:
-        if any(name in column for column in found):
-            sizes = tuple(column.get(name, 0) for column in found)
+        if any(name in column for column in columns):
+            sizes = tuple(column.get(name, 0) for column in columns)
             yield name, tuple(format_bytes(size, unit) for size in sizes), sizes
     for name, attribute in (("device", "device_bytes"), ("upper end", "upper_bytes"), ("usable", "usable_bytes")):
         sizes = tuple(getattr(plan, attribute) for plan in plans)

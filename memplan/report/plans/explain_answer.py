@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-from memplan.plan.planner import MemoryPlan, form_text
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import answer, component_table, components, heading, plan_data, totals_table
-from memplan.step.states.model_states import TensorStates
-from memplan.step.tapes.linear_forms import QUANTITIES
+from memplan.report.plans.plan_answer import answer, component_table, heading, plan_data, totals_table
 from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+    from memplan.step.states.model_states import TensorStates
 
 LEGEND = (
     "b: micro-batch size; t: sequence length; n: elements of a tensor. Every tensor's bytes are rounded up to whole blocks; "
@@ -22,10 +24,8 @@ def explain_document(plan: MemoryPlan, catalog_hash: str, unit: str) -> Document
     """Return every term of a plan, with its values and sources."""
     states = states_table(plan)
     saved = saved_table(plan, unit)
-    instants = candidates_table(plan, unit)
-    sources = tuple(
-        f"{c.name} ({c.kind}): {c.formula}{_values(c.values)}. Source: {c.source}" for c in components(plan)
-    )
+    instants = instant_forms_table(plan, unit)
+    sources = tuple(f"{c.name} ({c.kind}): {c.formula}{_values(c.values)}. Source: {c.source}" for c in plan.components)
     blocks = (
         heading(plan),
         LEGEND,
@@ -44,9 +44,8 @@ def explain_document(plan: MemoryPlan, catalog_hash: str, unit: str) -> Document
         "tensors": [_tensor_data(e) for e in plan.states.tensors],
     }
     data["saved_for_backward"] = [
-        {"layer": layer, "operation": name, "formula": f"{coefficient} {QUANTITIES[quantity]}"}
-        for layer, tensors in plan.forms.layer_saved
-        for name, quantity, coefficient, _ in tensors
+        {"layer": saved.layer, "operation": saved.operation, "formula": f"{saved.coefficient} {saved.quantity}"}
+        for saved in plan.saved_tensors
     ]
     return Document(data, blocks)
 
@@ -112,12 +111,12 @@ def _sums(plan: MemoryPlan) -> tuple[str, ...]:
 def saved_table(plan: MemoryPlan, unit: str) -> Table:
     """Return what one layer of each kind keeps for backward, tensor by tensor."""
     rows: list[tuple[str, ...]] = []
-    for layer, tensors in plan.forms.layer_saved:
+    for layer, tensors in groupby(plan.saved_tensors, key=attrgetter("layer")):
         total = 0
-        for name, quantity, coefficient, _ in tensors:
-            size = coefficient * plan.values[quantity]
-            total += size
-            rows.append((layer, f"{coefficient:,} x {QUANTITIES[quantity]}", format_bytes(size, unit), name))
+        for saved in tensors:
+            total += saved.bytes
+            formula = f"{saved.coefficient:,} x {saved.quantity}"
+            rows.append((layer, formula, format_bytes(saved.bytes, unit), saved.operation))
         rows.append((layer, "sum", format_bytes(total, unit), ""))
     kind = plan.setup.config.activation_checkpointing
     title = "Kept for backward by one layer" + (
@@ -126,22 +125,14 @@ def saved_table(plan: MemoryPlan, unit: str) -> Table:
     return Table(("layer", ">bytes", ">here", "first kept by"), tuple(rows), title)
 
 
-def candidates_table(plan: MemoryPlan, unit: str) -> Table:
+def instant_forms_table(plan: MemoryPlan, unit: str) -> Table:
     """Return each instant's closed form: what is alive besides weights, states and buffers."""
-    rows = tuple((name, operation, format_bytes(size, unit), text) for name, operation, size, text in _forms(plan))
+    rows = tuple(
+        (instant.name, instant.operation, format_bytes(instant.bytes, unit), instant.formula)
+        for instant in plan.instant_forms
+    )
     return Table(
         ("instant", "operation", ">besides", "closed form"),
         rows,
         "Instants: bytes alive besides weights, states and buffers",
     )
-
-
-def _forms(plan: MemoryPlan) -> Iterator[tuple[str, str, int, str]]:
-    """Yield the fullest candidate of every instant."""
-    best: dict[str, tuple[int, str, str]] = {}
-    for candidate in plan.forms.candidates:
-        size = candidate.form.total_bytes(plan.values)
-        if size > best.get(candidate.name, (-1, "", ""))[0]:
-            best[candidate.name] = (size, candidate.operation, form_text(candidate.form))
-    for name, (size, operation, text) in best.items():
-        yield name, operation, size, text

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
-from memplan.solver.batch_frontier import Cell, Edge, Frontier
-from memplan.solver.largest_value import Answer
 from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.solver.batch_frontier import Cell, Edge, Frontier
+    from memplan.solver.largest_value import Answer
 
 LETTERS = {"fits": "", "tight": " T", "no": " x"}
 
 
-def frontier_document(grid: Frontier, catalog: Catalog, unit: str, *, strict: bool, tidy: bool) -> Document:
+def frontier_document(grid: Frontier, catalog_hash: str, unit: str, *, strict: bool, tidy: bool) -> Document:
     """Return the grid as tables and JSON.
 
     Args:
-        grid: What was found.
-        catalog: For its hash.
+        grid: The frontier.
+        catalog_hash: For the JSON.
         unit: Unit of bytes.
         strict: TIGHT counts as NO.
         tidy: Whether each cell is to be a row of its own, as CSV has it.
     """
     data = {
         "schema": "memplan/frontier/1",
-        "catalog_hash": catalog.hash,
+        "catalog_hash": catalog_hash,
         "model": grid.plan.model.spec.name,
         "config": grid.plan.setup.name,
         "gpu": {"name": grid.device.name, "count": _gpus(grid), "usable_bytes": grid.usable_bytes},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memplan.documents.escaping import xml
 from memplan.report.plans.plan_answer import VERDICT_WORDS
-from memplan.solver.batch_frontier import Cell, Frontier
 from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.solver.batch_frontier import Cell, Frontier
 
 CELL_WIDTH, CELL_HEIGHT = 76, 38
 LEFT, TOP, BOTTOM = 96, 84, 72

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.plan.largest_model import LargestModel
-from memplan.plan.recommended_configs import Recommendation
 from memplan.report.document import Document, Table
-from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.plan.largest_model import LargestModel
+    from memplan.plan.recommended_configs import Recommendation
+    from memplan.training.resolved import TrainingSetup
 
 TIMED_BY = "memplan lab precision --device cuda --width 4096"
 
@@ -30,7 +32,7 @@ POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing r
 
 
 def recommend_document(
-    found: Sequence[Recommendation],
+    recommendations: Sequence[Recommendation],
     setup: TrainingSetup,
     precision: Mapping[str, Any] | None,
     on_gpu: Mapping[str, Any] | None,
@@ -39,13 +41,13 @@ def recommend_document(
     """Return the recommendations.
 
     Args:
-        found: One for each GPU.
+        recommendations: One for each GPU.
         setup: Any of the setups: its batch, sequence and checkpointing are said.
         precision: The record of the experiment on precisions, or None where it is not at hand.
         on_gpu: That of the same experiment on a GPU.
         unit: Of bytes; empty for the one that suits each.
     """
-    rows = sorted(found, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
+    rows = sorted(recommendations, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
     config = setup.config
     head = (
         f"What to train with, by GPU, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, "
@@ -98,11 +100,11 @@ def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] |
 
 def _times(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     """Return by width the least seconds of each precision that a GPU runs itself, where all were run."""
-    found: dict[int, dict[str, float]] = {}
+    by_width: dict[int, dict[str, float]] = {}
     for row in record["rows"]:
         if row["iterations"] == FIVE and row["precision"] in RUN_NATIVELY and row["seconds"]:
-            found.setdefault(row["rows"], {})[row["precision"]] = row["seconds"]["low"]
-    return {width: taken for width, taken in found.items() if len(taken) == len(RUN_NATIVELY)}
+            by_width.setdefault(row["rows"], {})[row["precision"]] = row["seconds"]["low"]
+    return {width: taken for width, taken in by_width.items() if len(taken) == len(RUN_NATIVELY)}
 
 
 def _errors(record: Mapping[str, Any]) -> dict[str, float]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
-from memplan.solver.search.best_first import Miss
-from memplan.solver.search.pareto_front import Combination
-from memplan.solver.search.space import optimizer_names
-from memplan.solver.search.suggested_settings import Settings, Suggestions
-from memplan.solver.search.timing import Rates
 from memplan.units import format_bytes, format_count, parse_bytes
+
+if TYPE_CHECKING:
+    from memplan.solver.search.best_first import Miss
+    from memplan.solver.search.pareto_front import Combination
+    from memplan.solver.search.suggested_settings import Settings, Suggestions
+    from memplan.solver.search.timing import Rates
+    from memplan.training.resolved import TrainingSetup
 
 NOT_SEARCHED = (
     "Not searched: {gpus}; weights or activations in host memory; optimizers whose "
@@ -23,34 +24,34 @@ ONE_GPU = "several GPUs (--gpus N searches them)"
 PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
 
 
-def suggest_document(answer: Suggestions, catalog: Catalog, unit: str) -> Document:
+def suggest_document(answer: Suggestions, catalog_hash: str, unit: str) -> Document:
     """Return the settings that fit, or what comes nearest."""
     data: dict[str, Any] = {
         "schema": "memplan/suggest/1",
-        "rows": [row_data(row, answer, catalog) for row in answer.rows],
+        "rows": [row_data(row, answer, catalog_hash) for row in answer.rows],
         "combinations": answer.outcome.considered,
         "plans_compiled": answer.outcome.compiled,
     }
     head = _heading(answer, unit)
     if answer.rows:
         lines = tuple(f"{rank}. Gives up: {row.gives_up}." for rank, row in enumerate(answer.rows, 1))
-        blocks = (head, _table(answer, catalog, unit), lines, _notes(answer), _sentence(answer, unit))
+        blocks = (head, _table(answer, unit), lines, _notes(answer), _sentence(answer, unit))
         return Document(data, blocks)
     if answer.miss is not None:
-        data["nearest_miss"] = _miss_data(answer.miss, catalog)
+        data["nearest_miss"] = _miss_data(answer.miss, catalog_hash)
     data["experimental_fits"] = answer.experimental_fits
     return Document(data, (head, _notes(answer), _miss_sentence(answer, unit)), 1)
 
 
-def row_data(row: Settings, answer: Suggestions, catalog: Catalog) -> dict[str, Any]:
+def row_data(row: Settings, answer: Suggestions, catalog_hash: str) -> dict[str, Any]:
     """Return one answer: a plan, with what the search says of it besides."""
-    found = row.combination
-    return plan_data(row.plan, catalog.hash) | {
-        "quality_risk": found.standing.risk,
+    combination = row.combination
+    return plan_data(row.plan, catalog_hash) | {
+        "quality_risk": combination.standing.risk,
         "gives_up": row.gives_up,
         "estimate": {
-            "step_seconds": found.step_picoseconds / 10**12,
-            "tokens_per_second": 10**15 * row.plan.setup.config.parallel.data / max(found.token_femtoseconds, 1),
+            "step_seconds": combination.step_picoseconds / 10**12,
+            "tokens_per_second": 10**15 * row.plan.setup.config.parallel.data / max(combination.token_femtoseconds, 1),
             "rates_of": answer.outcome.rates.source,
         },
     }
@@ -71,9 +72,9 @@ def _heading(answer: Suggestions, unit: str) -> str:
     )
 
 
-def _table(answer: Suggestions, catalog: Catalog, unit: str) -> Table:
+def _table(answer: Suggestions, unit: str) -> Table:
     several = answer.space.base.parallel.data > 1
-    rows = tuple(_row(rank, row, catalog, unit) for rank, row in enumerate(answer.rows, 1))
+    rows = tuple(_row(rank, row, unit) for rank, row in enumerate(answer.rows, 1))
     headers: tuple[str, ...] = (
         ">#",
         "verdict",
@@ -91,9 +92,9 @@ def _table(answer: Suggestions, catalog: Catalog, unit: str) -> Table:
     return Table(headers, rows)
 
 
-def _row(rank: int, row: Settings, catalog: Catalog, unit: str) -> tuple[str, ...]:
-    found, plan = row.combination, row.plan
-    state, way = found.state, found.way
+def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
+    combination, plan = row.combination, row.plan
+    state, way = combination.state, combination.way
     weights = (
         state.weights.dtype if not plan.setup.autocast else f"{state.weights.dtype}, {state.weights.compute_dtype}"
     )
@@ -103,26 +104,28 @@ def _row(rank: int, row: Settings, catalog: Catalog, unit: str) -> tuple[str, ..
     return (
         str(rank),
         VERDICT_WORDS[plan.verdict],
-        found.standing.status,
-        str(found.standing.risk),
+        combination.standing.status,
+        str(combination.standing.risk),
         format_bytes(plan.upper_bytes, unit),
-        f"~{_tokens_per_second(found, plan.setup.config.parallel.data):,}",
-        str(found.batch) if plan.setup.config.gradient_accumulation_steps == 1 else _accumulated(found, plan.setup),
+        f"~{_tokens_per_second(combination, plan.setup.config.parallel.data):,}",
+        str(combination.batch)
+        if plan.setup.config.gradient_accumulation_steps == 1
+        else _accumulated(combination, plan.setup),
         weights,
         f"{state.gradient or 'own'}{released}",
-        optimizer_names(state.optimizer, catalog)[0] + (" on host" if state.offload == "cpu" else ""),
+        plan.setup.optimizer_names["hidden_matrix"] + (" on host" if state.offload == "cpu" else ""),
         again,
         *((str(plan.setup.config.parallel.zero_stage),) if plan.setup.config.parallel.data > 1 else ()),
     )
 
 
-def _accumulated(found: Combination, setup: Any) -> str:
-    return f"{found.batch} x {setup.config.gradient_accumulation_steps}"
+def _accumulated(combination: Combination, setup: TrainingSetup) -> str:
+    return f"{combination.batch} x {setup.config.gradient_accumulation_steps}"
 
 
-def _tokens_per_second(found: Combination, gpus: int) -> int:
+def _tokens_per_second(combination: Combination, gpus: int) -> int:
     """Return an estimate for all GPUs with two digits, which is more than it is good for."""
-    rate = 10**15 * gpus // max(found.token_femtoseconds, 1)
+    rate = 10**15 * gpus // max(combination.token_femtoseconds, 1)
     scale: int = 10 ** max(0, len(str(rate)) - 2)
     return (rate + scale // 2) // scale * scale
 
@@ -166,10 +169,10 @@ def _sentence(answer: Suggestions, unit: str) -> str:
 
 
 # ------------------------------------------------------------------ nothing fits
-def _miss_data(miss: Miss, catalog: Catalog) -> dict[str, Any]:
+def _miss_data(miss: Miss, catalog_hash: str) -> dict[str, Any]:
     plan = miss.plan
     return {
-        "plan": plan_data(plan, catalog.hash),
+        "plan": plan_data(plan, catalog_hash),
         "over_bytes": max(0, plan.upper_bytes - plan.usable_bytes),
         "smallest_gpu": None if miss.smallest_gpu is None else miss.smallest_gpu.name,
     }

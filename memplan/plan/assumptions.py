@@ -1,0 +1,132 @@
+"""What a plan takes for granted and what it leaves out, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from memplan.plan.allowances import NCCL_UPPER_BYTES
+from memplan.step.states.parallel_shards import is_sharded, sent_bytes
+from memplan.units import format_bytes, format_fraction
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+
+ADAPTER_TENSORS = ("lora_A.weight", "lora_B.weight")
+
+
+def assumptions(plan: MemoryPlan) -> tuple[str, ...]:
+    """Return what the answer takes for granted."""
+    return (*_step(plan), *_states(plan), *_parallel(plan), *_model(plan))
+
+
+def not_modelled(plan: MemoryPlan) -> tuple[str, ...]:
+    """Return what the answer leaves out."""
+    return tuple(_left_out(plan))
+
+
+def _step(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what is assumed of every step."""
+    config, profile, allowances = plan.setup.config, plan.setup.profile, plan.allowances
+    yield (
+        f"kernels ({config.kernels.preset}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
+        f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
+    )
+    yield "a steady-state step: optimizer states exist, every sequence has the full length"
+    expected, upper = (
+        format_fraction(share * 100) for share in (allowances.reserve_fraction, allowances.upper_reserve_fraction)
+    )
+    yield (
+        f"allocator: {config.allocator}; the least it lives with, {expected} % of what is allocated, "
+        f"or {upper} % at the upper end"
+    )
+
+
+def _states(plan: MemoryPlan) -> Iterator[str]:
+    """Yield where optimizer states in host memory lie, and who steps them."""
+    if plan.setup.offloads_states:
+        yield (
+            f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "
+            "and two stretches of a tensor's states at a time are on the device; torch rounds each pinned tensor up to a "
+            "power of two, so that up to twice as much is taken (https://github.com/pytorch/pytorch/issues/150517)"
+        )
+
+
+def _parallel(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what is assumed of several GPUs."""
+    ranks = plan.setup.config.parallel.data
+    if ranks == 1:
+        return
+    yield from _sharing(plan)
+    yield f"bytes are those of one GPU of {ranks}, the fullest; each micro-batch is its own"
+    sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, plan.states.gradient_bytes))
+    yield f"each GPU sends {sent} for one forward and backward, gradients reduced every time, and receives as much"
+    stream = plan.allowances.stream_bytes
+    keeps = f", and the stream that gathers may keep {format_bytes(stream)} from the rest of the step" if stream else ""
+    yield f"NCCL may take {format_bytes(NCCL_UPPER_BYTES)} at the upper end{keeps}"
+
+
+def _sharing(plan: MemoryPlan) -> Iterator[str]:
+    """Yield how weights and gradients are shared out, and in which dtypes they pass between GPUs."""
+    config = plan.setup.config
+    ranks = config.parallel.data
+    if not is_sharded(config.parallel):
+        yield (
+            f"parallel.data {ranks}, zero_stage 0: torch's DistributedDataParallel, everything replicated; buckets beside the "
+            "gradients (gradient_as_bucket_view=False, the default)"
+        )
+        return
+    yield (
+        f"parallel.data {ranks}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; the root "
+        "(embedding, final norm, head) stays gathered; shards on dimension 0, padded to be equal"
+    )
+    own = plan.setup.format_names["hidden_matrix"]
+    if own == config.compute_dtype:
+        yield f"gathered and reduced in {own}, the weights' dtype"
+    else:
+        yield (
+            f"gathered in {config.compute_dtype}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as torchtitan has it"
+        )
+
+
+def _model(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what is assumed of the model, and of the device that it is put on."""
+    config, spec = plan.setup.config, plan.model.spec
+    if spec.dropout and config.dropout is None:
+        yield f"dropout {spec.dropout}, the model's own"
+    roles = _roles_without_blocks(plan)
+    if roles:
+        yield f"{', '.join(sorted(roles))}: tensors whose rows do not divide into blocks stay in {config.compute_dtype}"
+    if plan.device.count > 1:
+        yield "memory of several devices is pooled: everything sharded evenly, nothing replicated, no communication buffers"
+    if 0 < spec.learned_positions == plan.sequence_length:
+        yield f"sequence length {plan.sequence_length}: the model has no more learned positions"
+    elif 0 < spec.max_position_embeddings < plan.sequence_length:
+        yield f"sequence length {plan.sequence_length} is beyond the {spec.max_position_embeddings} that the model is made for"
+    if plan.device.gpu.unified_memory:
+        yield "memory is shared with the CPU: what the system and other programs use counts too"
+    if plan.model.quantization:
+        yield f"released in {plan.model.quantization}; planned in the config's own weight formats"
+    yield from plan.model.notes
+
+
+def _roles_without_blocks(plan: MemoryPlan) -> set[str]:
+    """Return the roles of base tensors that are not stored in their role's format."""
+    return {
+        entry.tensor.role
+        for entry in plan.states.tensors
+        if entry.format_name != plan.setup.format_names[entry.tensor.role]
+        and not entry.tensor.name.endswith(ADAPTER_TENSORS)
+    }
+
+
+def _left_out(plan: MemoryPlan) -> Iterator[str]:
+    family = plan.model.spec.architecture
+    if family in plan.setup.family_gaps:
+        yield f"{family} in transformers: {plan.setup.family_gaps[family].text}"
+    yield "memory of other processes and of the desktop (set reserve for it)"
+    yield "what the sort of the embedding's backward takes inside itself"
+    untraced = {entry.optimizer_name for entry in plan.states.tensors if entry.stepper == "untraced"}
+    yield from (f"temporaries of the {name} update, which is untraced" for name in sorted(untraced))
+    if plan.setup.config.parallel.data > 1:
+        yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"

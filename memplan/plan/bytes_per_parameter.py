@@ -1,0 +1,63 @@
+"""Bytes per parameter: the uniform figure of a training setup, by component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memplan.model.inventory import Role
+from memplan.step.states.model_states import slot_bytes
+from memplan.step.states.parallel_shards import share
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+MATRIX_SIDE = 2**14
+"""Side of the matrix that states are counted on: large enough that every block is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerParameter:
+    """Exact bytes per parameter of a hidden matrix, by component."""
+
+    weights: Fraction
+    master_weights: Fraction
+    gradients: Fraction
+    optimizer_states: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """Sum of the components."""
+        return self.weights + self.master_weights + self.gradients + self.optimizer_states
+
+
+def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
+    """Return the exact bytes per parameter of a large hidden matrix under a setup.
+
+    The uniform figure that the notes' tables use: every parameter is charged as a hidden matrix,
+    whole blocks only, without what a tensor has once.
+    """
+    role: Role = "hidden_matrix"
+    layout = setup.formats[role]
+    if setup.config.adapter is not None:
+        return BytesPerParameter(layout.bytes_per_element, Fraction(0), Fraction(0), Fraction(0))
+    own = FLOAT_BYTES.get(setup.format_names[role], setup.compute_bytes)
+    gradient = setup.gradient.element_bytes if setup.gradient else own
+    accumulates = setup.config.gradients.lifetime == "step"
+    part = share(setup.config.parallel)
+    return BytesPerParameter(
+        part * layout.bytes_per_element,
+        part * FLOAT_BYTES.get(setup.config.master_weights, 0),
+        part * (gradient if accumulates else 0),
+        part * _state_bytes(setup, role, own),
+    )
+
+
+def _state_bytes(setup: TrainingSetup, role: Role, own: int) -> Fraction:
+    """Return the bytes of optimizer states on the device for each element of a role's matrix."""
+    elements = MATRIX_SIDE**2
+    slots = () if setup.offloads_states else setup.optimizers[role].slots
+    sizes = (
+        slot_bytes(slot, (MATRIX_SIDE, MATRIX_SIDE), own) - slot.tensor_bytes
+        for slot in slots
+        if slot.dimensions != "one" and slot.layout == "elementwise"
+    )
+    return Fraction(sum(sizes), elements)

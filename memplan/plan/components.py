@@ -1,0 +1,122 @@
+"""The lines of the sum at the peak: what each is, how its bytes come about, and who says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memplan.catalog.entries import Kind
+from memplan.plan.allowances import CONTEXT_SOURCE, CUBLAS_SOURCE, NCCL_SOURCE, RESERVE_SOURCE
+from memplan.plan.closed_forms import form_text, part_text
+from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.tapes.linear_forms import Part
+from memplan.units import format_fraction
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+
+COMPONENTS = (
+    "weights",
+    "master_weights",
+    "gradients",
+    "optimizer_states",
+    "buffers",
+    "activations",
+    "logits",
+    "temporaries",
+    "communication",
+    "library_workspaces",
+    "allocator_reserve",
+    "device_context",
+    "nccl_buffers",
+)
+"""The names of DESIGN section 5, in the order of every table."""
+
+TAPE = "operations of the reference model, each tensor kept until its backward has run (memplan/step/tapes/tape.py)"
+FULLY_SHARD_SOURCE = "torch/distributed/fsdp/_fully_shard (v2.13.0), traced on one rank"
+REPLICATED_SOURCE = "torch/csrc/distributed/c10d/reducer.cpp (v2.13.0), traced on one rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One line of the sum.
+
+    Attributes:
+        formula: How the bytes come about, in symbols.
+        values: What the symbols stand for.
+        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
+    """
+
+    name: str
+    bytes: int
+    formula: str
+    values: Mapping[str, int | str]
+    source: str
+    kind: Kind
+
+
+def components(plan: MemoryPlan) -> tuple[Component, ...]:
+    """Return the lines of the sum at the peak; they add up to the device total."""
+    lines = (*_states(plan), *_step(plan), *_communication(plan), *_outside(plan))
+    return tuple(line for line in lines if line.bytes)
+
+
+def _states(plan: MemoryPlan) -> Iterator[Component]:
+    """Yield what stays from step to step, and the gradients of the peak."""
+    states, formats = plan.states, "configs/weight_formats.yaml"
+    formula = "sum over tensors of ceil(n / block) * block_bytes"
+    yield Component("weights", states.weight_bytes, formula, {}, formats, "exact")
+    source = "master_weights of the config"
+    yield Component("master_weights", states.master_bytes, "n * master_bytes", {}, source, "exact")
+    formula, source = "gradients alive at the peak, in their dtype", "configs/gradient_dtypes.yaml"
+    yield Component("gradients", plan.parts[Part.GRADIENTS], formula, {}, source, "exact")
+    formula, source = "sum over tensors and state slots", "configs/optimizers.yaml"
+    yield Component("optimizer_states", states.state_bytes, formula, {}, source, "exact")
+
+
+def _step(plan: MemoryPlan) -> Iterator[Component]:
+    """Yield what batch and sequence length decide."""
+    tokens = {"b": plan.micro_batch_size, "t": plan.sequence_length}
+    source = "token ids, targets and rotary tables"
+    yield Component("buffers", plan.buffer_bytes, form_text(plan.forms.buffers), tokens, source, "exact")
+    parts = (("activations", Part.ACTIVATIONS), ("logits", Part.LOGITS))
+    for name, part in parts:
+        yield Component(name, plan.parts[part], part_text(plan, part), tokens, TAPE, "derived")
+    stepping = plan.peak.name == "optimizer step"
+    formula = plan.forms.optimizer_formula if stepping else part_text(plan, Part.TEMPORARIES)
+    yield Component("temporaries", plan.parts[Part.TEMPORARIES], formula, tokens, TAPE, "derived")
+
+
+def _communication(plan: MemoryPlan) -> Iterator[Component]:
+    """Yield the line of what is gathered and reduced, where there are several GPUs."""
+    parallel = plan.setup.config.parallel
+    if parallel.data == 1:
+        return
+    if is_sharded(parallel):
+        formula = "weights gathered for the root and for the layer that runs or comes next, gradients being reduced"
+        source = FULLY_SHARD_SOURCE
+    else:
+        formula, source = "buckets that gradients are reduced in: as many bytes as gradients", REPLICATED_SOURCE
+    yield Component("communication", plan.communication_bytes, formula, {"N": parallel.data}, source, "exact")
+
+
+def _outside(plan: MemoryPlan) -> Iterator[Component]:
+    """Yield what no formula over tensors can see."""
+    allowances = plan.allowances
+    yield _allowance(plan, "library_workspaces", allowances.library_bytes, "cuBLAS workspaces", CUBLAS_SOURCE)
+    reserve = plan.reserved_bytes - plan.allocated_bytes + plan.rounding_bytes
+    formula = f"block rounding + {format_fraction(allowances.reserve_fraction * 100)} % of allocated"
+    values = {"rounding": plan.rounding_bytes, "allocated": plan.allocated_bytes}
+    yield Component("allocator_reserve", reserve, formula, values, RESERVE_SOURCE, "derived")
+    context = allowances.context_bytes - allowances.nccl_bytes
+    yield _allowance(plan, "device_context", context, "CUDA context", CONTEXT_SOURCE)
+    ranks = {"N": plan.setup.config.parallel.data}
+    yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, NCCL_SOURCE, "stated")
+
+
+def _allowance(plan: MemoryPlan, name: str, size: int, formula: str, source: str) -> Component:
+    """Return an allowance, as stated in its source or as measured on a card."""
+    if plan.allowances.measured_on:
+        return Component(name, size, formula, {}, f"measured on {plan.allowances.measured_on}", "measured")
+    return Component(name, size, formula, {}, source, "stated")

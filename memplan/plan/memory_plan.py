@@ -1,0 +1,167 @@
+"""The answer as a value: the peak of a training step against a device, and every line that explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from memplan.catalog.entries import Gpu
+from memplan.model.model import Model
+from memplan.plan.allowances import Allowances, MachineProfile
+from memplan.plan.assumptions import assumptions, not_modelled
+from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
+from memplan.plan.components import Component, components
+from memplan.training.resolved import TrainingSetup
+from memplan.training.resolved_keys import resolved_keys
+
+if TYPE_CHECKING:
+    from memplan.step.instants import StepForms
+    from memplan.step.states.model_states import ModelStates
+    from memplan.step.tapes.played import Instant
+
+Verdict = Literal["fits", "tight", "no"]
+
+
+def verdict_of(device_bytes: int, upper_bytes: int, usable_bytes: int) -> Verdict:
+    """Return whether what a device needs fits: at the upper end, as expected only, or not at all."""
+    return "fits" if upper_bytes <= usable_bytes else "tight" if device_bytes <= usable_bytes else "no"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a job has to fit on.
+
+    Attributes:
+        gpu: Catalog entry, or one made from ``--gpu-memory``.
+        name: Its catalog name.
+        count: Devices whose memory is pooled.
+        profile: The card's own workspaces and context where they were measured.
+    """
+
+    gpu: Gpu
+    name: str
+    count: int = 1
+    profile: MachineProfile | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all devices as the driver reports it."""
+        return self.gpu.memory_bytes * self.count
+
+    def usable_bytes(self, reserve_bytes: int) -> int:
+        """Return the memory of all devices that CUDA offers, less what is to be kept free on each."""
+        return max(0, self.gpu.cuda_total_bytes - reserve_bytes) * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change of the training config, planned.
+
+    Attributes:
+        change: What to do, as settings that ``--set`` takes.
+        saves_bytes: How much less the device needs.
+        flips_verdict: Whether the job fits then.
+        cost: What it costs besides memory.
+        device_bytes: What the device needs then.
+    """
+
+    change: str
+    saves_bytes: int
+    flips_verdict: bool
+    cost: str
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The answer: the peak of a training step, component by component, against a device.
+
+    What explains it (components, assumptions, ...) is put together when it is first read, so that a search
+    can evaluate thousands of plans of which it shows a few.
+
+    Attributes:
+        requested_bytes: Live tensors and what kernels allocate inside themselves.
+        allocated_bytes: After block rounding, and with libraries' workspaces.
+        reserved_bytes: Segments that the allocator holds.
+        device_bytes: What nvidia-smi shows.
+        upper_bytes: Upper end of the interval around ``device_bytes``.
+        persistent_bytes: Weights, master weights, gradients kept and optimizer states.
+        communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
+        parts: Activations, logits, temporaries and gradients at the peak.
+        values: Values of the quantities that the forms are made of.
+        suggestions: What to change where it does not fit (:func:`memplan.plan.suggestions.with_suggestions`).
+    """
+
+    model: Model
+    setup: TrainingSetup
+    device: Device
+    verdict: Verdict
+    usable_bytes: int
+    peak: Instant
+    instants: tuple[tuple[str, int], ...]
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    upper_bytes: int
+    persistent_bytes: int
+    host_bytes: int
+    states: ModelStates
+    forms: StepForms
+    parts: tuple[int, ...]
+    communication_bytes: int
+    values: tuple[int, ...]
+    buffer_bytes: int
+    rounding_bytes: int
+    allowances: Allowances
+    micro_batch_size: int
+    sequence_length: int
+    suggestions: tuple[Suggestion, ...] = ()
+
+    @cached_property
+    def components(self) -> tuple[Component, ...]:
+        """The lines of the sum at the peak, in the order of every table; they add up to the device total."""
+        return components(self)
+
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the answer takes for granted, one sentence each."""
+        return assumptions(self)
+
+    @cached_property
+    def not_modelled(self) -> tuple[str, ...]:
+        """What the answer leaves out, one sentence each."""
+        return not_modelled(self)
+
+    @cached_property
+    def bytes_per_parameter(self) -> BytesPerParameter:
+        """Exact bytes per parameter of a large hidden matrix."""
+        return bytes_per_parameter(self.setup)
+
+    @cached_property
+    def saved_tensors(self) -> tuple[SavedTensor, ...]:
+        """What one layer of each kind saves for backward."""
+        return saved_tensors(self)
+
+    @cached_property
+    def instant_forms(self) -> tuple[InstantForm, ...]:
+        """Every instant at its fullest moment, as a closed form."""
+        return instant_forms(self)
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs that the plan is about: those of its parallel setup, or those whose memory is pooled."""
+        return max(self.device.count, self.setup.config.parallel.data)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """The keys of the training config with every default filled in, at the plan's own batch and length."""
+        keys = resolved_keys(self.setup)
+        own = self.setup.config.dropout
+        return keys | {
+            "micro_batch_size": self.micro_batch_size,
+            "sequence_length": self.sequence_length,
+            "dropout": self.model.spec.dropout if own is None else own,
+        }

@@ -1,0 +1,21 @@
+"""The keys of a training config with every default filled in, as a file of its own would have them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from memplan.model.inventory import ROLES
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+
+def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
+    data = asdict(setup.config)
+    data["weights"] = {role: setup.format_names[role] for role in ROLES}
+    data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
+    data["kernels"] = {"preset": setup.config.kernels.preset, **asdict(setup.profile)}
+    names = set(data["weights"].values())
+    if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
+        data["gradients"]["dtype"] = names.pop()
+    return {key: value for key, value in data.items() if value is not None or key not in ("adapter", "evidence")}
