@@ -1,3 +1,127 @@
-"""Will this training job fit on that GPU, and if not, what to change."""
+"""Will this training job fit on that GPU, and if not, what to change.
+
+Example:
+    >>> import memplan
+    >>> plan = memplan.plan("llama-3.1-8b", gpu="rtx4090", config="qlora", micro_batch_size=2, sequence_length=1024)
+    >>> plan.verdict
+    'fits'
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memplan.errors import CannotAnswerError as CannotAnswerError
+    from memplan.errors import CatalogError as CatalogError
+    from memplan.errors import InvalidFileError as InvalidFileError
+    from memplan.errors import MemplanError as MemplanError
+    from memplan.errors import UnitError as UnitError
+    from memplan.errors import UnknownNameError as UnknownNameError
+    from memplan.library.answers.budget_check import Check as Check
+    from memplan.library.answers.budget_check import check as check
+    from memplan.library.answers.capacity import Grid as Grid
+    from memplan.library.answers.capacity import LargestModels as LargestModels
+    from memplan.library.answers.capacity import LargestValues as LargestValues
+    from memplan.library.answers.capacity import Where as Where
+    from memplan.library.answers.capacity import frontier as frontier
+    from memplan.library.answers.capacity import largest as largest
+    from memplan.library.answers.capacity import where as where
+    from memplan.library.answers.config_rows import Comparison as Comparison
+    from memplan.library.answers.config_rows import Fit as Fit
+    from memplan.library.answers.config_rows import compare as compare
+    from memplan.library.answers.config_rows import fit as fit
+    from memplan.library.answers.history_replay import Replay as Replay
+    from memplan.library.answers.history_replay import replay as replay
+    from memplan.library.answers.planned_job import Components as Components
+    from memplan.library.answers.planned_job import Job as Job
+    from memplan.library.answers.planned_job import Plan as Plan
+    from memplan.library.answers.planned_job import job as job
+    from memplan.library.answers.planned_job import plan as plan
+    from memplan.library.answers.suggested_plans import SearchOptions as SearchOptions
+    from memplan.library.answers.suggested_plans import Suggested as Suggested
+    from memplan.library.answers.suggested_plans import suggest as suggest
+    from memplan.library.answers.traced_step import Traced as Traced
+    from memplan.library.answers.traced_step import TraceOptions as TraceOptions
+    from memplan.library.answers.traced_step import trace as trace
+    from memplan.library.job_options import JobOptions as JobOptions
+    from memplan.library.lookup import Shapes as Shapes
+    from memplan.plan.memory_plan import Device as Device
+    from memplan.plan.memory_plan import Suggestion as Suggestion
+    from memplan.plan.memory_plan import Verdict as Verdict
 
 __version__ = "0.1.0"
+
+_ANSWERS = "memplan.library.answers"
+_MODULES: dict[str, str] = {
+    "CannotAnswerError": "memplan.errors",
+    "CatalogError": "memplan.errors",
+    "InvalidFileError": "memplan.errors",
+    "MemplanError": "memplan.errors",
+    "UnitError": "memplan.errors",
+    "UnknownNameError": "memplan.errors",
+    "Check": f"{_ANSWERS}.budget_check",
+    "check": f"{_ANSWERS}.budget_check",
+    "Grid": f"{_ANSWERS}.capacity",
+    "LargestModels": f"{_ANSWERS}.capacity",
+    "LargestValues": f"{_ANSWERS}.capacity",
+    "Where": f"{_ANSWERS}.capacity",
+    "frontier": f"{_ANSWERS}.capacity",
+    "largest": f"{_ANSWERS}.capacity",
+    "where": f"{_ANSWERS}.capacity",
+    "Comparison": f"{_ANSWERS}.config_rows",
+    "Fit": f"{_ANSWERS}.config_rows",
+    "compare": f"{_ANSWERS}.config_rows",
+    "fit": f"{_ANSWERS}.config_rows",
+    "Replay": f"{_ANSWERS}.history_replay",
+    "replay": f"{_ANSWERS}.history_replay",
+    "Components": f"{_ANSWERS}.planned_job",
+    "Job": f"{_ANSWERS}.planned_job",
+    "Plan": f"{_ANSWERS}.planned_job",
+    "job": f"{_ANSWERS}.planned_job",
+    "plan": f"{_ANSWERS}.planned_job",
+    "SearchOptions": f"{_ANSWERS}.suggested_plans",
+    "Suggested": f"{_ANSWERS}.suggested_plans",
+    "suggest": f"{_ANSWERS}.suggested_plans",
+    "TraceOptions": f"{_ANSWERS}.traced_step",
+    "Traced": f"{_ANSWERS}.traced_step",
+    "trace": f"{_ANSWERS}.traced_step",
+    "JobOptions": "memplan.library.job_options",
+    "Shapes": "memplan.library.lookup",
+    "Device": "memplan.plan.memory_plan",
+    "Suggestion": "memplan.plan.memory_plan",
+    "Verdict": "memplan.plan.memory_plan",
+}
+"""Public name -> the module that has it, which is imported when the name is first used."""
+
+__all__ = ["__version__", *sorted(_MODULES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+class _Library(ModuleType):
+    """The package as a module on which importing a folder does not hide the function of the same name.
+
+    ``memplan/plan/`` and ``memplan/trace/`` are imported with ``from memplan.plan.planner import ...``, after which
+    Python would set ``memplan.plan`` to the folder.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Library

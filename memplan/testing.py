@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memplan.budget.budget_jobs import Place, job_of, setting_text
+from memplan.budget.budget_jobs import Place, job_of
 from memplan.budget.budget_schema import Basis, Defaults, JobEntry
 from memplan.budget.evaluation import evaluated
-from memplan.documents.loading import Document
+from memplan.documents.loading import Document, setting_text
 from memplan.errors import InvalidFileError
 from memplan.library.budget_plans import figures
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, open_catalog

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -10,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from memplan.budget.budget_schema import Basis, Defaults, JobEntry, Level
-from memplan.documents.loading import Document, Key
+from memplan.documents.loading import Document, Key, setting_text
 from memplan.errors import UnitError, match_hint
 from memplan.plan.components import COMPONENTS
 from memplan.units import parse_bytes
@@ -192,16 +191,6 @@ def _sizes(
             at = (*above, key)
             problems.append(f"{place.where(*(at if at[0] in own else ()))}: {error}")
     return found, problems
-
-
-def setting_text(value: object) -> str:
-    """Return a value as ``--set`` reads it.
-
-    Example:
-        >>> setting_text("fused"), setting_text(True), setting_text([1, 2])
-        ('fused', 'true', '[1, 2]')
-    """
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def parse_increase(text: str) -> Increase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,16 @@ def parse_document(text: str, name: str) -> Document:
     reader = _NodeReader(name)
     data = None if node is None else reader.value(node, (), 0)
     return Document(name, data, reader.lines, tuple(reader.problems))
+
+
+def setting_text(value: object) -> str:
+    """Return a value as ``--set`` reads it.
+
+    Example:
+        >>> setting_text("fused"), setting_text(True), setting_text([1, 2])
+        ('fused', 'true', '[1, 2]')
+    """
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _refuse_bombs(text: str, loader: Any, name: str) -> None:

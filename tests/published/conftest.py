@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.published.judged_tables import JudgedTable
-from memplan.published.judgement import Judge
+from memplan.published.judgement import Judge, JudgedTable
 
 
 @pytest.fixture(scope="session")

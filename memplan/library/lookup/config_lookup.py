@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,12 +37,34 @@ class Overrides:
     gpus: int = 1
 
 
-def find_setup(name: str, overrides: Overrides, catalog: Catalog, model: Model | None = None) -> TrainingSetup:
-    """Return the setup that a config's name or path and overrides describe; ``--set`` stands above shorthands.
+ConfigGiven = str | Mapping[str, Any]
+"""A training config by its name or path, or its keys and values."""
+
+OWN_CONFIG = "config"
+"""What messages and answers call a training config that is given as keys and values."""
+
+
+def find_setup(
+    config_given: ConfigGiven, overrides: Overrides, catalog: Catalog, model: Model | None = None
+) -> TrainingSetup:
+    """Return the setup that a training config and overrides describe; ``--set`` stands above shorthands.
 
     The default sequence length of a shipped config gives way to ``model``'s learned positions.
+
+    Args:
+        config_given: Catalog name, path, ``-`` for standard input, or keys and values.
+        overrides: What is changed in it.
+        catalog: Where names are looked up.
+        model: The model that it is to train.
+
+    Raises:
+        InvalidFileError: Every unknown key, unknown name and impossible value at once.
+        CannotAnswerError: Keys whose effect is not modelled.
+        UnknownNameError: No config has the name.
     """
-    config, document = _config(name, overrides, catalog)
+    config, document = _config(config_given, overrides, catalog)
+    name = config_given if isinstance(config_given, str) else OWN_CONFIG
+    shipped = isinstance(config_given, str) and not _is_file(config_given)
     given = {path for path, _ in _settings(overrides.settings)}
     shorthands = {
         "micro_batch_size": overrides.batch,
@@ -51,7 +74,7 @@ def find_setup(name: str, overrides: Overrides, catalog: Catalog, model: Model |
     changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
     if overrides.gpus > 1:
         changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
-    positions = model.spec.learned_positions if model is not None and not _is_file(name) else 0
+    positions = model.spec.learned_positions if model is not None and shipped else 0
     if (
         0 < positions < config.sequence_length
         and "sequence_length" not in changes
@@ -115,11 +138,13 @@ def _is_file(name: str) -> bool:
     return name == "-" or name.endswith((".yaml", ".yml", ".json")) or "/" in name
 
 
-def _config(name: str, overrides: Overrides, catalog: Catalog) -> tuple[TrainingConfig, Document | None]:
+def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[TrainingConfig, Document | None]:
     """Return the config, and the document that it stands in where it was not taken as shipped."""
     from memplan.catalog.training_config import TrainingConfig
 
-    if not _is_file(name):
+    if not isinstance(name, str):
+        document = _own_document(name)
+    elif not _is_file(name):
         canonical = catalog.configs.name_of(name)
         if not overrides.settings:
             return catalog.configs.entries[canonical], None
@@ -128,13 +153,19 @@ def _config(name: str, overrides: Overrides, catalog: Catalog) -> tuple[Training
             document = Document(document.name, document.data["configs"][canonical], {})
     else:
         document = load_document(usable_path(name))
-        if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
-            document = Document(document.name, document.data["training"], {}, document.problems)
+    if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
+        document = Document(document.name, document.data["training"], {}, document.problems)
     wanted = with_settings(document, overrides.settings)
     try:
         return validate(TrainingConfig, wanted), document
     except InvalidFileError as error:
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
+
+
+def _own_document(given: Mapping[str, Any]) -> Document:
+    """Return keys and values as a document, as if a JSON file held them; it may leave out the description."""
+    data = json.loads(json.dumps(dict(given), default=str))
+    return Document(OWN_CONFIG, data if "training" in data else {"description": "", **data}, {})
 
 
 def _further_problems(document: Document, error: InvalidFileError, catalog: Catalog) -> list[str]:

@@ -1,0 +1,283 @@
+"""How much fits: ``memplan.largest`` on each GPU, ``memplan.where``, and the grid of ``memplan.frontier``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Unpack, overload
+
+from memplan.catalog.catalog import Catalog
+from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.library.answers.answer import Answer
+from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.library.lookup import catalog_model
+from memplan.library.lookup.prices import load_prices
+from memplan.model.model import Model
+from memplan.plan.largest_model import LargestModel, Placements, largest_models, placements
+from memplan.plan.memory_plan import Verdict
+from memplan.plan.planner import CompiledPlan
+from memplan.report.document import Document
+from memplan.report.largest.largest_model_answer import Prices
+from memplan.solver.batch_frontier import DEFAULT_BATCHES, DEFAULT_LENGTHS, Frontier
+from memplan.solver.batch_frontier import frontier as grid_of
+from memplan.solver.largest_per_device import Largest, Quantity, largest_values
+from memplan.training.resolved import TrainingSetup
+
+Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
+SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
+CONFIGS = ("tier1", "tier2", "tier3", "bf16-adamw")
+"""Configs that the largest model is sought under where none is named."""
+MOST_CELLS = 100
+"""Batches, or lengths, of a grid at most."""
+
+
+# ------------------------------------------------------------------ the largest
+@dataclass(frozen=True, repr=False, eq=False)
+class LargestModels(Answer):
+    """The largest model on each GPU under each config.
+
+    Attributes:
+        rows: For one config after the other, every GPU.
+        catalog: What names were looked up in.
+    """
+
+    rows: tuple[LargestModel, ...]
+    catalog: Catalog
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan max``."""
+        from memplan.published.printed_cell import printed_maxima
+        from memplan.published.table_schema import Library
+        from memplan.report.largest.largest_model_answer import max_document
+
+        return max_document(self.rows, printed_maxima(Library(self.catalog.root)), unit)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LargestValues(Answer):
+    """The largest batch, sequence length, adapter rank or number of layers on each GPU.
+
+    Attributes:
+        of: What was sought.
+        model: The model.
+        setup: The training setup.
+        rows: One for each GPU.
+    """
+
+    of: Quantity
+    model: Model
+    setup: TrainingSetup
+    rows: tuple[Largest, ...]
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The largest value that fits, by GPU; 0 where none does."""
+        return {row.device.name: row.fits.value for row in self.rows}
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan max --for``."""
+        from memplan.report.largest.largest_value_answer import largest_document
+
+        return largest_document(self.of, self.model, self.setup, self.rows, unit, strict=strict)
+
+
+@overload
+def largest(
+    model: ModelGiven = None, of: Literal["parameters"] = "parameters", **options: Unpack[JobOptions]
+) -> LargestModels: ...
+@overload
+def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
+def largest(
+    model: ModelGiven = None, of: Sizes = "parameters", **options: Unpack[JobOptions]
+) -> LargestModels | LargestValues:
+    """Return the largest that each GPU holds: what is answered fits, and one more does not.
+
+    Args:
+        model: As :func:`memplan.plan` takes it; none where the largest model is sought.
+        of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.
+        options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` pool
+            their memory. Without ``config``: tier1, tier2, tier3 and bf16-adamw for a model, lora for a rank, else
+            bf16-adamw.
+
+    Raises:
+        InvalidFileError: A model where none is taken, or a rank for a config without adapters.
+        MemplanError: As :func:`memplan.plan` raises it.
+
+    Example:
+        >>> import memplan
+        >>> answer = memplan.largest("llama-3.1-8b", of="batch", gpu="rtx4090", config="qlora")
+        >>> answer.values["rtx4090"]
+        1
+    """
+    if of not in SIZES:
+        hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
+        raise InvalidFileError([f"of: nothing is sought of {printable(repr(of))}{hint}"])
+    inputs = job_inputs("largest", model, options)
+    devices = inputs.devices(inputs.gpus)
+    if of != "parameters":
+        known = inputs.model()
+        setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw")
+        return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices)))
+    if model is not None or inputs.shapes is not None:
+        raise InvalidFileError(
+            [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
+        )
+    setups = _setups(inputs)
+    models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
+    rows = tuple(row for setup in setups for row in largest_models(models, setup, devices))
+    return LargestModels(rows, inputs.catalog)
+
+
+def _setups(inputs: JobInputs) -> list[TrainingSetup]:
+    """Return the setup of the config that was named, or of each that the largest model is sought under."""
+    return [inputs.setup(None, name) for name in (CONFIGS if inputs.config is None else (inputs.config,))]
+
+
+# ------------------------------------------------------------------ where
+@dataclass(frozen=True, repr=False, eq=False)
+class Where(Answer):
+    """The fewest GPUs of each kind for a job.
+
+    Attributes:
+        model: The model.
+        setup: The training setup on one GPU.
+        placements: Where the job fits.
+        prices: What an hour of each GPU costs, where that was said.
+    """
+
+    model: Model
+    setup: TrainingSetup
+    placements: Placements
+    prices: Prices | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many GPUs of each kind it takes; a bound, where ``placements.refusal`` says why it is only that."""
+        return {row.device.name: row.count for row in self.placements.rows}
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan where``."""
+        from memplan.report.largest.largest_model_answer import where_document
+
+        return where_document(self.model, self.setup.name, self.placements, self.setup.config, unit, self.prices)
+
+
+def where(model: ModelGiven = None, *, price: FilePath | None = None, **options: Unpack[JobOptions]) -> Where:
+    """Return the fewest GPUs of each kind that a job takes.
+
+    Args:
+        model: As :func:`memplan.plan` takes it.
+        price: Your own prices, GPU: price of an hour, a YAML or JSON file; the cheapest comes first.
+        options: Keywords of :class:`memplan.JobOptions`, but for ``gpus``, which is the question.
+
+    Raises:
+        MemplanError: As :func:`memplan.plan` raises it, and for a price of an unknown GPU.
+
+    Example:
+        >>> import memplan
+        >>> memplan.where("llama-3.1-8b", config="qlora", gpu="rtx4090").counts
+        {'rtx4090': 1}
+    """
+    inputs = job_inputs("where", model, options)
+    known = inputs.model()
+    devices = inputs.devices()
+    prices = None if price is None else load_prices(Path(price), inputs.catalog)
+    setup = inputs.setup(known)
+    found = placements(known, lambda count: inputs.setup(known, gpus=count), devices)
+    return Where(known, setup, found, prices)
+
+
+# ------------------------------------------------------------------ batch and sequence length
+@dataclass(frozen=True, repr=False, eq=False)
+class Grid(Answer):
+    """Batch against sequence length on one GPU, and the line between what fits and what does not.
+
+    Attributes:
+        frontier: Cells, and the largest batch and longest sequence along each edge.
+        catalog: What names were looked up in.
+    """
+
+    frontier: Frontier
+    catalog: Catalog
+
+    @property
+    def verdicts(self) -> dict[tuple[int, int], Verdict]:
+        """The verdict of every cell, by micro-batch size and sequence length."""
+        return {(cell.batch, cell.length): cell.verdict for row in self.frontier.cells for cell in row}
+
+    @property
+    def largest_batches(self) -> dict[int, int]:
+        """The largest micro-batch that fits, by sequence length; 0 where none does."""
+        return {edge.at: edge.fits.value for edge in self.frontier.by_length}
+
+    @property
+    def longest_sequences(self) -> dict[int, int]:
+        """The longest sequence that fits, by micro-batch size; 0 where none does."""
+        return {edge.at: edge.fits.value for edge in self.frontier.by_batch}
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True, tidy: bool = False) -> Document:
+        """Return the answer of ``memplan frontier``.
+
+        Args:
+            unit: Unit of bytes in tables.
+            strict: TIGHT counts as NO.
+            full: Whether the JSON is wanted too.
+            tidy: Whether each cell is a row of its own, as CSV has it.
+        """
+        from memplan.report.plans.frontier_answer import frontier_document
+
+        return frontier_document(self.frontier, self.catalog.hash if full else "", unit, strict=strict, tidy=tidy)
+
+    def svg(self) -> str:
+        """Return the grid as a heat map."""
+        from memplan.report.plans.heatmap import heat_map
+
+        return heat_map(self.frontier)
+
+
+def frontier(
+    model: ModelGiven = None,
+    *,
+    batches: Iterable[int] = (),
+    lengths: Iterable[int] = (),
+    **options: Unpack[JobOptions],
+) -> Grid:
+    """Return a grid of batch and sequence length, and the exact line between what fits and what does not.
+
+    Args:
+        model: As :func:`memplan.plan` takes it.
+        batches: Micro-batches of the grid; powers of two up to 64 where none are given.
+        lengths: Sequence lengths of the grid; powers of two from 512 to 32768, as far as the model goes.
+        options: Keywords of :class:`memplan.JobOptions`; ``gpus`` pool their memory.
+
+    Raises:
+        MemplanError: As :func:`memplan.plan` raises it, and for a grid out of range.
+
+    Example:
+        >>> import memplan
+        >>> grid = memplan.frontier("llama-3.2-1b", gpu="rtx4090", config="lora", batches=[1, 4], lengths=[1024])
+        >>> grid.verdicts
+        {(1, 1024): 'fits', (4, 1024): 'fits'}
+    """
+    inputs = job_inputs("frontier", model, options)
+    known = inputs.model()
+    device = inputs.device(count=inputs.gpus)
+    plan = CompiledPlan(known, inputs.setup(known))
+    limit = known.spec.learned_positions or known.spec.max_position_embeddings
+    default = tuple(length for length in DEFAULT_LENGTHS if not limit or length <= limit)
+    chosen_batches = _numbers("batches", batches, 2**24) or DEFAULT_BATCHES
+    chosen_lengths = _numbers("lengths", lengths, 2**30) or default or (limit,)
+    return Grid(grid_of(plan, device, chosen_batches, chosen_lengths), inputs.catalog)
+
+
+def _numbers(name: str, values: Iterable[int], most: int) -> tuple[int, ...]:
+    """Return whole numbers, ascending, each once.
+
+    Raises:
+        InvalidFileError: One is out of range, or there are more than a grid has use for.
+    """
+    numbers = list(values)
+    if not all(is_whole(number, most) for number in numbers) or len(set(numbers)) > MOST_CELLS:
+        raise InvalidFileError([f"{name}: expected at most {MOST_CELLS} whole numbers from 1 to {most:,}"])
+    return tuple(sorted(set(numbers)))

@@ -1,0 +1,102 @@
+"""Answers for notebooks: HTML without scripts, styles or images from anywhere, every text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING
+
+from memplan.errors import escaped
+from memplan.report.document import Document, Table
+from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+
+COLORS = {
+    "weights": "#4e79a7",
+    "master_weights": "#76b7b2",
+    "gradients": "#f28e2b",
+    "optimizer_states": "#e15759",
+    "buffers": "#9c755f",
+    "activations": "#59a14f",
+    "logits": "#edc948",
+    "temporaries": "#b07aa1",
+    "communication": "#ff9da7",
+}
+"""Colours of the components that tensors make up; what lies outside them is grey."""
+OTHER_COLOR = "#9d9d9d"
+VERDICT_COLORS = {"fits": "#2e7d32", "tight": "#b26a00", "no": "#c62828"}
+CELL = "padding:1px 8px 1px 0;border:0;text-align:"
+MARK = "position:absolute;top:0;bottom:0;width:0;border-left:2px"
+
+
+def plan_html(plan: MemoryPlan, sentence: str) -> str:
+    """Return a plan as HTML: its answer, and a bar for each component against what is usable.
+
+    Args:
+        plan: The plan.
+        sentence: Its answer in one sentence.
+    """
+    scale = max(plan.usable_bytes, plan.upper_bytes, 1)
+    rows = "".join(_component_row(line.name, line.bytes, scale, plan.usable_bytes) for line in plan.components)
+    color = VERDICT_COLORS[plan.verdict]
+    totals = (
+        ("expected", plan.device_bytes, color),
+        ("upper end", plan.upper_bytes, color),
+        ("usable", plan.usable_bytes, "#bdbdbd"),
+    )
+    rows += "".join(_bar_row(name, size, scale, shade, plan.usable_bytes) for name, size, shade in totals)
+    head = f'<p style="margin:4px 0;color:{color}"><strong>{_text(sentence)}</strong></p>'
+    note = f"Peak at the {plan.peak.name} ({plan.peak.operation}). The dashed line is what is usable."
+    table = f'<table style="border-collapse:collapse;width:100%;max-width:64em">{rows}</table>'
+    return f'<div style="font-family:sans-serif;font-size:13px">{head}{table}<p style="margin:4px 0">{_text(note)}</p></div>'
+
+
+def _component_row(name: str, size: int, scale: int, usable: int) -> str:
+    return _bar_row(name, size, scale, COLORS.get(name, OTHER_COLOR), usable)
+
+
+def _bar_row(name: str, size: int, scale: int, color: str, usable: int) -> str:
+    """Return a table row with a bar; its width is in tenths of a per cent of the scale, in whole numbers."""
+    bar = f'<div style="background:{color};height:12px;min-width:1px;width:{_share(size, scale)}%"></div>'
+    mark = f'<div style="{MARK} dashed #777;left:{_share(usable, scale)}%"></div>'
+    return (
+        f'<tr style="background:none"><td style="{CELL}left;white-space:nowrap">{_text(name)}</td>'
+        f'<td style="{CELL}right;white-space:nowrap">{_text(format_bytes(size))}</td>'
+        f'<td style="{CELL}left;width:99%"><div style="position:relative">{bar}{mark}</div></td></tr>'
+    )
+
+
+def _share(size: int, whole: int) -> str:
+    tenths = min(1000, (2000 * size + whole) // (2 * whole))
+    return f"{tenths // 10}.{tenths % 10}"
+
+
+def document_html(document: Document) -> str:
+    """Return tables and sentences as HTML."""
+    blocks = "".join(_block(block) for block in document.blocks if block)
+    return f'<div style="font-family:sans-serif;font-size:13px">{blocks}</div>'
+
+
+def _block(block: Table | str | tuple[str, ...]) -> str:
+    if not isinstance(block, Table):
+        lines = (block,) if isinstance(block, str) else block
+        return f'<p style="margin:4px 0">{"<br>".join(map(_text, lines))}</p>'
+    sides = ["right" if header.startswith(">") else "left" for header in block.headers]
+    title = f'<caption style="text-align:left;font-weight:bold">{_text(block.title)}</caption>' if block.title else ""
+    head = _row("th", block.names, sides)
+    rows = "".join(_row("td", row, sides) for row in block.rows)
+    return f'<table style="border-collapse:collapse;margin:6px 0">{title}{head}{rows}</table>'
+
+
+def _row(tag: str, cells: Iterable[str], sides: Iterable[str]) -> str:
+    inner = "".join(
+        f'<{tag} style="{CELL}{side}">{_text(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
+    )
+    return f"<tr>{inner}</tr>"
+
+
+def _text(text: str) -> str:
+    """Return a text as one line that is nothing but text, in HTML too."""
+    return escape(escaped(text))

@@ -1,0 +1,298 @@
+"""One job on one GPU: ``memplan.plan``, and ``memplan.job`` for many plans of one model and config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Unpack
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Kind
+from memplan.catalog.training_config import MAXIMUM_TOKENS
+from memplan.errors import InvalidFileError, escaped, unknown_name
+from memplan.library.answers.answer import Answer
+from memplan.library.job_options import LIMITS, JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.library.lookup import find_device
+from memplan.plan.components import COMPONENTS, Component
+from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
+from memplan.plan.planner import CompiledPlan
+from memplan.plan.suggestions import with_suggestions
+from memplan.report.document import Document
+from memplan.report.plans.plan_answer import answer, plan_document
+
+
+class ComponentBytes(int):
+    """The bytes of a component, and how they come about.
+
+    Attributes:
+        name: What the component is called, in every answer.
+        formula: How the bytes come about, in symbols.
+        values: What the symbols stand for.
+        source: Who says so.
+        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
+    """
+
+    name: str
+    formula: str
+    values: Mapping[str, int | str]
+    source: str
+    kind: Kind
+
+    def __new__(cls, line: Component) -> ComponentBytes:
+        """Return the bytes of a line of the sum."""
+        self = super().__new__(cls, line.bytes)
+        self.name, self.formula, self.values = line.name, line.formula, line.values
+        self.source, self.kind = line.source, line.kind
+        return self
+
+
+class Components(Mapping[str, ComponentBytes]):
+    """Bytes by component; they add up to the expected bytes. A component that a job has none of has 0 bytes."""
+
+    def __init__(self, lines: Mapping[str, Component]) -> None:
+        self._sizes = {
+            name: ComponentBytes(lines.get(name) or Component(name, 0, "0", {}, "not part of this job", "exact"))
+            for name in COMPONENTS
+        }
+
+    def __getitem__(self, name: str) -> ComponentBytes:
+        try:
+            return self._sizes[name]
+        except KeyError:
+            raise unknown_name("component", str(name), COMPONENTS) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sizes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __repr__(self) -> str:
+        return f"Components({', '.join(f'{name}={int(size)}' for name, size in self._sizes.items() if size)})"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Plan(Answer):
+    """What a training job needs on a GPU, and whether it fits.
+
+    Attributes:
+        memory: The whole plan: every instant, total, form and assumption.
+        catalog: What names were looked up in.
+
+    Example:
+        >>> import memplan
+        >>> plan = memplan.plan("llama-3.1-8b", gpu="rtx4090", config="qlora")
+        >>> plan.verdict, plan.components["logits"] < plan.expected_bytes < plan.usable_bytes
+        ('fits', True)
+    """
+
+    memory: MemoryPlan
+    catalog: Catalog
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.memory.model.spec.name
+
+    @property
+    def config(self) -> str:
+        """The training config's name or file."""
+        return self.memory.setup.name
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name."""
+        return self.memory.device.name
+
+    @property
+    def verdict(self) -> Verdict:
+        """``fits`` at the upper end too, ``tight`` as expected only, or ``no``."""
+        return self.memory.verdict
+
+    @property
+    def expected_bytes(self) -> int:
+        """What ``nvidia-smi`` is expected to show at the peak."""
+        return self.memory.device_bytes
+
+    @property
+    def upper_bytes(self) -> int:
+        """The upper end of the interval around the expected bytes."""
+        return self.memory.upper_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the GPU has for the job."""
+        return self.memory.usable_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory, where something is offloaded to it."""
+        return self.memory.host_bytes
+
+    @property
+    def peak_instant(self) -> str:
+        """When the most memory is in use."""
+        return self.memory.peak.name
+
+    @property
+    def instants(self) -> dict[str, int]:
+        """Requested bytes at each instant of the step."""
+        return dict(self.memory.instants)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """The training config with every default filled in, which ``config`` takes back."""
+        data: dict[str, Any] = self.to_dict()["training"]
+        return data
+
+    @cached_property
+    def components(self) -> Components:
+        """Bytes by component at the peak; they add up to ``expected_bytes``."""
+        return Components({line.name: line for line in self.memory.components})
+
+    @property
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """What to change where the job does not fit, those that make it fit first; none where it fits."""
+        return self._advised.suggestions
+
+    @cached_property
+    def _advised(self) -> MemoryPlan:
+        return with_suggestions(self.memory, self.catalog)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence, with the cheapest change that makes the job fit."""
+        return answer(self._advised)
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
+        """Return the answer of ``memplan fit --config``."""
+        return plan_document(self._advised, self.catalog.hash if full else "", unit, strict)
+
+    def explanation(self, unit: str = "") -> Document:
+        """Return the answer of ``memplan explain``: every formula with its values put in, and its source."""
+        from memplan.report.plans.explain_answer import explain_document
+
+        return explain_document(self.memory, self.catalog.hash, unit)
+
+    def __repr__(self) -> str:
+        return f"<memplan.Plan: {escaped(answer(self.memory))}>"
+
+    def _repr_html_(self) -> str:
+        from memplan.library.answers.notebook import plan_html
+
+        return plan_html(self.memory, self.sentence)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A model under a training config, ready to be planned for any GPU, batch and sequence length.
+
+    Attributes:
+        compiled: Its closed forms.
+        catalog: What names are looked up in.
+
+    Example:
+        >>> import memplan
+        >>> job = memplan.job("llama-3.1-8b", config="qlora")
+        >>> [job.plan("rtx4090", micro_batch_size=size).verdict for size in (1, 64)]
+        ['fits', 'no']
+    """
+
+    compiled: CompiledPlan
+    catalog: Catalog
+    _devices: dict[str, Device] = field(default_factory=dict, repr=False)
+
+    def plan(
+        self,
+        gpu: str | Device | None = None,
+        *,
+        micro_batch_size: int | None = None,
+        sequence_length: int | None = None,
+    ) -> Plan:
+        """Return the plan for a GPU.
+
+        Args:
+            gpu: Catalog name or alias, ``local``, or a device; else this machine's own.
+            micro_batch_size: Sequences per device per forward pass; the config's own where it is not given.
+            sequence_length: Tokens per sequence; likewise.
+
+        Raises:
+            UnknownNameError: No GPU has the name.
+            CannotAnswerError: No GPU was named and none is here.
+            InvalidFileError: A number that is out of range, or more tokens than the model has positions.
+        """
+        self._check("micro_batch_size", micro_batch_size)
+        self._check("sequence_length", sequence_length)
+        config = self.compiled.setup.config
+        if (micro_batch_size or config.micro_batch_size) * (sequence_length or config.sequence_length) > MAXIMUM_TOKENS:
+            raise InvalidFileError(["sequence_length: batch times sequence length is beyond any machine"])
+        device = gpu if isinstance(gpu, Device) else self._device(gpu)
+        return Plan(self.compiled.evaluate(device, micro_batch_size, sequence_length), self.catalog)
+
+    def _check(self, key: str, value: int | None) -> None:
+        if value is not None and not is_whole(value, LIMITS[key]):
+            raise InvalidFileError([f"{key}: expected a whole number from 1 to {LIMITS[key]:,}, got {value!r}"])
+
+    def _device(self, gpu: str | None) -> Device:
+        """Return a GPU of the catalog, looked up once."""
+        if gpu is None or gpu not in self._devices:
+            self._devices[gpu or "local"] = find_device(gpu, None, 1, self.catalog)
+        return self._devices[gpu or "local"]
+
+
+def plan(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
+    """Return what a training job needs on a GPU, and whether it fits.
+
+    Args:
+        model: Catalog name or alias, published id, directory, ``config.json``, GGUF or safetensors file, or shapes.
+        options: Keywords of :class:`memplan.JobOptions`: ``gpu``, ``config`` (else ``bf16-adamw``),
+            ``micro_batch_size``, ``sequence_length``, ``activation_checkpointing``, ``set``, ``gpus``, ...
+
+    Returns:
+        The plan; a job that does not fit is an answer, not an error.
+
+    Raises:
+        UnknownNameError: No model, GPU or config has the name; the message has the nearest.
+        InvalidFileError: A file that is no model or config, or a value that is out of range.
+        CannotAnswerError: A job that is not modelled, or no GPU named and none here.
+
+    Example:
+        >>> import memplan
+        >>> plan = memplan.plan("llama-3.1-8b", gpu="rtx4090", config="bf16-adamw", sequence_length=4096)
+        >>> plan.verdict, plan.suggestions[0].flips_verdict
+        ('no', True)
+    """
+    inputs = job_inputs("plan", model, options)
+    known = inputs.model()
+    device = inputs.device()
+    setup = inputs.setup(known, gpus=inputs.gpus)
+    return Plan(CompiledPlan(known, setup).evaluate(device), inputs.catalog)
+
+
+def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:
+    """Return a model under a training config, to be planned many times.
+
+    Args:
+        model: As :func:`memplan.plan` takes it.
+        options: Keywords of :class:`memplan.JobOptions`, but for the device, which each plan has its own.
+
+    Raises:
+        MemplanError: As :func:`memplan.plan` raises it.
+        TypeError: A keyword that names a device.
+
+    Example:
+        >>> import memplan
+        >>> job = memplan.job("llama-3.2-1b", config="lora")
+        >>> job.plan("rtx4090", sequence_length=1024).verdict
+        'fits'
+    """
+    for name in ("gpu", "gpu_memory", "profile"):
+        if options.get(name) is not None:
+            raise TypeError(f"memplan.job() takes no {name}: name the GPU in each plan")
+    inputs = job_inputs("job", model, options)
+    known = inputs.model()
+    return Job(CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus)), inputs.catalog)

@@ -1,0 +1,141 @@
+"""Which settings to use: ``memplan.suggest``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Unpack
+
+from memplan.catalog.catalog import Catalog
+from memplan.errors import InvalidFileError, printable
+from memplan.library.answers.answer import Answer
+from memplan.library.answers.planned_job import Plan
+from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs, keys_set
+from memplan.library.lookup import parallels
+from memplan.plan.memory_plan import Verdict
+from memplan.report.document import Document
+from memplan.report.plans.suggest_answer import suggest_document
+from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of, suggestions
+from memplan.units import parse_bytes
+
+
+class SearchOptions(JobOptions, total=False):
+    """Keywords of a search for settings, besides those of every job; None means that it is not given.
+
+    Attributes:
+        keep: What stays as the config has it: ``weights``, ``master``, ``gradients``, ``lifetime``, ``optimizer``,
+            ``offload``, ``checkpointing``, ``kernels``, ``batch`` or ``accumulation``. A key that is set is kept anyway.
+        min_batch: Least micro-batch.
+        min_step_batch: Least sequences of an optimizer step; the config's own where one is given.
+        min_sequence: Least tokens per sequence.
+        host_memory: Most host memory for optimizer states, such as ``"32GiB"``.
+        experimental: Whether experimental settings may be used.
+        strict: Whether settings that only fit as expected are no answer.
+        most: How many answers at most.
+    """
+
+    keep: Sequence[str] | None
+    min_batch: int | None
+    min_step_batch: int | None
+    min_sequence: int | None
+    host_memory: str | None
+    experimental: bool
+    strict: bool
+    most: int | None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Suggested(Answer):
+    """Settings that fit, ranked.
+
+    Attributes:
+        search: Every answer with what it gives up, or the nearest miss.
+        catalog: What names were looked up in.
+    """
+
+    search: Suggestions
+    catalog: Catalog
+
+    @cached_property
+    def rows(self) -> tuple[Plan, ...]:
+        """The plans, best first; the ``training`` of each can be given back as ``config``."""
+        return tuple(Plan(row.plan, self.catalog) for row in self.search.rows)
+
+    @property
+    def gives_up(self) -> tuple[str, ...]:
+        """What each answer gives up against fp32 everywhere and nothing computed twice."""
+        return tuple(row.gives_up for row in self.search.rows)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the best answer, or ``no`` where there is none."""
+        return self.rows[0].verdict if self.rows else "no"
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan suggest``; ``strict`` was the search's."""
+        return suggest_document(self.search, self.catalog.hash if full else "", unit)
+
+
+def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Suggested:
+    """Return the best settings that fit a model on a GPU, ranked, each as a plan whose config can be saved.
+
+    Args:
+        model: As :func:`memplan.plan` takes it.
+        options: Keywords of :class:`memplan.SearchOptions`, and of :class:`memplan.JobOptions`.
+
+    Raises:
+        CannotAnswerError: What is fixed leaves nothing to search.
+        MemplanError: As :func:`memplan.plan` raises it.
+
+    Example:
+        >>> import memplan
+        >>> answer = memplan.suggest("llama-3.2-1b", gpu="rtx4090", most=2)
+        >>> best = answer.rows[0]
+        >>> memplan.plan("llama-3.2-1b", gpu="rtx4090", config=best.training).upper_bytes == best.upper_bytes
+        True
+    """
+    inputs = job_inputs("suggest", model, options, SearchOptions)
+    limits = _limits(options)
+    known = inputs.model()
+    device = inputs.device()
+    base = inputs.setup(known).config
+    fixed = keys_set(inputs)
+    own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
+    host = options.get("host_memory")
+    request = Request(
+        base=base,
+        keep=tuple(dict.fromkeys((*(options.get("keep") or ()), *axes_of(fixed)))),
+        min_batch=limits["min_batch"] or 1,
+        step_batch=limits["min_step_batch"] or own,
+        min_sequence=limits["min_sequence"] or 1,
+        experimental=options.get("experimental", False),
+        strict=options.get("strict", False),
+        most=limits["most"] or 5,
+        host_bytes=None if host is None else parse_bytes(host),
+        parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
+    )
+    return Suggested(suggestions(known, request, device, inputs.catalog), inputs.catalog)
+
+
+def _limits(options: SearchOptions) -> dict[str, int | None]:
+    """Return the numbers of a search, each None where it is not given.
+
+    Raises:
+        InvalidFileError: Each number that is out of range.
+    """
+    most = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
+    values: dict[str, int | None] = {
+        "min_batch": options.get("min_batch"),
+        "min_step_batch": options.get("min_step_batch"),
+        "min_sequence": options.get("min_sequence"),
+        "most": options.get("most"),
+    }
+    problems = [
+        f"{name}: expected a whole number from 1 to {most[name]:,}, got {printable(repr(value))}"
+        for name, value in values.items()
+        if value is not None and not is_whole(value, most[name])
+    ]
+    if problems:
+        raise InvalidFileError(problems)
+    return values

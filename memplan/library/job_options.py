@@ -1,0 +1,249 @@
+"""What a question about a training job is asked with: keywords, and the values that they stand for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, cast, get_args
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.training_config import MAXIMUM_GPUS, Checkpointing
+from memplan.documents.loading import setting_text
+from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.library.lookup import (
+    Overrides,
+    Shapes,
+    find_device,
+    find_devices,
+    find_model,
+    find_setup,
+    open_catalog,
+)
+from memplan.library.lookup.card_profile import with_profile
+from memplan.library.lookup.config_lookup import ConfigGiven
+from memplan.model.model import Model
+from memplan.plan.memory_plan import Device
+from memplan.training.resolved import TrainingSetup
+
+FilePath = str | os.PathLike[str]
+ModelGiven = FilePath | Shapes | Model | None
+"""A model by its catalog name, published id or file, by its shapes, or as it was looked up before."""
+
+DEFAULT_CONFIG = "bf16-adamw"
+LIMITS = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gpus": MAXIMUM_GPUS}
+
+
+class JobOptions(TypedDict, total=False):
+    """Keywords that all questions about a training job share; None means that it is not given.
+
+    Attributes:
+        gpu: Catalog name or alias, ``local``, or a device that was looked up before; else this machine's own.
+        gpu_memory: Memory of a GPU that is in no catalog, such as ``"24GiB"``, in place of ``gpu``.
+        gpus: GPUs that share the work.
+        profile: Measured workspaces and context, a file that ``memplan validate --calibrate`` wrote.
+        config: Training config: catalog name, file, or its keys and values.
+        micro_batch_size: Sequences per device per forward pass.
+        sequence_length: Tokens per sequence.
+        activation_checkpointing: ``none``, ``selective`` or ``full``.
+        set: Any keys of the training config, such as ``{"kernels.optimizer": "fused"}``.
+        shapes: A model by its shapes, in place of the model's name.
+        catalog: Your own catalog file or folder, added to ours; or a catalog that was opened before.
+    """
+
+    gpu: str | Device | None
+    gpu_memory: str | None
+    gpus: int | None
+    profile: FilePath | None
+    config: ConfigGiven | os.PathLike[str] | None
+    micro_batch_size: int | None
+    sequence_length: int | None
+    activation_checkpointing: str | None
+    set: Mapping[str, Any] | Sequence[str] | None
+    shapes: Shapes | None
+    catalog: FilePath | Catalog | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobInputs:
+    """A question's keywords, checked, with the catalog that its names are looked up in.
+
+    Attributes:
+        catalog: The catalog.
+        given: The model as it was given.
+        options: The keywords that were given.
+    """
+
+    catalog: Catalog
+    given: ModelGiven
+    options: JobOptions
+
+    def model(self) -> Model:
+        """Return the model.
+
+        Raises:
+            MemplanError: An unknown name, an unreadable file, or both a name and shapes.
+        """
+        return model_of(self.given, self.shapes, self.catalog)
+
+    @property
+    def shapes(self) -> Shapes | None:
+        """The shapes of a model where some are given, or None."""
+        shapes = self.options.get("shapes")
+        return shapes if shapes is not None and shapes.given() else None
+
+    def device(self, otherwise: str | None = None, count: int = 1) -> Device:
+        """Return the GPU that was named, else ``otherwise``, else this machine's own.
+
+        Args:
+            otherwise: A GPU of the catalog.
+            count: How many there are, their memory pooled.
+
+        Raises:
+            CannotAnswerError: No GPU was named and none is here.
+        """
+        gpu, memory = self.options.get("gpu"), self.options.get("gpu_memory")
+        named = otherwise if gpu is None and memory is None else gpu
+        return self._profiled(named, memory, count)
+
+    def _profiled(self, gpu: str | Device | None, memory: str | None, count: int) -> Device:
+        profile = self.options.get("profile")
+        device = gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog)
+        return with_profile(device, None if profile is None else Path(profile))
+
+    def devices(self, count: int = 1) -> list[Device]:
+        """Return the GPU that was named, or every GPU of the catalog.
+
+        Args:
+            count: How many of each there are, their memory pooled.
+        """
+        gpu, memory = self.options.get("gpu"), self.options.get("gpu_memory")
+        if isinstance(gpu, Device):
+            return [self._profiled(gpu, memory, count)]
+        return find_devices(gpu, memory, count, self.catalog)
+
+    def devices_named(self, names: Iterable[str | Device]) -> list[Device]:
+        """Return the GPUs called ``names``; where there are none, the one that was named or is here."""
+        memory = self.options.get("gpu_memory")
+        return [self._profiled(name, memory, 1) for name in names] or [self.device()]
+
+    @property
+    def config(self) -> ConfigGiven | None:
+        """The training config as it was given, or None."""
+        config = self.options.get("config")
+        return os.fspath(config) if isinstance(config, os.PathLike) else config
+
+    @property
+    def names_device(self) -> bool:
+        """Whether a GPU was named, or its memory."""
+        return self.options.get("gpu") is not None or self.options.get("gpu_memory") is not None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that share the work, or 1."""
+        return self.options.get("gpus") or 1
+
+    def overrides(self, gpus: int = 1) -> Overrides:
+        """Return what is changed in a training config.
+
+        Args:
+            gpus: GPUs that share the work.
+        """
+        options = self.options
+        return Overrides(
+            batch=options.get("micro_batch_size"),
+            length=options.get("sequence_length"),
+            checkpointing=options.get("activation_checkpointing"),
+            settings=settings_of(options.get("set")),
+            gpus=gpus,
+        )
+
+    def setup(self, model: Model | None, default: ConfigGiven = DEFAULT_CONFIG, gpus: int = 1) -> TrainingSetup:
+        """Return the training setup.
+
+        Args:
+            model: The model that it is to train.
+            default: The config where none was given.
+            gpus: GPUs that share the work.
+        """
+        config = default if self.config is None else self.config
+        return find_setup(config, self.overrides(gpus), self.catalog, model)
+
+
+def job_inputs(question: str, given: ModelGiven, options: Mapping[str, Any], known: type = JobOptions) -> JobInputs:
+    """Return a question's keywords, checked.
+
+    Args:
+        question: The function that was called, for messages.
+        given: The model.
+        options: Keywords; one that is None counts as not given.
+        known: The keywords that it takes, as a typed dictionary.
+
+    Raises:
+        TypeError: A keyword that it does not take.
+        InvalidFileError: A number that is out of range, or an unknown kind of checkpointing.
+    """
+    for name in options:
+        if name not in known.__annotations__:
+            hint = match_hint(name, known.__annotations__)
+            raise TypeError(f"memplan.{question}() got an unexpected keyword argument {name!r}{hint}")
+    _check_values(options)
+    return JobInputs(catalog_of(options.get("catalog")), given, cast("JobOptions", options))
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Refuse numbers that no training config takes, and an unknown kind of checkpointing, all at once."""
+    problems = []
+    for key, most in LIMITS.items():
+        value = options.get(key)
+        if value is not None and not is_whole(value, most):
+            problems.append(f"{key}: expected a whole number from 1 to {most:,}, got {printable(repr(value))}")
+    kind, kinds = options.get("activation_checkpointing"), get_args(Checkpointing)
+    if kind is not None and kind not in kinds:
+        hint = match_hint(str(kind), kinds)
+        shown = printable(repr(kind))
+        problems.append(f"activation_checkpointing: expected {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown}{hint}")
+    if problems:
+        raise InvalidFileError(problems)
+
+
+def is_whole(value: object, most: int) -> bool:
+    """Tell whether a value is a whole number from 1 to ``most``."""
+    return type(value) is int and 1 <= value <= most
+
+
+def catalog_of(given: FilePath | Catalog | None) -> Catalog:
+    """Return a catalog that was opened before, or the shipped one with a user's own added."""
+    return given if isinstance(given, Catalog) else open_catalog(None if given is None else Path(given))
+
+
+def model_of(given: ModelGiven, shapes: Shapes | None, catalog: Catalog) -> Model:
+    """Return a model by its name, file or shapes, or one that was looked up before."""
+    if isinstance(given, Model):
+        return given
+    if isinstance(given, Shapes):
+        return find_model(None, given, catalog)
+    return find_model(None if given is None else os.fspath(given), shapes or Shapes(), catalog)
+
+
+def settings_of(given: Mapping[str, Any] | Sequence[str] | None) -> tuple[str, ...]:
+    """Return keys of a training config and their values as ``--set`` takes them.
+
+    Example:
+        >>> settings_of({"kernels.optimizer": "fused", "micro_batch_size": 4})
+        ('kernels.optimizer=fused', 'micro_batch_size=4')
+    """
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        return tuple(f"{key}={setting_text(value)}" for key, value in given.items())
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def keys_set(inputs: JobInputs) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of the keys of a training config that were set, by ``set`` or by a keyword."""
+    paths = [tuple(setting.partition("=")[0].strip().split(".")) for setting in inputs.overrides().settings]
+    paths += [("micro_batch_size",)] if inputs.options.get("micro_batch_size") is not None else []
+    paths += [("activation_checkpointing",)] if inputs.options.get("activation_checkpointing") is not None else []
+    return tuple(paths)
