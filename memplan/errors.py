@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 MAXIMUM_SHOWN = 20
 """Problems of a file that its message lists; nobody reads on."""
@@ -82,16 +81,16 @@ def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> 
 
 
 def printable(text: str, longest: int = 80) -> str:
-    r"""Return outside text fit for one line of a message: cut where it is long, then escaped.
+    r"""Return outside text fit for one line of a message: escaped, and cut where it is long then.
 
     Example:
         >>> print(printable("a\x1b[31m\n"), printable("x" * 100, 10))
         a\u001b[31m\n xxxxxxx...
     """
-    return escaped(text if len(text) <= longest else f"{text[: longest - 3]}...")
+    shown = escaped(text[: longest + 1])
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
-@lru_cache(maxsize=1024)
 def normalised_name(name: str) -> str:
     """Return ``name`` without case and separators: ``Llama-3.1-8B`` is ``llama318b``."""
     return name.lower().translate(_SEPARATORS)

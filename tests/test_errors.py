@@ -67,3 +67,9 @@ def test_an_endless_name_is_not_repeated_in_full():
 
 def test_the_problems_of_a_file_are_one_line_each():
     assert str(InvalidFileError(["a:1: one", "a:2: two"])) == "a:1: one\na:2: two"
+
+
+def test_a_line_is_cut_however_much_it_quotes():
+    quoted = "\x00" * 10_000
+    assert max(map(len, str(errors.InvalidFileError([quoted, "short"])).split("\n"))) == errors.LONGEST_PROBLEM
+    assert errors.printable(quoted, 20) == "\\u0000\\u0000\\u000..."

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from memplan.documents.escaping import encoded, escaped_lines
-from memplan.errors import InvalidFileError, escaped
+from memplan.errors import LONGEST_PROBLEM, InvalidFileError, printable
 
 
 # ------------------------------------------------------------------ standard output and standard error
@@ -78,7 +78,7 @@ def write_answer(text: str) -> None:
 
 def say(text: str) -> None:
     """Tell something besides the answer, on a line of standard error."""
-    write_remark(f"memplan: {escaped(text)}\n")
+    write_remark(f"memplan: {printable(text, LONGEST_PROBLEM)}\n")
 
 
 def write_remark(text: str) -> None:
