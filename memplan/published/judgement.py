@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.recorded_rows import Records
 from memplan.documents.printed_numbers import Interval, Value, formatted_like, lies_within
 from memplan.published.corrections import Corrections
+from memplan.published.judged_tables import JudgedCell, JudgedTable, JudgedTables, Status
+from memplan.published.planned import shape_figures
 from memplan.published.printed_cell import CellInputs
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import Cell, Library, PublishedTable
-
-Status = Literal["reproduces", "within-spread", "differs", "not-in-source", "left-out", "not-computable", "no-record"]
-STATUSES: dict[Status, str] = {
-    "reproduces": "the rule gives the printed digits",
-    "within-spread": "a measurement that lies in the spread of our own runs",
-    "differs": "the rule, or our own runs, give something else",
-    "not-in-source": "ascribed to a paper that does not say it",
-    "left-out": "the paper says it and the notes do not",
-    "not-computable": "an opinion, or a measurement on their machine; the reason says which",
-    "no-record": "a measurement that we have not run",
-}
-"""Status -> what it means, in the order of every count."""
 
 IN_WORDS = frozenset(("status", "training", "gap"))
 """Corrections that say something about a cell and give no other figure for it."""
 
 TRAINS = frozenset(("learns", "level", "indistinct", "close"))
 """Verdicts of a record of training that bear out a claim that it works."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedCell:
-    """A printed cell and what became of it.
-
-    Attributes:
-        rule: Name of its rule, or None.
-        recomputed: What its rule gives, in the printed form; None without a rule or a record.
-        corrected: What memplan holds true, in the printed form where it is a figure; None where it has nothing to say.
-        status: Whether the printed figure follows its rule.
-        wrong: Whether it follows no rule, is not in its source, differs from what memplan holds true, or
-            holds in the notes' own setting only.
-        reason: Why it is what it is, where that needs saying.
-    """
-
-    row: str
-    column: str
-    printed: str
-    rule: str | None
-    recomputed: str | None
-    corrected: str | None
-    status: Status
-    wrong: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedTable:
-    """A table of the notes with its cells judged."""
-
-    table: PublishedTable
-    cells: tuple[JudgedCell, ...]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Cells by status, and those that are wrong."""
-        return counts_of([self])
 
 
 class Judge:
@@ -101,7 +49,8 @@ class Judge:
             table: One of the library.
             remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
         """
-        return JudgedTable(table, tuple(self.cell(table, cell, remarks) for cell in table.cells))
+        cells = tuple(self.cell(table, cell, remarks) for cell in table.cells)
+        return JudgedTable(table, self.library.file_of[table.id], cells)
 
     def cell(self, table: PublishedTable, cell: Cell, remarks: bool = True) -> JudgedCell:
         """Return a cell beside its rule's figure and memplan's."""
@@ -153,9 +102,19 @@ def _reason(inputs: CellInputs, status: Status, given: Value | None) -> str:
     return said if status != "reproduces" else ""
 
 
-def counts_of(tables: Sequence[JudgedTable]) -> dict[str, int]:
-    """Return how many tables and cells there are, how many cells of each status, and how many are wrong."""
-    cells = [cell for table in tables for cell in table.cells]
-    counts = Counter(cell.status for cell in cells)
-    statuses: dict[str, int] = {status: counts[status] for status in STATUSES}
-    return {"tables": len(tables), "cells": len(cells), **statuses, "wrong": sum(cell.wrong for cell in cells)}
+def judged_tables(text: str | None, catalog: Catalog, remarks: bool = True) -> JudgedTables:
+    """Return the notes' tables with their cells judged, and the shapes of their documents planned.
+
+    Args:
+        text: Id of a table, or of a document such as ``s000``; None for all.
+        catalog: Where data, models, configs and GPUs come from.
+        remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
+
+    Raises:
+        UnknownNameError: No table or document has the id.
+    """
+    judge = Judge(catalog)
+    tables = tuple(judge.table(table, remarks) for table in judge.library.chosen(text))
+    files = {id(table.file): table.file for table in tables}.values()
+    shapes = tuple(row for file in files for row in shape_figures(file, catalog))
+    return JudgedTables(tables, tuple(files), shapes, {name: rule.text for name, rule in RULES.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from memplan.catalog.catalog import Catalog
@@ -16,7 +16,8 @@ from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.largest_model import fewest_devices, upper_bytes
 from memplan.plan.planner import CompiledPlan, Device
 from memplan.plan.recommended_configs import Recommendation, recommendations
-from memplan.published.table_schema import Shape
+from memplan.published.judged_tables import ShapeFigures
+from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolved import TrainingSetup, resolve
 
 BATCH, SEQUENCE = 1, 2048
@@ -181,6 +182,26 @@ def shape_setup(optimizer: str, catalog: Catalog) -> TrainingSetup:
 def shape_plan(name: str, shape: Shape, optimizer: str, catalog: Catalog) -> CompiledPlan:
     """Return a shape of the notes under Muon with fp32 or 8-bit momentum."""
     return CompiledPlan(shape_model(name, shape), shape_setup(optimizer, catalog))
+
+
+def shape_figures(file: PublishedFile, catalog: Catalog) -> Iterator[ShapeFigures]:
+    """Yield the shapes of a document under Muon with fp32 and with 8-bit momentum."""
+    for name, shape in file.shapes.items():
+        for optimizer in ("muon-fp32", "muon-int8"):
+            plan = shape_plan(name, shape, optimizer, catalog)
+            matrices = [entry for entry in plan.states.tensors if entry.tensor.role == "hidden_matrix"]
+            yield ShapeFigures(
+                document=file.title,
+                shape=name,
+                optimizer=optimizer,
+                parameters=parameters(plan),
+                matrix_parameters=sum(e.tensor.elements * e.tensor.count for e in matrices),
+                weight_bytes=plan.states.weight_bytes,
+                gradient_bytes=plan.states.gradient_bytes,
+                matrix_state_bytes=sum(e.state_bytes * e.tensor.count for e in matrices),
+                state_bytes=plan.states.state_bytes,
+                persistent_bytes=plan.persistent_bytes,
+            )
 
 
 def parameters(plan: CompiledPlan) -> int:

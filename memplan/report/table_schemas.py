@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplan.published.judgement import STATUSES
+from memplan.published.judged_tables import STATUSES
 from memplan.report.json_schemas import BYTES, TEXT, array_schema, object_schema
 
 

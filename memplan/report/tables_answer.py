@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.catalog import Catalog
-from memplan.published.judgement import STATUSES, Judge, JudgedCell, JudgedTable, counts_of
-from memplan.published.planned import parameters, shape_plan
-from memplan.published.rules import RULES
-from memplan.published.table_schema import PublishedFile
+from memplan.published.judged_tables import STATUSES
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_count
+
+if TYPE_CHECKING:
+    from memplan.published.judged_tables import JudgedCell, JudgedTable, JudgedTables
+    from memplan.published.table_schema import PublishedFile
 
 WHAT = (
     "recomputed is what the notes' own rule gives, corrected what memplan holds true (real layouts, parameter counts, "
@@ -24,47 +25,34 @@ WIDEST = 116
 SHAPES_TITLE = "The shapes planned to the byte: fp32 weights and gradients, Muon on matrices, AdamW in fp32 on the rest"
 
 
-def tables_document(
-    text: str | None, only_wrong: bool, catalog: Catalog, flat: bool = False, whole: bool = False
-) -> Document:
+def tables_document(judged: JudgedTables, only_wrong: bool, flat: bool = False, summary: bool = False) -> Document:
     """Return the notes' tables.
 
     Args:
-        text: Id of a table, or of a document such as ``s000``; None for all.
+        judged: The tables that are wanted.
         only_wrong: Whether to leave out the cells that are right.
-        catalog: Where data, models, configs and GPUs come from.
         flat: Whether all cells come in one table, as CSV needs.
-        whole: Whether the cells are wanted where no id was given; else a row for each table.
-
-    Raises:
-        UnknownNameError: No table or document has the id.
+        summary: Whether each table is a row.
     """
-    judge = Judge(catalog)
-    summary = text is None and not (only_wrong or flat or whole)
-    judged = [judge.table(table, remarks=not summary) for table in judge.library.chosen(text)]
-    files = list({id(file): file for table in judged for file in [judge.library.file_of[table.table.id]]}.values())
-    counts = counts_of(judged)
+    counts = judged.counts
     data: dict[str, Any] = {
         "schema": "memplan/tables/1",
-        "tables": [_table_data(table, judge, only_wrong) for table in judged],
+        "tables": [_table_data(table, only_wrong) for table in judged.tables],
         "counts": counts,
         "statuses": dict(STATUSES),
-        "rules": {name: rule.text for name, rule in RULES.items()},
-        "statements": [statement for file in files for statement in file.statements],
-        "shapes": [row for file in files for row in _shapes_data(file, catalog)],
+        "rules": dict(judged.rules),
+        "statements": [statement for file in judged.files for statement in file.statements],
+        "shapes": list(_shapes_data(judged)),
     }
     if flat:
-        return Document(data, (_flat(judged, only_wrong),))
-    blocks = [_summary(judged)] if summary else _blocks(judged, judge, only_wrong)
-    if not summary:
-        blocks += [block for file in files for block in _file_blocks(file, catalog)]
+        return Document(data, (_flat(judged.tables, only_wrong),))
+    blocks = [_summary(judged.tables)] if summary else _blocks(judged, only_wrong)
     return Document(data, (*blocks, WHAT, _legend(counts), _sentence(counts)))
 
 
 # ------------------------------------------------------------------ data
-def _table_data(judged: JudgedTable, judge: Judge, only_wrong: bool) -> dict[str, Any]:
-    table = judged.table
-    file = judge.library.file_of[table.id]
+def _table_data(judged: JudgedTable, only_wrong: bool) -> dict[str, Any]:
+    table, file = judged.table, judged.file
     return {
         "id": table.id,
         "title": table.title,
@@ -76,38 +64,17 @@ def _table_data(judged: JudgedTable, judge: Judge, only_wrong: bool) -> dict[str
         "source": file.source.url,
         "notes": list(table.notes),
         "counts": judged.counts,
-        "cells": [_cell_data(cell) for cell in _shown(judged, only_wrong)],
+        "cells": [asdict(cell) for cell in _shown(judged, only_wrong)],
     }
-
-
-def _cell_data(cell: JudgedCell) -> dict[str, Any]:
-    return {name: getattr(cell, name) for name in JudgedCell.__slots__}
 
 
 def _shown(judged: JudgedTable, only_wrong: bool) -> list[JudgedCell]:
     return [cell for cell in judged.cells if cell.wrong or not only_wrong]
 
 
-def _shapes_data(file: PublishedFile, catalog: Catalog) -> list[dict[str, Any]]:
-    rows = []
-    for name, shape in file.shapes.items():
-        for optimizer in ("muon-fp32", "muon-int8"):
-            plan = shape_plan(name, shape, optimizer, catalog)
-            matrices = [entry for entry in plan.states.tensors if entry.tensor.role == "hidden_matrix"]
-            rows.append(
-                {
-                    "shape": name,
-                    "optimizer": optimizer,
-                    "parameters": parameters(plan),
-                    "matrix_parameters": sum(e.tensor.elements * e.tensor.count for e in matrices),
-                    "weight_bytes": plan.states.weight_bytes,
-                    "gradient_bytes": plan.states.gradient_bytes,
-                    "matrix_state_bytes": sum(e.state_bytes * e.tensor.count for e in matrices),
-                    "state_bytes": plan.states.state_bytes,
-                    "persistent_bytes": plan.persistent_bytes,
-                }
-            )
-    return rows
+def _shapes_data(judged: JudgedTables) -> Iterator[dict[str, Any]]:
+    for shape in judged.shapes:
+        yield {key: value for key, value in asdict(shape).items() if key != "document"}
 
 
 # ------------------------------------------------------------------ text
@@ -124,22 +91,24 @@ def _summary(judged: Sequence[JudgedTable]) -> Table:
     return Table(headers, tuple(rows), "The tables of the notes")
 
 
-def _blocks(judged: Sequence[JudgedTable], judge: Judge, only_wrong: bool) -> list[Block]:
-    blocks: list[Block] = []
-    for table in judged:
-        cells = _shown(table, only_wrong)
-        if not cells:
-            continue
-        shown = _figures(table, cells)
-        reasons = _reasons(cells)
-        if _width(shown) > WIDEST:
-            shown, reasons = _words(table, cells), []
-        names = sorted({cell.rule for cell in cells if cell.rule})
-        lines = [*reasons, *(f"Rule {name}: {RULES[name].text}" for name in names)]
-        lines += [f"Note: {note}" for note in table.table.notes]
-        lines.append(f"Source: {judge.library.file_of[table.table.id].source.url}, {table.table.section}")
-        blocks += [shown, tuple(lines)]
-    return blocks
+def _blocks(judged: JudgedTables, only_wrong: bool) -> list[Block]:
+    blocks = [block for table in judged.tables for block in _table_blocks(table, judged, only_wrong)]
+    return blocks + [block for file in judged.files for block in _file_blocks(file, judged)]
+
+
+def _table_blocks(table: JudgedTable, judged: JudgedTables, only_wrong: bool) -> tuple[Block, ...]:
+    """Return one table and what is to be said of it; nothing where no cell is shown."""
+    cells = _shown(table, only_wrong)
+    if not cells:
+        return ()
+    shown, reasons = _figures(table, cells), _reasons(cells)
+    if _width(shown) > WIDEST:
+        shown, reasons = _words(table, cells), []
+    names = sorted({cell.rule for cell in cells if cell.rule})
+    lines = [*reasons, *(f"Rule {name}: {judged.rules[name]}" for name in names)]
+    lines += [f"Note: {note}" for note in table.table.notes]
+    lines.append(f"Source: {table.file.source.url}, {table.table.section}")
+    return shown, tuple(lines)
 
 
 def _figures(judged: JudgedTable, cells: Sequence[JudgedCell]) -> Table:
@@ -152,8 +121,8 @@ def _figures(judged: JudgedTable, cells: Sequence[JudgedCell]) -> Table:
         "corrected": [cell.corrected or "" for cell in cells],
         "status": [_verdict(cell) for cell in cells],
     }
-    kept = {name: values for name, values in columns.items() if any(values)}
-    return Table(tuple(kept), tuple(zip(*kept.values(), strict=True)), _title(judged))
+    filled = {name: values for name, values in columns.items() if any(values)}
+    return Table(tuple(filled), tuple(zip(*filled.values(), strict=True)), _title(judged))
 
 
 def _words(judged: JudgedTable, cells: Sequence[JudgedCell]) -> Table:
@@ -228,25 +197,27 @@ def _flat(judged: Sequence[JudgedTable], only_wrong: bool) -> Table:
     return Table(headers, rows)
 
 
-def _file_blocks(file: PublishedFile, catalog: Catalog) -> list[Block]:
+def _file_blocks(file: PublishedFile, judged: JudgedTables) -> list[Block]:
+    """Return what a document's paper says, and its shapes."""
     blocks: list[Block] = []
     if file.statements and file.paper is not None:
         blocks.append((f"What the paper says, {file.paper.url}:", *(f"  {line}" for line in file.statements)))
-    rows = [
+    rows = tuple(
         (
-            data["shape"],
-            data["optimizer"],
-            format_count(data["parameters"]),
-            f"{data['weight_bytes']:,}",
-            f"{data['gradient_bytes']:,}",
-            f"{data['matrix_state_bytes']:,}",
-            f"{data['state_bytes']:,}",
+            row.shape,
+            row.optimizer,
+            format_count(row.parameters),
+            f"{row.weight_bytes:,}",
+            f"{row.gradient_bytes:,}",
+            f"{row.matrix_state_bytes:,}",
+            f"{row.state_bytes:,}",
         )
-        for data in _shapes_data(file, catalog)
-    ]
+        for row in judged.shapes
+        if row.document == file.title
+    )
     if rows:
         headers = ("shape", "optimizer", ">parameters", ">weights", ">gradients", ">states, matrices", ">states, all")
-        blocks.append(Table(headers, tuple(rows), SHAPES_TITLE))
+        blocks.append(Table(headers, rows, SHAPES_TITLE))
     return blocks
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.published.judgement import Judge, JudgedTable
+from memplan.published.judged_tables import JudgedTable
+from memplan.published.judgement import Judge
 
 
 @pytest.fixture(scope="session")

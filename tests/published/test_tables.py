@@ -13,7 +13,8 @@ from memplan.catalog.catalog import data_directory
 from memplan.catalog.recorded_rows import Records
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
-from memplan.published.judgement import STATUSES, Judge, counts_of
+from memplan.published.judged_tables import STATUSES, counts_of
+from memplan.published.judgement import Judge
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import FOLDER, Library, Origin, PublishedFile
 

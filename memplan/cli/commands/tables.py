@@ -34,9 +34,12 @@ def tables_command(
 
     Without an ID: a row for each table; as JSON or CSV every cell.
     """
+    from memplan.published.judgement import judged_tables
     from memplan.report.tables_answer import tables_document
 
     whole = as_json or form is o.OutputFormat.json
     flat = form is o.OutputFormat.csv and not as_json
-    document = tables_document(table, only is not None, open_catalog(catalog_path), flat, whole)
+    summary = table is None and only is None and not (flat or whole)
+    judged = judged_tables(table, open_catalog(catalog_path), remarks=not summary)
+    document = tables_document(judged, only is not None, flat, summary)
     raise typer.Exit(emit(document, form, as_json, output, quiet))

@@ -1,0 +1,117 @@
+"""The notes' tables with every cell judged, as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan.published.table_schema import PublishedFile, PublishedTable
+
+Status = Literal["reproduces", "within-spread", "differs", "not-in-source", "left-out", "not-computable", "no-record"]
+STATUSES: dict[Status, str] = {
+    "reproduces": "the rule gives the printed digits",
+    "within-spread": "a measurement that lies in the spread of our own runs",
+    "differs": "the rule, or our own runs, give something else",
+    "not-in-source": "ascribed to a paper that does not say it",
+    "left-out": "the paper says it and the notes do not",
+    "not-computable": "an opinion, or a measurement on their machine; the reason says which",
+    "no-record": "a measurement that we have not run",
+}
+"""Status -> what it means, in the order of every count."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedCell:
+    """A printed cell and what became of it.
+
+    Attributes:
+        rule: Name of its rule, or None.
+        recomputed: What its rule gives, in the printed form; None without a rule or a record.
+        corrected: What memplan holds true, in the printed form where it is a figure; None where it has nothing to say.
+        status: Whether the printed figure follows its rule.
+        wrong: Whether it follows no rule, is not in its source, differs from what memplan holds true, or
+            holds in the notes' own setting only.
+        reason: Why it is what it is, where that needs saying.
+    """
+
+    row: str
+    column: str
+    printed: str
+    rule: str | None
+    recomputed: str | None
+    corrected: str | None
+    status: Status
+    wrong: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedTable:
+    """A table of the notes with its cells judged.
+
+    Attributes:
+        file: The document that it stands in.
+    """
+
+    table: PublishedTable
+    file: PublishedFile
+    cells: tuple[JudgedCell, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cells by status, and those that are wrong."""
+        return counts_of([self])
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeFigures:
+    """A shape of the notes under one optimizer, planned to the byte.
+
+    Attributes:
+        document: Title of the document that gives the shape.
+        matrix_parameters: Parameters of hidden matrices.
+        matrix_state_bytes: Optimizer states of hidden matrices.
+        persistent_bytes: Weights, gradients and states.
+    """
+
+    document: str
+    shape: str
+    optimizer: str
+    parameters: int
+    matrix_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    matrix_state_bytes: int
+    state_bytes: int
+    persistent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedTables:
+    """Tables of the notes, and what goes with them.
+
+    Attributes:
+        files: The documents that they stand in, each once.
+        shapes: The shapes of those documents, planned.
+        rules: Name of a rule -> what it does, in a sentence.
+    """
+
+    tables: tuple[JudgedTable, ...]
+    files: tuple[PublishedFile, ...]
+    shapes: tuple[ShapeFigures, ...]
+    rules: Mapping[str, str]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tables, cells by status, and those that are wrong."""
+        return counts_of(self.tables)
+
+
+def counts_of(tables: Sequence[JudgedTable]) -> dict[str, int]:
+    """Return how many tables and cells there are, how many cells of each status, and how many are wrong."""
+    cells = [cell for table in tables for cell in table.cells]
+    counts = Counter(cell.status for cell in cells)
+    statuses: dict[str, int] = {status: counts[status] for status in STATUSES}
+    return {"tables": len(tables), "cells": len(cells), **statuses, "wrong": sum(cell.wrong for cell in cells)}
