@@ -121,8 +121,8 @@ def parse_history(text: str, name: str, device: int | None = None) -> MemoryHist
 
 
 def _read(path: Path) -> str:
-    advice = "record without stacks (context=None), or fewer steps"
-    return read_text(path, MAXIMUM_HISTORY_BYTES, f"export it as JSON: {HOW_TO_EXPORT}", advice)
+    suggestion = "record without stacks (context=None), or fewer steps"
+    return read_text(path, MAXIMUM_HISTORY_BYTES, f"export it as JSON: {HOW_TO_EXPORT}", suggestion)
 
 
 class _Reader:

@@ -187,7 +187,7 @@ def read_bytes(
     path: Path,
     maximum_bytes: int = MAXIMUM_TEXT_BYTES,
     instead: str = "give a text file",
-    advice: str = "no file of this kind is",
+    suggestion: str = "no file of this kind is",
 ) -> bytes:
     """Return the bytes of a text file of bounded size; ``-`` is standard input.
 
@@ -195,7 +195,7 @@ def read_bytes(
         path: The file.
         maximum_bytes: No more is read.
         instead: What to give in place of a file that is no text.
-        advice: What is said of a larger file.
+        suggestion: What a message says of a larger file.
 
     Raises:
         InvalidFileError: Missing, unreadable, too large, or of a known kind that is no text.
@@ -208,7 +208,7 @@ def read_bytes(
     if kind := _kind_of_bytes(raw):
         raise InvalidFileError([f"{shown_path(path)}: {kind}; {instead}"])
     if len(raw) > maximum_bytes:
-        raise InvalidFileError([f"{shown_path(path)}: larger than {maximum_bytes // 2**20} MiB: {advice}"])
+        raise InvalidFileError([f"{shown_path(path)}: larger than {maximum_bytes // 2**20} MiB: {suggestion}"])
     return raw
 
 
@@ -225,14 +225,14 @@ def read_text(
     path: Path,
     maximum_bytes: int = MAXIMUM_TEXT_BYTES,
     instead: str = "give a text file",
-    advice: str = "no file of this kind is",
+    suggestion: str = "no file of this kind is",
 ) -> str:
     """Return the text of a file, as :func:`read_bytes` has it.
 
     Raises:
         InvalidFileError: As there, or not UTF-8.
     """
-    raw = read_bytes(path, maximum_bytes, instead, advice)
+    raw = read_bytes(path, maximum_bytes, instead, suggestion)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -167,10 +167,10 @@ def _config(keys: Mapping[str, Any], batch: int, length: int) -> TrainingConfig:
 
 
 def _one_of_each_family(catalog: Catalog) -> list[str]:
-    found: dict[str, str] = {}
+    first_of_family: dict[str, str] = {}
     for name, entry in catalog.models.entries.items():
-        found.setdefault(entry.architecture, name)
-    return list(found.values())
+        first_of_family.setdefault(entry.architecture, name)
+    return list(first_of_family.values())
 
 
 def cut_model(name: str, catalog: Catalog, layers: int = CUT_LAYERS) -> Model:
@@ -207,14 +207,14 @@ def compare(name: str, model: Model, config: TrainingConfig, catalog: Catalog) -
 def main() -> None:
     """Compare the whole grid; print a line for each family, the worst case, and JSON with ``--json``."""
     catalog = Catalog(data_directory())
-    found = []
+    agreements = []
     for name, model, config in grid(catalog):
-        found.append(compare(name, model, config, catalog))
-        write_remark(f"{len(found)} {name}\n")
+        agreements.append(compare(name, model, config, catalog))
+        write_remark(f"{len(agreements)} {name}\n")
     if "--json" in sys.argv:
-        write_answer(json_text([_data(item) for item in found], indent=1))
+        write_answer(json_text([_data(item) for item in agreements], indent=1))
         return
-    for line in report(found):
+    for line in report(agreements):
         write_answer(line + "\n")
 
 
@@ -228,17 +228,17 @@ def _data(item: Agreement) -> dict[str, Any]:
     }
 
 
-def report(found: list[Agreement]) -> Iterator[str]:
+def report(agreements: list[Agreement]) -> Iterator[str]:
     """Yield a line for each family, and one for the worst case."""
     yield f"{'family':<14}{'configurations':>16}{'equal to the byte':>20}{'worst':>12}"
-    for family in dict.fromkeys(item.family for item in found):
-        group = [item for item in found if item.family == family]
+    for family in dict.fromkeys(item.family for item in agreements):
+        group = [item for item in agreements if item.family == family]
         exact = sum(not item.difference_bytes for item in group)
         worst = max(abs(item.difference_bytes) / item.traced_bytes for item in group)
         yield f"{family:<14}{len(group):>16}{exact:>20}{worst:>12.5%}"
-    worst_item = max(found, key=lambda item: abs(item.difference_bytes) / item.traced_bytes)
-    exact = sum(not item.difference_bytes for item in found)
-    yield f"{len(found)} configurations, {exact} equal to the byte; the worst:"
+    worst_item = max(agreements, key=lambda item: abs(item.difference_bytes) / item.traced_bytes)
+    exact = sum(not item.difference_bytes for item in agreements)
+    yield f"{len(agreements)} configurations, {exact} equal to the byte; the worst:"
     yield f"{worst_item.name}: {worst_item.difference_bytes:+,} B of {worst_item.traced_bytes:,} B"
 
 

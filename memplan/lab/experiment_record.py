@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
@@ -73,8 +73,13 @@ def interval(values: Sequence[float]) -> dict[str, Any] | None:
     """Return mean, lowest and highest of one value for each seed, and the values; None if one is not finite."""
     if not values or not all(map(isfinite, values)):
         return None
-    kept = [_rounded(value) for value in values]
-    return {"mean": _rounded(fmean(values)), "low": min(kept), "high": max(kept), "values": kept}
+    rounded = [_rounded(value) for value in values]
+    return {"mean": _rounded(fmean(values)), "low": min(rounded), "high": max(rounded), "values": rounded}
+
+
+def row_of(rows: Iterable[Row], /, **keys: Any) -> Row | None:
+    """Return the first row with these values, or None."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in keys.items())), None)
 
 
 def _rounded(value: float) -> float:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from memplan.measure.holdings import component_bytes, gradient_bytes
 from memplan.measure.measured import Measurement
+from memplan.measure.storage_bytes import component_bytes, gradient_bytes
 from memplan.trace.cpu_events import MARK, NEXT_STEP, Marker, peaks_of
 from memplan.trace.jobs.reference_job import Session
 

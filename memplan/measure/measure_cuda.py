@@ -12,9 +12,9 @@ import torch
 
 from memplan.host.nvidia_driver import driver_version
 from memplan.measure.driver_memory import context_bytes, used_bytes
-from memplan.measure.holdings import component_bytes
 from memplan.measure.measure_cpu import GradientCounter
 from memplan.measure.measured import Measurement
+from memplan.measure.storage_bytes import component_bytes
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 

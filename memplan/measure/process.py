@@ -49,12 +49,12 @@ def measure(task: Task, say: Say, silence_seconds: float = SILENCE_SECONDS, modu
         try:
             process.stdin.write(pickle.dumps(task))
             process.stdin.flush()
-            found = _read(process.stdout, say, silence_seconds)
+            outcome = _read(process.stdout, say, silence_seconds)
         except BrokenPipeError:
-            found = None
-        if isinstance(found, Measurement):
-            return found
-        if found == "hung":
+            outcome = None
+        if isinstance(outcome, Measurement):
+            return outcome
+        if outcome == "hung":
             return Measurement("hung", f"no progress for {silence_seconds:.0f} s; the process was ended")
         return _ended(process.wait(), complaints)
 

@@ -27,8 +27,8 @@ from memplan.muon.updates.steps import (
     adamw_chunk_length,
     apply_bytes,
     chunk_length,
+    orthogonalise_bytes,
 )
-from memplan.muon.updates.steps import orthogonalise_bytes as newton_schulz_bytes
 from memplan.units import ceil_div
 
 if TYPE_CHECKING:
@@ -159,13 +159,13 @@ def predict_bytes(
     weight = weight or BlockLayout(1, parameter_dtype.itemsize)
     gradient = gradient or BlockLayout(1, dtype.itemsize, 4 if dtype.itemsize == 1 else 0)
     slots = states if states is not None else tuple(state_layouts(full, elements).values())
-    kept = sum(layout_bytes(slot, elements) for slot in slots)
+    state_bytes = sum(layout_bytes(slot, elements) for slot in slots)
     return PredictedBytes(
         weights=layout_bytes(weight, elements),
         master_weights=2 * elements if full["master"] == "split" else 0,
         gradients=layout_bytes(gradient, elements),
-        optimizer_states=0 if full["offload"] else kept,
-        host_states=kept if full["offload"] else 0,
+        optimizer_states=0 if full["offload"] else state_bytes,
+        host_states=state_bytes if full["offload"] else 0,
         step_counters=STEP_BYTES,
         temporaries=step_temporary_bytes(handle, full, dtype, device),
     )
@@ -196,7 +196,7 @@ def step_temporary_bytes(
     staged = _staged_bytes(handle, full, (options.codec,), length, device)
     phases = (
         accumulate_bytes(elements, options.chunk_elements, options.codec) + staged,
-        newton_schulz_bytes(handle.shape, options),
+        orthogonalise_bytes(handle.shape, options),
         apply_bytes(handle, options),
     )
     return (0 if reused else elements * options.dtype.itemsize) + max(phases)
@@ -223,8 +223,8 @@ def _staged_bytes(handle: Handle, group: Mapping[str, Any], codecs: Iterable[Cod
     """Return the bytes of the buffers of offloaded state: a stretch on the CPU, two that take turns on a device."""
     if not group["offload"]:
         return 0
-    held = min(length * buffers_on(torch.device(device)), handle.shape.numel())
-    return sum(codec_bytes(codec, held) for codec in codecs)
+    staged_elements = min(length * buffers_on(torch.device(device)), handle.shape.numel())
+    return sum(codec_bytes(codec, staged_elements) for codec in codecs)
 
 
 def _layout(codec: Codec) -> BlockLayout:

@@ -53,7 +53,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], map_location: str = "cpu")
     Raises:
         OptimizerError: If there is none.
     """
-    found = checkpoints(folder)
-    if not found:
+    saved = checkpoints(folder)
+    if not saved:
         raise OptimizerError(f"no checkpoint in {folder}")
-    return torch.load(found[-1], weights_only=True, map_location=map_location)
+    return torch.load(saved[-1], weights_only=True, map_location=map_location)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager
-from math import isfinite
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -20,8 +19,10 @@ from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, ch
 from memplan.muon.parameter_state import (
     checked_parameter,
     checked_state_dict,
+    first_not_finite,
     float_options,
     initial_state,
+    parameter_name,
     restored,
 )
 from memplan.muon.stores.gradient_stores import GradientStore
@@ -52,14 +53,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay of either algorithm.
         momentum: Decay of Muon's running mean of gradients.
         nesterov: Whether Muon looks one step ahead.
-        momentum_format: ``fp32``, ``bf16``, ``int8``, ``int4``, ``int2``, ``gauss4``, ``gauss3``, ``gauss2``,
-            or one of ``formats.MOMENTUM_FORMATS``. Integers are linear codes.
+        momentum_format: One of ``state_formats.MOMENTUM_FORMATS``, such as ``fp32``, ``bf16``, ``int8``, ``gauss4``.
         gradient_format: None leaves gradients in ``.grad``; ``bf16``, ``fp8-e4m3`` or ``fp8-e5m2`` moves
             each into a store as soon as backward has formed it, and adds there.
-        check_finite: Whether each step first looks for gradients that are not finite, and refuses them
-            all; on CUDA that waits for the device once.
+        check_finite: Whether a step refuses gradients that are not finite; on CUDA that synchronises once.
         seed: Seed of stochastic rounding, which depends on it, the parameter and the step alone.
-        **options: The other keys of ``options.DEFAULTS``. Those most used: ``block_elements`` (128),
+        **options: The other keys of ``group_options.DEFAULTS``. Those most used: ``block_elements`` (128),
             ``scale_dtype`` (``fp32``), ``adamw_format`` (``fp32``, ``bf16`` or ``int8``), ``betas``, ``adjust_lr_fn``,
             ``ns_coefficients``, ``ns_steps``, ``ns_workspace`` (``min``, ``fast`` or ``gram``), ``rounding``
             (of weights that are not fp32), ``master`` (``split``: bf16 weights with their other 16 bits),
@@ -147,7 +146,7 @@ class Muon(torch.optim.Optimizer):
             self._listen(handle, group)
 
     def _listen(self, handle: Handle, group: Group) -> None:
-        """Hear of each gradient that backward completes."""
+        """Register a hook for each gradient that backward completes."""
         optimizer = weakref.ref(self)  # an optimizer that is gone must not act on gradients any more
 
         def call() -> None:
@@ -163,7 +162,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; a gradient in a store is used up by that.
+        """Update every parameter that has a gradient; a gradient in a store is consumed.
 
         Args:
             closure: Computes the gradients anew and returns the loss.
@@ -184,17 +183,11 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _refuse_unusable(self, handles: list[Handle]) -> None:
-        """Raise if a gradient is not finite; one look at each device."""
-        largest: dict[torch.device, list[tuple[Handle, Tensor]]] = {}
-        for handle in handles if self.check_finite else []:
-            gradient = handle.gradient(False)
-            assert gradient is not None
-            largest.setdefault(handle.key.device, []).append((handle, gradient.largest().float()))
-        for found in largest.values():
-            if torch.stack([value for _, value in found]).isfinite().all():
-                continue
-            names = [self._name(handle.key) for handle, value in found if not isfinite(value.item())]
-            raise OptimizerError(f"the gradient of {names[0]} is not finite; no parameter or state was changed")
+        """Raise if a gradient is not finite; the host waits once for each device."""
+        broken = first_not_finite(handles) if self.check_finite else None
+        if broken is not None:
+            name = parameter_name(self.param_groups, broken.key)
+            raise OptimizerError(f"the gradient of {name} is not finite; no parameter or state was changed")
 
     def _update(self, handle: Handle, group: Group) -> None:
         state = self.state[handle.key]
@@ -216,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         state["step"] += 1
 
     def _stager(self, handle: Handle, group: Group, codec: Codec, length: int) -> Stager:
-        """Return what brings a parameter's state to its device, in stretches of ``length`` elements."""
+        """Return the stager of a parameter's state, in stretches of ``length`` elements."""
         buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
         return stager_of(handle, self.state[handle.key], codec, length, buffers)
 
@@ -225,20 +218,12 @@ class Muon(torch.optim.Optimizer):
         return buffers_on(device)
 
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
-        """Return noise that depends on the seed, the parameter's place and its step, and on nothing else."""
+        """Return a generator seeded by the seed, the parameter's place and its step alone."""
         generator = self._generators.get(key.device)
         if generator is None:
             generator = self._generators[key.device] = torch.Generator(key.device)
         step = int(self.state[key]["step"])
         return generator.manual_seed((self.seed * 1_000_003 + step) * 1_000_003 + self._places[key])
-
-    def _name(self, key: Tensor) -> str:
-        for position, group in enumerate(self.param_groups):
-            for index, other in enumerate(group["params"]):
-                if other is key:
-                    names = group.get("param_names")
-                    return names[index] if names else f"parameter {index} of group {position}, shape {tuple(key.shape)}"
-        return "a parameter"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, those in stores too; ``set_to_none=False`` zeroes ``.grad`` in place."""

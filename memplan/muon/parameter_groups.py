@@ -61,22 +61,6 @@ class ParameterGroups(list[dict[str, Any]]):
         return "\n".join(f"{e.name:{width}}  {e.algorithm:6}  {e.reason}" for e in self.report)
 
 
-def notes_layer_scale(layer: int, num_layers: int) -> float:
-    """Return the factor of the learning rate of one layer in the notes' "Muon-Scale".
-
-    Formula:
-        ``0.5 + 0.5 * layer / num_layers``
-
-    The notes ascribe it to arXiv 2502.16982, which contains no such schedule: it is theirs.
-    """
-    return 0.5 + 0.5 * layer / num_layers
-
-
-def inverse_sqrt_width_scale(width: int, base_width: int) -> float:
-    """Return the factor ``sqrt(base_width / width)``, the notes' scaling of the learning rate by 1/sqrt(width)."""
-    return float((base_width / width) ** 0.5)
-
-
 def split_parameters(
     model: nn.Module,
     assign: Mapping[str, str] | None = None,
@@ -87,8 +71,8 @@ def split_parameters(
     Args:
         model: Any module. Parameters that need no gradient are left out.
         assign: ``muon`` or ``adamw`` by name, or by pattern (``*.lambda``); goes before every rule.
-        layer_scale: Factor of the learning rate from a layer's index and the number of layers,
-            such as ``notes_layer_scale``; each layer then has its own groups.
+        layer_scale: Factor of the learning rate from a layer's index and the number of layers; each layer
+            then has its own groups.
 
     Raises:
         OptimizerError: If no rule knows a parameter; the message lists all such.

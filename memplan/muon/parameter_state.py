@@ -1,7 +1,8 @@
-"""State of a fresh parameter, and checkpoints of it: checked before anything changes, copied to the bit."""
+"""Parameters and their state: what is refused, what is fresh, and checkpoints copied to the bit."""
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from memplan.muon.updates.projection import projection_state
 from memplan.muon.updates.steps import FIRST, MOMENTUM, SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Group = dict[str, Any]
 
@@ -40,6 +41,29 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")
     if group["projection_rank"] and (len(shape) != 2 or group["projection_rank"] > min(shape) or group["offload"]):
         raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
+
+
+def parameter_name(groups: Sequence[Group], key: Tensor) -> str:
+    """Return the name of a parameter for messages, or its place in the groups."""
+    for position, group in enumerate(groups):
+        for index, other in enumerate(group["params"]):
+            if other is key:
+                names: Sequence[str] | None = group.get("param_names")
+                return names[index] if names else f"parameter {index} of group {position}, shape {tuple(key.shape)}"
+    return "a parameter"
+
+
+def first_not_finite(handles: Iterable[Handle]) -> Handle | None:
+    """Return a parameter whose gradient is not finite, or None; the host waits once for each device."""
+    largest: dict[torch.device, list[tuple[Handle, Tensor]]] = {}
+    for handle in handles:
+        gradient = handle.gradient(False)
+        assert gradient is not None
+        largest.setdefault(handle.key.device, []).append((handle, gradient.largest().float()))
+    for magnitudes in largest.values():
+        if not torch.stack([value for _, value in magnitudes]).isfinite().all():
+            return next(handle for handle, value in magnitudes if not isfinite(value.item()))
+    return None
 
 
 def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:

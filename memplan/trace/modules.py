@@ -54,14 +54,14 @@ def imported_factory(name: str) -> Factory:
     if not separator or not module or not attribute:
         raise CannotAnswerError(f"{name!r} names no factory: write package.module:function")
     try:
-        found: Any = import_module(module)
+        imported: Any = import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except Exception as error:
         raise CannotAnswerError(f"cannot import {name}: {_one_line(error)}; check the name and PYTHONPATH") from error
-    if not callable(found):
+    if not callable(imported):
         raise CannotAnswerError(f"{name} is no function: it must take no arguments and return a torch.nn.Module")
-    factory: Factory = found
+    factory: Factory = imported
     return factory
 
 
@@ -169,10 +169,10 @@ def _explained(what: str) -> Iterator[None]:
     except MemplanError:
         raise
     except Exception as error:
-        advice = "run it once on a small real batch to see whether the module itself is at fault"
+        suggestion = "run it once on a small real batch to see whether the module itself is at fault"
         if isinstance(error, NotImplementedError) or _DATA_DEPENDENT.search(str(error)):
-            advice = "it needs the values of a tensor, and a trace has only shapes: make that step depend on shapes"
-        raise CannotAnswerError(f"{what} failed{_place(error)}: {_one_line(error)}; {advice}") from error
+            suggestion = "it needs the values of a tensor, and a trace has only shapes: make that step depend on shapes"
+        raise CannotAnswerError(f"{what} failed{_place(error)}: {_one_line(error)}; {suggestion}") from error
 
 
 def _place(error: BaseException) -> str:

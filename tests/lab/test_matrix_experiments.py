@@ -14,8 +14,9 @@ pytest.importorskip("matplotlib")
 from memplan.catalog.catalog import data_directory  # noqa: E402
 from memplan.errors import UnitError  # noqa: E402
 from memplan.lab.experiment_record import record as record_of  # noqa: E402
+from memplan.lab.experiment_record import row_of  # noqa: E402
 from memplan.lab.matrices import orthogonality, precision, variance  # noqa: E402
-from memplan.lab.matrices.matrix_draws import DTYPES, errors, found, gaussian, iterated, normalised  # noqa: E402
+from memplan.lab.matrices.matrix_draws import DTYPES, errors, gaussian, iterated, normalised  # noqa: E402
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference  # noqa: E402
 from memplan.muon.orthogonalisation.schedules import SCHEDULES, resolved_schedule  # noqa: E402
 from memplan.report.document import Table  # noqa: E402
@@ -58,13 +59,13 @@ def quiet(done, note):
 )
 def test_the_printed_orthogonality_table_lies_within_the_spread_of_the_record(schedule, iterations, printed):
     rows = shipped("orthogonality")["rows"]
-    row = found(rows, schedule=schedule, iterations=iterations, rows=512, columns=512, dtype="bf16")
+    row = row_of(rows, schedule=schedule, iterations=iterations, rows=512, columns=512, dtype="bf16")
     assert row["frobenius"]["low"] - HALF_DIGIT <= printed <= row["frobenius"]["high"] + HALF_DIGIT
     assert len(row["frobenius"]["values"]) >= 20
 
 
 def test_the_printed_error_of_qr_is_its_rounding_to_bf16():
-    row = found(shipped("orthogonality")["rows"], schedule="qr", rows=512, columns=512)
+    row = row_of(shipped("orthogonality")["rows"], schedule="qr", rows=512, columns=512)
     assert round(row["frobenius"]["mean"], 3) == 0.002
 
 
@@ -83,18 +84,18 @@ def test_the_printed_variance_table_lies_within_the_spread_of_the_record():
 def test_the_record_of_precisions_has_int4_diverge_where_the_notes_saw_it():
     rows = shipped("precision")["rows"]
     at = {"precision": "int4", "products": "input", "rows": 1024}
-    assert len(found(rows, iterations=5, **at)["largest_element"]["values"]) >= 10
-    assert found(rows, iterations=4, **at)["largest_element"]["high"] < 1
-    assert found(rows, iterations=5, **at)["largest_element"]["low"] > 10
+    assert len(row_of(rows, iterations=5, **at)["largest_element"]["values"]) >= 10
+    assert row_of(rows, iterations=4, **at)["largest_element"]["high"] < 1
+    assert row_of(rows, iterations=5, **at)["largest_element"]["low"] > 10
 
 
 def test_the_record_of_precisions_has_the_printed_errors_at_4096():
     rows = shipped("precision")["rows"]
     for name, printed in {"fp32": 0.259, "int8": 0.257, "int8-native": 0.257, "bf16": 0.285, "int4": 0.102}.items():
-        row = found(rows, precision=name, products="input", rows=4096, iterations=5)
+        row = row_of(rows, precision=name, products="input", rows=4096, iterations=5)
         first = row["largest_element"]["values"][0]
         assert first == pytest.approx(printed, abs=0.001 if name in ("fp32", "int8", "int8-native") else 0.01)
-    int4, fp32 = (found(rows, precision=name, products="input", rows=4096, iterations=5) for name in ("int4", "fp32"))
+    int4, fp32 = (row_of(rows, precision=name, products="input", rows=4096, iterations=5) for name in ("int4", "fp32"))
     assert int4["largest_element"]["high"] < fp32["largest_element"]["low"]
     assert int4["frobenius"]["low"] > fp32["frobenius"]["high"]
 
@@ -198,7 +199,7 @@ def test_all_three_products_in_8_bits_lose_more_than_x_alone():
     outcome = precision.run((0,), quiet, (256,), ("fp8-e4m3", "fp8-e5m2", "int8"))
     for name in ("fp8-e4m3", "fp8-e5m2", "int8"):
         alone, every = (
-            found(outcome.rows, precision=name, products=which, iterations=5)["frobenius"]["mean"]
+            row_of(outcome.rows, precision=name, products=which, iterations=5)["frobenius"]["mean"]
             for which in ("input", "all")
         )
         assert every > alone
@@ -237,7 +238,7 @@ def test_progress_reports_as_often_as_was_announced():
 
 def test_results_that_are_not_finite_are_said_to_be():
     outcome = precision.run((0,), quiet, (64,), ("int4",), ("all",), iterations=12)
-    row = found(outcome.rows, precision="int4", iterations=12)
+    row = row_of(outcome.rows, precision="int4", iterations=12)
     assert row["frobenius"] is None
     record = record_of(outcome, "memplan lab", "2026-11-20", "cpu")
     assert "not finite" in str(record_document(record).blocks)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.held_bytes import comparisons  # noqa: E402
+from memplan.lab.training.component_bytes import comparisons  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.loss_scale import LossScale  # noqa: E402
 from memplan.lab.training.optimizer_groups import OPTIONS  # noqa: E402

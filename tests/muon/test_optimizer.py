@@ -10,7 +10,7 @@ from memplan.errors import MemplanError, UnknownNameError
 from memplan.muon import Muon, OptimizerError
 from memplan.muon.byte_model import predict_bytes
 from memplan.muon.group_options import muon_options
-from memplan.muon.state_codecs.codecs import padded
+from memplan.muon.state_codecs.codecs import codec_bytes, padded
 from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS
 from memplan.muon.updates import low_rank
 from memplan.muon.updates.steps import rate_ratio
@@ -259,7 +259,8 @@ def momentum_of(optimizer, p):
     if options.low_rank:
         left, right = low_rank._factors(state, p.shape, options.low_rank)
         mean += left @ right.mT
-        assert low_rank.low_rank_state_bytes(p.shape, options.low_rank, codec) == optimizer.state_bytes() - 4
+        factors = sum(codec_bytes(low_rank.FACTOR, side * options.low_rank) for side in p.shape)
+        assert codec_bytes(codec, count) + factors == optimizer.state_bytes() - 4
     return mean
 
 

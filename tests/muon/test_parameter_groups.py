@@ -6,7 +6,6 @@ from torch import nn
 
 from memplan.errors import UnknownNameError
 from memplan.muon import Muon, OptimizerError, split_parameters
-from memplan.muon.parameter_groups import inverse_sqrt_width_scale, notes_layer_scale
 
 
 class Block(nn.Module):
@@ -129,13 +128,8 @@ def test_frozen_parameters_are_reported_and_left_out():
     assert all(p is not model.embed.weight for group in groups for p in group["params"])
 
 
-def test_the_notes_schedule_scales_layers():
-    assert [notes_layer_scale(i, 4) for i in range(4)] == [0.5, 0.625, 0.75, 0.875]
-    groups = split_parameters(Tiny(layers=4), layer_scale=notes_layer_scale)
+def test_a_schedule_scales_layers():
+    groups = split_parameters(Tiny(layers=4), layer_scale=lambda layer, layers: 0.5 + 0.5 * layer / layers)
     scales = [group["lr_scale"] for group in groups if group["algorithm"] == "muon"]
     assert scales == [0.5, 0.625, 0.75, 0.875]
     Muon(groups, lr=0.1)
-
-
-def test_width_scaling_is_inverse_square_root():
-    assert inverse_sqrt_width_scale(1024, 256) == 0.5

@@ -61,7 +61,7 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     _prepared_torch(request)
     from memplan.lab.training.loop import TrainingOptions
     from memplan.lab.training.text import library_text
-    from memplan.lab.training.training_record import Asked, evidence
+    from memplan.lab.training.training_record import TrainingRequest, evidence
 
     lr, adamw_lr, decay = request.rates
     options = TrainingOptions(
@@ -76,8 +76,8 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     )
     text = library_text()
     runs = _runs(request, model, setup, options, text)
-    asked = Asked(setup.name, request.overrides.settings, _command(), date.today().isoformat())
-    record = evidence(asked, model, setup, options, text, runs, baseline)
+    training_request = TrainingRequest(setup.name, request.overrides.settings, _command(), date.today().isoformat())
+    record = evidence(training_request, model, setup, options, text, runs, baseline)
     if request.out is not None:
         deliver(record_text(record), request.out)
     return training_record_document(record, unit)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row
+from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
 from memplan.lab.learning.variants import (
     LIMITS,
     Size,
@@ -21,7 +21,6 @@ from memplan.lab.learning.variants import (
     compared,
     lab_setup,
     percent_text,
-    row_of,
 )
 from memplan.lab.training.loop import Trainer, TrainingOptions
 from memplan.lab.training.text import library_text
@@ -60,8 +59,8 @@ class Quantiser:
 def linear_with_zero(rows: Tensor, bits: int) -> Tensor:
     """Return the nearest of ``2**bits`` levels, evenly from 0 to the block's largest number."""
     step = rows.amax(dim=1, keepdim=True).clamp_min(1e-38) / (2**bits - 1)
-    found: Tensor = (rows / step).round_() * step
-    return found
+    nearest: Tensor = (rows / step).round_() * step
+    return nearest
 
 
 def linear_without_zero(rows: Tensor, bits: int) -> Tensor:
@@ -71,8 +70,8 @@ def linear_without_zero(rows: Tensor, bits: int) -> Tensor:
         https://arxiv.org/abs/2309.01507, section 4.1; torchao's AdamW4bit has the same levels.
     """
     step = rows.amax(dim=1, keepdim=True).clamp_min(1e-38) / 2**bits
-    found: Tensor = (rows / step).round_().clamp_(1, 2**bits) * step
-    return found
+    nearest: Tensor = (rows / step).round_().clamp_(1, 2**bits) * step
+    return nearest
 
 
 def logarithmic(rows: Tensor, bits: int) -> Tensor:
@@ -80,8 +79,8 @@ def logarithmic(rows: Tensor, bits: int) -> Tensor:
     logs = rows.clamp_min(1e-38).log()
     low, high = logs.amin(dim=1, keepdim=True), logs.amax(dim=1, keepdim=True)
     step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
-    found: Tensor = (((logs - low) / step).round_() * step + low).exp_()
-    return found
+    nearest: Tensor = (((logs - low) / step).round_() * step + low).exp_()
+    return nearest
 
 
 def notes_logarithmic(rows: Tensor, bits: int) -> Tensor:
@@ -89,8 +88,8 @@ def notes_logarithmic(rows: Tensor, bits: int) -> Tensor:
     low, high = NOTES_RANGE
     step = (high - low) / (2**bits - 1)
     logs = rows.clamp_min(exp(low) if low > -87 else 1e-38).log().clamp_(low, high)
-    found: Tensor = (((logs - low) / step).floor_() * step + low).exp_()
-    return found
+    level: Tensor = (((logs - low) / step).floor_() * step + low).exp_()
+    return level
 
 
 QUANTISERS: dict[str, Quantiser] = {

@@ -46,14 +46,14 @@ def dynamic_range(catalog: Catalog, size: Size, seeds: Sequence[int], device: st
 
     def run(told: Progress) -> Outcome:
         text = library_text()
-        found: list[Spans] = []
+        by_seed: list[Spans] = []
         for count, seed in enumerate(seeds):
             spans: Spans = {}
             for place, optimizer in enumerate(OPTIMIZERS):
                 spans |= spans_of(catalog, size, optimizer, seed, text, device)
                 told(count * len(OPTIMIZERS) + place + 1, f"seed {seed}, {optimizer}")
-            found.append(spans)
-        rows = [_row(key, [spans[key] for spans in found]) for key in found[0]]
+            by_seed.append(spans)
+        rows = [_row(key, [spans[key] for spans in by_seed]) for key in by_seed[0]]
         settings = {
             **size.settings(text),
             "adamw_rate": ADAMW_RATE,
@@ -104,28 +104,30 @@ def _copies(trainer: Trainer) -> dict[Tensor, Tensor]:
 
 def quantities(trainer: Trainer, gradients: Mapping[Tensor, Tensor]) -> dict[str, list[Tensor]]:
     """Return what is measured after a step, a tensor for each weight."""
-    found: dict[str, list[Tensor]] = {}
+    tensors: dict[str, list[Tensor]] = {}
     groups = list(trainer.optimizer.handles())
     if all(group["algorithm"] == "adamw" for _, group in groups):
         states = [trainer.optimizer.state[handle.key] for handle, _ in groups]
-        found["adam-v"] = [state["exp_avg_sq"] for state in states]
-        found["adam-v-matrices"] = [
+        tensors["adam-v"] = [state["exp_avg_sq"] for state in states]
+        tensors["adam-v-matrices"] = [
             trainer.optimizer.state[weight.tensor]["exp_avg_sq"]
             for weight in trainer.trained.weights
             if weight.role == "hidden_matrix"
         ]
-        found["adam-m"] = [state["exp_avg"] for state in states]
-        return found
-    found = {"muon-momentum": [], "newton-schulz-x-first": [], "newton-schulz-x-last": []}
+        tensors["adam-m"] = [state["exp_avg"] for state in states]
+        return tensors
+    tensors = {"muon-momentum": [], "newton-schulz-x-first": [], "newton-schulz-x-last": []}
     for handle, group in groups:
         if group["algorithm"] != "muon":
             continue
         momentum = trainer.optimizer.state[handle.key]["momentum_buffer"].view(handle.shape)
         ahead = gradients[handle.key].lerp(momentum, group["momentum"])
-        found["muon-momentum"].append(momentum)
-        found["newton-schulz-x-first"].append(ahead / ahead.norm())
-        found["newton-schulz-x-last"].append(newton_schulz_reference(ahead, KELLER_JORDAN * ITERATIONS, torch.float32))
-    return found
+        tensors["muon-momentum"].append(momentum)
+        tensors["newton-schulz-x-first"].append(ahead / ahead.norm())
+        tensors["newton-schulz-x-last"].append(
+            newton_schulz_reference(ahead, KELLER_JORDAN * ITERATIONS, torch.float32)
+        )
+    return tensors
 
 
 def measurements(tensors: Sequence[Tensor]) -> dict[str, float]:
@@ -163,9 +165,13 @@ def absmax_bits(tensor: Tensor, block: int = DEFAULT_BLOCK) -> list[float]:
     return [ceil(log2(1 / (2 * part) + 1)) + 1 if part > 0 else inf for part in small.tolist()]
 
 
-def _row(key: tuple[str, int], found: Sequence[Mapping[str, float]]) -> Row:
+def _row(key: tuple[str, int], by_seed: Sequence[Mapping[str, float]]) -> Row:
     quantity, step = key
-    return {"quantity": quantity, "step": step, **{name: interval([one[name] for one in found]) for name in found[0]}}
+    return {
+        "quantity": quantity,
+        "step": step,
+        **{name: interval([one[name] for one in by_seed]) for name in by_seed[0]},
+    }
 
 
 # ------------------------------------------------------------------ sentences

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row
+from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
 from memplan.lab.learning.variants import (
     LIMITS,
     Size,
@@ -19,7 +19,6 @@ from memplan.lab.learning.variants import (
     compared,
     lab_setup,
     percent_text,
-    row_of,
 )
 from memplan.lab.training.loop import Trainer, TrainingOptions
 from memplan.lab.training.text import library_text
@@ -27,20 +26,20 @@ from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class GradientStorage:
     """A way to keep gradients."""
 
     dtype: str
     scaled: bool = False
 
 
-GRADIENTS: dict[str, Kept] = {
-    "fp32": Kept("fp32"),
-    "bf16": Kept("bf16"),
-    "fp8-e4m3": Kept("fp8-e4m3", scaled=True),
-    "fp8-e5m2": Kept("fp8-e5m2", scaled=True),
-    "fp8-e4m3-unscaled": Kept("fp8-e4m3"),
-    "fp8-e5m2-unscaled": Kept("fp8-e5m2"),
+GRADIENTS: dict[str, GradientStorage] = {
+    "fp32": GradientStorage("fp32"),
+    "bf16": GradientStorage("bf16"),
+    "fp8-e4m3": GradientStorage("fp8-e4m3", scaled=True),
+    "fp8-e5m2": GradientStorage("fp8-e5m2", scaled=True),
+    "fp8-e4m3-unscaled": GradientStorage("fp8-e4m3"),
+    "fp8-e5m2-unscaled": GradientStorage("fp8-e5m2"),
 }
 
 
@@ -76,28 +75,30 @@ def gradient_dtype(
 
 def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:
     """Return the model with its gradients kept in one way."""
-    kept = GRADIENTS[name]
-    stored = kept.dtype if kept.scaled or kept.dtype == "bf16" else None
+    storage = GRADIENTS[name]
+    stored = storage.dtype if storage.scaled or storage.dtype == "bf16" else None
     setup = lab_setup(catalog, size, gradient=stored)
     keys = {
-        "gradient": kept.dtype,
-        "scaled": kept.scaled,
-        "bytes_per_parameter": bytes_per_parameter(kept, size),
+        "gradient": storage.dtype,
+        "scaled": storage.scaled,
+        "bytes_per_parameter": bytes_per_parameter(storage, size),
     }
     options = TrainingOptions(steps=size.steps, device=device)
-    casts = stored is None and kept.dtype != "fp32"
-    return Variant(keys, setup, options, casting(GRADIENT_FORMATS[kept.dtype]) if casts else None)
+    casts = stored is None and storage.dtype != "fp32"
+    return Variant(keys, setup, options, casting(GRADIENT_FORMATS[storage.dtype]) if casts else None)
 
 
-def bytes_per_parameter(kept: Kept, size: Size) -> float:
+def bytes_per_parameter(storage: GradientStorage, size: Size) -> float:
     """Return the mean bytes of a gradient's element, scales included where there are any."""
-    if kept.dtype not in GRADIENT_FORMATS:
+    if storage.dtype not in GRADIENT_FORMATS:
         return 4.0
-    if not kept.scaled:
-        return float(GRADIENT_FORMATS[kept.dtype].itemsize)
+    if not storage.scaled:
+        return float(GRADIENT_FORMATS[storage.dtype].itemsize)
     tensors = size.model.inventory
-    held = sum(tensor.count * GradientStore.predicted_bytes(kept.dtype, tensor.elements) for tensor in tensors)
-    return held / sum(tensor.count * tensor.elements for tensor in tensors)
+    total_bytes = sum(
+        tensor.count * GradientStore.predicted_bytes(storage.dtype, tensor.elements) for tensor in tensors
+    )
+    return total_bytes / sum(tensor.count * tensor.elements for tensor in tensors)
 
 
 def casting(dtype: torch.dtype) -> Callable[[Trainer], None]:

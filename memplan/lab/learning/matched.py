@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import unknown_name
-from memplan.lab.experiment_record import Outcome, Progress, Row, interval
+from memplan.lab.experiment_record import Outcome, Progress, Row, interval, row_of
 from memplan.lab.learning.variants import (
     LIMITS,
     Size,
@@ -22,10 +22,9 @@ from memplan.lab.learning.variants import (
     lab_setup,
     one_run,
     percent_text,
-    row_of,
     said,
 )
-from memplan.lab.training.held_bytes import planned_bytes
+from memplan.lab.training.component_bytes import planned_bytes
 from memplan.lab.training.loop import Run, TrainingOptions
 from memplan.lab.training.optimizer_groups import with_momentum
 from memplan.lab.training.text import library_text
@@ -129,9 +128,9 @@ def trained_rows(
         {
             **planned_row(catalog, name, size, momentum),
             "steps": size.steps,
-            **_measurements(found, baseline, speeds),
+            **_measurements(momentum_runs, baseline, speeds),
         }
-        for momentum, found in runs.items()
+        for momentum, momentum_runs in runs.items()
     ]
 
 
@@ -166,7 +165,7 @@ def planned_row(catalog: Catalog, name: str, size: Size, momentum: str) -> Row:
     model, setup = size.model, lab_setup(catalog, size)
     codec = momentum_codec(momentum)
     sizes = [(tensor.elements, tensor.count) for tensor in model.inventory if tensor.role == "hidden_matrix"]
-    held = sum(count * codec_bytes(codec, elements) for elements, count in sizes)
+    momentum_bytes = sum(count * codec_bytes(codec, elements) for elements, count in sizes)
     bytes_now = planned_bytes(model, with_momentum(setup, momentum))
     baseline = planned_bytes(model, with_momentum(setup, BASELINE))
     matrices = sum(count * elements for elements, count in sizes)
@@ -182,8 +181,8 @@ def planned_row(catalog: Catalog, name: str, size: Size, momentum: str) -> Row:
         "tokens_per_second": None,
         "throughput_percent": None,
         "predicted_bytes": bytes_now,
-        "momentum_bytes": held,
-        "saving_percent": _savings(bytes_now, baseline, held, 4 * matrices),
+        "momentum_bytes": momentum_bytes,
+        "saving_percent": _savings(bytes_now, baseline, momentum_bytes, 4 * matrices),
         "measured_bytes": None,
         "curve": [],
     }
@@ -237,5 +236,5 @@ def _saving(row: Row) -> str:
 
 def with_steps(size: Size, steps: int | None, batch: int | None, length: int | None) -> Size:
     """Return a size with what was asked for in place of its own."""
-    asked = {"steps": steps, "batch": batch, "length": length}
-    return replace(size, **{name: value for name, value in asked.items() if value is not None})
+    overrides = {"steps": steps, "batch": batch, "length": length}
+    return replace(size, **{name: value for name, value in overrides.items() if value is not None})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row, interval
+from memplan.lab.experiment_record import Outcome, Progress, Row, interval, row_of
 from memplan.lab.learning.teacher_student import STEPS, StudentRun, store_of, student_run
 from memplan.lab.learning.variants import (
     LIMITS,
@@ -19,7 +19,6 @@ from memplan.lab.learning.variants import (
     gap_percent,
     lab_setup,
     percent_text,
-    row_of,
     step_text,
 )
 from memplan.lab.training.loop import TrainingOptions
@@ -90,11 +89,11 @@ def momentum_bits(
     Raises:
         UnknownNameError: A name is not known.
     """
-    asked = chosen("momentum", momenta, NAMES, BASELINE)
+    names = chosen("momentum", momenta, NAMES, BASELINE)
     problems = problems or PROBLEMS
     chosen("problem", problems, PROBLEMS, problems[0])
-    stores = [name for name in STORES if name in asked] if TEACHER in problems else []
-    variants = [variant_of(name, catalog, size, device) for name in MOMENTA if name in asked]
+    stores = [name for name in STORES if name in names] if TEACHER in problems else []
+    variants = [variant_of(name, catalog, size, device) for name in MOMENTA if name in names]
     variants = variants if LANGUAGE in problems else []
     students = len(STUDENT_WEIGHTS) * len(stores) * len(seeds)
 
@@ -183,8 +182,8 @@ def _divergence(rows: Sequence[Row]) -> str:
         for name in ("gauss2", "int2")
         if (row := row_of(rows, problem=TEACHER, weights="q4-0", momentum=name)) is not None
     ]
-    kept = [f"{row['momentum']} {percent_text(row['gap_percent'])}" for row in ours]
-    sound = f"; with a scale for each block: {', '.join(kept)}" if kept else ""
+    gaps = [f"{row['momentum']} {percent_text(row['gap_percent'])}" for row in ours]
+    sound = f"; with a scale for each block: {', '.join(gaps)}" if gaps else ""
     return (
         f"The notes' 2-bit quantiser diverges on their own problem: {theirs['diverged']} of "
         f"{_runs(theirs) + theirs['diverged']} runs are not finite, from {step_text(theirs['first_bad_step'])} on "
@@ -210,8 +209,8 @@ def _four_bits(rows: Sequence[Row]) -> str:
 
 
 def _language(rows: Sequence[Row]) -> str:
-    found = [(name, row_of(rows, problem=LANGUAGE, momentum=name)) for name in ("int8", "int4", "int2", "notes-2")]
-    there = [f"{name} {percent_text(row['gap_percent'])}" for name, row in found if row]
+    by_format = [(name, row_of(rows, problem=LANGUAGE, momentum=name)) for name in ("int8", "int4", "int2", "notes-2")]
+    there = [f"{name} {percent_text(row['gap_percent'])}" for name, row in by_format if row]
     theirs = row_of(rows, problem=LANGUAGE, momentum="notes-2")
     calm = (
         " Muon gives every update the same size, and so keeps even the notes' 2-bit codes finite."
@@ -253,9 +252,9 @@ def _rounding(rows: Sequence[Row]) -> str:
 
 
 def _blocks(rows: Sequence[Row]) -> str:
-    found = [
+    by_block = [
         (block, row_of(rows, problem=LANGUAGE, format="int4", block=block, rounding="nearest"))
         for block in (32, 128, 2048)
     ]
-    there = [f"{block}: {percent_text(row['gap_percent'])}" for block, row in found if row]
+    there = [f"{block}: {percent_text(row['gap_percent'])}" for block, row in by_block if row]
     return f"Linear 4-bit momentum by the elements that share a scale: {', '.join(there)}." if len(there) > 1 else ""

@@ -110,16 +110,16 @@ def lab_setup(
     return resolve(config, catalog, "experiment")
 
 
-def chosen(kind: str, asked: Sequence[str], known: Sequence[str], baseline: str) -> tuple[str, ...]:
+def chosen(kind: str, requested: Sequence[str], known: Sequence[str], baseline: str) -> tuple[str, ...]:
     """Return the names that were asked for, all by default, in the order of ``known`` and with the baseline.
 
     Raises:
         UnknownNameError: One of them is not known.
     """
-    for name in asked:
+    for name in requested:
         if name not in known:
             raise unknown_name(kind, name, known)
-    return tuple(name for name in known if not asked or name in asked or name == baseline)
+    return tuple(name for name in known if not requested or name in requested or name == baseline)
 
 
 def compared(variants: Sequence[Variant], size: Size, seeds: Sequence[int], told: Progress, done: int = 0) -> list[Row]:
@@ -206,8 +206,3 @@ def step_text(value: Row | None) -> str:
         return "no step"
     low, high = round(value["low"]), round(value["high"])
     return f"step {low}" if low == high else f"steps {low} to {high}"
-
-
-def row_of(rows: Sequence[Row], **keys: Any) -> Row | None:
-    """Return the first row with these keys."""
-    return next((row for row in rows if all(row.get(key) == value for key, value in keys.items())), None)

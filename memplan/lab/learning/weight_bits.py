@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
-from memplan.lab.experiment_record import Outcome, Progress, Row
+from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
 from memplan.lab.learning.variants import (
     LIMITS,
     Size,
@@ -16,7 +16,6 @@ from memplan.lab.learning.variants import (
     compared,
     lab_setup,
     percent_text,
-    row_of,
 )
 from memplan.lab.training.loop import Rounding, TrainingOptions
 from memplan.lab.training.text import library_text

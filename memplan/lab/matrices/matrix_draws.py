@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,11 +116,6 @@ def checked_names(kind: str, given: Sequence[str], known: Iterable[str]) -> tupl
         if name not in choices:
             raise unknown_choice(kind, name, choices)
     return tuple(dict.fromkeys(given))
-
-
-def found(rows: Iterable[Row], /, **keys: Any) -> Row | None:
-    """Return the first row with these values, or None."""
-    return next((row for row in rows if all(row.get(key) == value for key, value in keys.items())), None)
 
 
 def mean(row: Row | None, key: str) -> float | None:

@@ -142,7 +142,7 @@ def _course(
     """Return a sample after each of ``counts`` iterations; time adds up medians of single iterations."""
     device = str(start.device)
     seconds: list[list[float]] = [[] for _ in schedule]
-    kept: dict[int, tuple[tuple[float, float], float | None]] = {}
+    measurements: dict[int, tuple[tuple[float, float], float | None]] = {}
     for repeat in range(repeats):
         x = start
         for index, coefficients in enumerate(schedule):
@@ -150,9 +150,9 @@ def _course(
             x = iterated(x, coefficients)
             seconds[index].append(clock(device) - begin)
             if repeat == 0 and index + 1 in counts:
-                kept[index + 1] = errors(x), None if target is None else distance(x, target)
+                measurements[index + 1] = errors(x), None if target is None else distance(x, target)
     elapsed = list(accumulate(map(median, seconds)))
-    return {count: Sample(*measured, elapsed[count - 1]) for count, measured in kept.items()}
+    return {count: Sample(*measured, elapsed[count - 1]) for count, measured in measurements.items()}
 
 
 def _by_qr(matrix: Tensor, dtype: torch.dtype, repeats: int, target: Tensor | None) -> Sample:

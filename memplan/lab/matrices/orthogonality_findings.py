@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from memplan.lab.experiment_record import Row
-from memplan.lab.matrices.matrix_draws import found, mean, mean_ratio
+from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.matrices.matrix_draws import mean, mean_ratio
 
 QR = "qr"
 MEASURES = {"frobenius": "Frobenius", "largest_element": "largest-element"}
@@ -19,7 +19,7 @@ OTHER_ITERATIONS = 5
 def findings(rows: Sequence[Row], measure: str) -> list[str]:
     """Return what follows from the rows, a sentence each."""
     shape = {"rows": rows[0]["rows"], "columns": rows[0]["columns"]}
-    last = max(row["iterations"] for row in rows if found([row], **shape))
+    last = max(row["iterations"] for row in rows if row_of([row], **shape))
     usual = min(OTHER_ITERATIONS, last)
     at = f"{shape['rows']}x{shape['columns']}"
     ordered = sorted(MEASURES, key=lambda name: name != measure)
@@ -43,7 +43,7 @@ def _least(rows: Sequence[Row], measure: str) -> str:
 
 
 def _schedules_compared(rows: Sequence[Row], shape: Row, count: int, measure: str) -> str:
-    pair = [found(rows, schedule=name, iterations=count, **shape) for name in ("cubic", "you-jiacheng")]
+    pair = [row_of(rows, schedule=name, iterations=count, **shape) for name in ("cubic", "you-jiacheng")]
     first, second = pair
     if first is None or second is None or not first[measure] or not second[measure]:
         return ""
@@ -58,12 +58,12 @@ def _schedules_compared(rows: Sequence[Row], shape: Row, count: int, measure: st
 
 def _caught_up(rows: Sequence[Row], shape: Row, count: int, last: int, measure: str) -> str:
     """Say when the cubic is where the tuned schedule is after ``count`` iterations."""
-    goal = mean(found(rows, schedule="you-jiacheng", iterations=count, **shape), measure)
-    end = mean(found(rows, schedule="cubic", iterations=last, **shape), measure)
+    goal = mean(row_of(rows, schedule="you-jiacheng", iterations=count, **shape), measure)
+    end = mean(row_of(rows, schedule="cubic", iterations=last, **shape), measure)
     if goal is None or end is None or last <= count:
         return ""
     for step in range(1, last + 1):
-        reached = mean(found(rows, schedule="cubic", iterations=step, **shape), measure)
+        reached = mean(row_of(rows, schedule="cubic", iterations=step, **shape), measure)
         if reached is not None and reached <= goal:
             return f"Cubic takes {step} iterations to where you-jiacheng is after {count} ({goal:.3f})."
     return f"Cubic does not get there in {last} iterations: its error is then {end:.3f}, against {goal:.3f}."
@@ -71,7 +71,7 @@ def _caught_up(rows: Sequence[Row], shape: Row, count: int, last: int, measure: 
 
 def _not_converging(rows: Sequence[Row], shape: Row, last: int) -> str:
     """Say that the default schedule of Muon does not converge, by design."""
-    course = [mean(found(rows, schedule="keller-jordan", iterations=n, **shape), "frobenius") for n in range(5, 99)]
+    course = [mean(row_of(rows, schedule="keller-jordan", iterations=n, **shape), "frobenius") for n in range(5, 99)]
     values = [value for value in course if value is not None]
     if len(values) < 2:
         return ""
@@ -85,7 +85,7 @@ def _by_size(rows: Sequence[Row], measure: str) -> str:
     count = min(OTHER_ITERATIONS, max(row["iterations"] for row in rows))
     sizes = sorted({row["rows"] for row in rows if row["rows"] == row["columns"]})
     pairs = [
-        (n, mean(found(rows, schedule="you-jiacheng", iterations=count, rows=n, columns=n), measure)) for n in sizes
+        (n, mean(row_of(rows, schedule="you-jiacheng", iterations=count, rows=n, columns=n), measure)) for n in sizes
     ]
     known = [(n, value) for n, value in pairs if value is not None]
     if len(known) < 2:
@@ -99,7 +99,7 @@ def _by_aspect(rows: Sequence[Row], measure: str) -> str:
     short = rows[0]["rows"]
     long = sorted({row["columns"] for row in rows if row["rows"] == short and row["columns"] >= short})
     pairs = [
-        (n, mean(found(rows, schedule="you-jiacheng", iterations=5, rows=short, columns=n), measure)) for n in long
+        (n, mean(row_of(rows, schedule="you-jiacheng", iterations=5, rows=short, columns=n), measure)) for n in long
     ]
     known = [f"{value:.3f} at {short}x{n}" for n, value in pairs if value is not None]
     if len(known) < 2:
@@ -108,9 +108,9 @@ def _by_aspect(rows: Sequence[Row], measure: str) -> str:
 
 
 def _qr_is_another(rows: Sequence[Row], shape: Row, count: int, at: str) -> str:
-    away = mean(found(rows, schedule=QR, **shape), "polar_distance")
-    near = mean(found(rows, schedule="you-jiacheng", iterations=count, **shape), "polar_distance")
-    error = mean(found(rows, schedule=QR, **shape), "frobenius")
+    away = mean(row_of(rows, schedule=QR, **shape), "polar_distance")
+    near = mean(row_of(rows, schedule="you-jiacheng", iterations=count, **shape), "polar_distance")
+    error = mean(row_of(rows, schedule=QR, **shape), "frobenius")
     if away is None or near is None or error is None:
         return ""
     return (
@@ -125,7 +125,7 @@ def _error_per_time(rows: Sequence[Row]) -> str:
     n = max((row["rows"] for row in square), default=0)
     cells = []
     for name, count in (("cubic", OTHER_ITERATIONS), ("you-jiacheng", OTHER_ITERATIONS), (QR, 0)):
-        row = found(square, rows=n, schedule=name, iterations=count)
+        row = row_of(square, rows=n, schedule=name, iterations=count)
         error, seconds = mean(row, "frobenius"), mean(row, "seconds")
         if error is None or seconds is None:
             return ""

@@ -238,8 +238,10 @@ def buffer_rows(width: int) -> list[Row]:
         row["notes_bytes"] = int(3 * square * size)
         if precision in DTYPES:
             for workspace in WORKSPACES:
-                held = newton_schulz_workspace_bytes(width, width, workspace=workspace, element_bytes=int(size))
-                row[f"{workspace}_bytes"] = held
+                workspace_bytes = newton_schulz_workspace_bytes(
+                    width, width, workspace=workspace, element_bytes=int(size)
+                )
+                row[f"{workspace}_bytes"] = workspace_bytes
         if precision in ("fp32", "bf16"):
             row["torch_muon_bytes"] = (12 if precision == "fp32" else 10) * square
         rows.append(row)

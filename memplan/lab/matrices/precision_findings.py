@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.lab.experiment_record import Row
-from memplan.lab.matrices.matrix_draws import found, mean
+from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.matrices.matrix_draws import mean
 
 EXPLODED = 2.0
 """Largest-element error beyond which a result is lost: an entry of X X^T is then off by more than two."""
@@ -34,7 +34,7 @@ def _near(rows: Sequence[Row], width: int, last: int) -> str:
     cells = [
         f"{name} {error:.3f}"
         for name in ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2", "int8", "int8-native")
-        if (error := mean(found(rows, precision=name, **at), "frobenius")) is not None
+        if (error := mean(row_of(rows, precision=name, **at), "frobenius")) is not None
     ]
     if len(cells) < 2:
         return ""
@@ -44,7 +44,7 @@ def _near(rows: Sequence[Row], width: int, last: int) -> str:
 def _int4(rows: Sequence[Row], width: int, last: int) -> str:
     """Say when INT4 leaves, and for how many matrices."""
     at = {"rows": width, "precision": "int4", "products": "input"}
-    course = [(count, found(rows, iterations=count, **at)) for count in range(1, last + 1)]
+    course = [(count, row_of(rows, iterations=count, **at)) for count in range(1, last + 1)]
     for count, row in course:
         if row is None:
             return ""
@@ -67,7 +67,7 @@ def _flattered(rows: Sequence[Row], width: int, last: int) -> str:
     """Name an iteration where INT4 looks better than fp32 by one measure, and is worse by the other."""
     for count in range(last, 0, -1):
         at = {"rows": width, "iterations": count, "products": "input"}
-        one, two = found(rows, precision="int4", **at), found(rows, precision="fp32", **at)
+        one, two = row_of(rows, precision="int4", **at), row_of(rows, precision="fp32", **at)
         errors = [mean(row, key) for key in ("largest_element", "frobenius") for row in (one, two)]
         if None in errors:
             continue
@@ -88,7 +88,7 @@ def _all_products(rows: Sequence[Row], width: int, last: int) -> str:
         ("all", "those of all three products"),
         ("all-rows", "the same with one scale a row"),
     ):
-        cells = [(name, found(rows, precision=name, products=which, **at)) for name in _ROUNDED]
+        cells = [(name, row_of(rows, precision=name, products=which, **at)) for name in _ROUNDED]
         if any(row is None for _, row in cells):
             return ""
         parts.append(f"{words}: " + ", ".join(f"{name} {_one(row, 'frobenius')}" for name, row in cells))
@@ -96,8 +96,8 @@ def _all_products(rows: Sequence[Row], width: int, last: int) -> str:
 
 
 def _fp8(rows: Sequence[Row], width: int, last: int) -> str:
-    row = found(rows, precision="fp8-e4m3", products="input", rows=width, iterations=last)
-    other = found(rows, precision="bf16", rows=width, iterations=last)
+    row = row_of(rows, precision="fp8-e4m3", products="input", rows=width, iterations=last)
+    other = row_of(rows, precision="bf16", rows=width, iterations=last)
     if row is None or other is None:
         return ""
     return (
@@ -109,11 +109,11 @@ def _fp8(rows: Sequence[Row], width: int, last: int) -> str:
 
 def _times(rows: Sequence[Row], width: int, last: int) -> str:
     """Return speeds by the least time of any seed, as the table does: in older records the first also loads kernels."""
-    reference = _least(found(rows, precision="fp32", rows=width, iterations=last))
+    reference = _least(row_of(rows, precision="fp32", rows=width, iterations=last))
     cells = [
         f"{name} {reference / seconds:.2g}x"
         for name in ("bf16", "int8-native")
-        if reference and (seconds := _least(found(rows, precision=name, rows=width, iterations=last)))
+        if reference and (seconds := _least(row_of(rows, precision=name, rows=width, iterations=last)))
     ]
     return f"Speed against fp32 at {width}x{width} on this machine: {', '.join(cells)}." if cells and reference else ""
 
@@ -123,8 +123,8 @@ def _least(row: Row | None) -> float:
 
 
 def _buffers(computed: Sequence[Row]) -> str:
-    fp32 = found(computed, table="buffers", precision="fp32")
-    bf16 = found(computed, table="buffers", precision="bf16")
+    fp32 = row_of(computed, table="buffers", precision="fp32")
+    bf16 = row_of(computed, table="buffers", precision="bf16")
     if fp32 is None or bf16 is None:
         return ""
     return (
@@ -136,7 +136,7 @@ def _buffers(computed: Sequence[Row]) -> str:
 
 
 def _traffic(computed: Sequence[Row]) -> str:
-    row = found(computed, table="traffic", precision="bf16")
+    row = row_of(computed, table="traffic", precision="bf16")
     if row is None:
         return ""
     low, high = row["gpu_operations_per_byte"]

@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts.append(verdict(job, catalog))
         sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
     sys.stderr.write("\n")
-    for number, found in enumerate(verdicts):
-        if found.outcome in ("differs", "crashed") or options.job:
-            small = shrunk(found, catalog) if options.shrink else found
+    for number, result in enumerate(verdicts):
+        if result.outcome in ("differs", "crashed") or options.job:
+            small = shrunk(result, catalog) if options.shrink else result
             sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *_lines(small), ""]))
     for line in summary(verdicts):
         sys.stdout.write(line + "\n")
-    return int(any(found.outcome in ("differs", "crashed") for found in verdicts))
+    return int(any(result.outcome in ("differs", "crashed") for result in verdicts))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,22 +45,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _lines(found: Verdict) -> Iterator[str]:
+def _lines(result: Verdict) -> Iterator[str]:
     """Yield what is wrong with a job."""
-    if found.outcome == "refused" or found.outcome == "crashed":
-        yield f"  {found.outcome}: {found.reason[:400]}"
+    if result.outcome == "refused" or result.outcome == "crashed":
+        yield f"  {result.outcome}: {result.reason[:400]}"
         return
-    yield f"  peak {found.formula_bytes:,} by the formula, {found.traced_bytes:,} by the trace: {found.peak_share:.4%}"
-    for name, size in found.differences.items():
-        yield f"  {name}: {size:+,} of {found.traced[name]:,} ({abs(size) / max(1, found.traced[name]):.3%})"
+    yield f"  peak {result.formula_bytes:,} by the formula, {result.traced_bytes:,} by the trace: {result.peak_share:.4%}"
+    for name, size in result.differences.items():
+        yield f"  {name}: {size:+,} of {result.traced[name]:,} ({abs(size) / max(1, result.traced[name]):.3%})"
 
 
 def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the survey's figures."""
-    counts = Counter(found.outcome for found in verdicts)
-    answered = [found for found in verdicts if found.outcome in ("agrees", "differs")]
+    counts = Counter(result.outcome for result in verdicts)
+    answered = [result for result in verdicts if result.outcome in ("agrees", "differs")]
     total = max(1, len(answered))
-    near = sum(found.peak_share <= 0.001 for found in answered)
+    near = sum(result.peak_share <= 0.001 for result in answered)
     yield f"{len(verdicts)} jobs: {counts['refused']} refused, {counts['crashed']} crashed, {len(answered)} answered"
     yield f"peak equal to the byte {sum(not v.peak_share for v in answered) / total:.1%}, within 0.1 % {near / total:.1%}"
     yield f"worst at the peak {max((v.peak_share for v in answered), default=0):.3%}"

@@ -126,13 +126,13 @@ def _model(values: Mapping[str, Any]) -> Model:
 
 def _compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
     states = plan.states
-    kept = (plan.persistent_bytes, plan.host_bytes, states.weight_bytes, states.master_bytes, states.state_bytes)
-    formula = {**dict(plan.instants), **dict(zip(EXACT, kept, strict=True))}
+    persistent = (plan.persistent_bytes, plan.host_bytes, states.weight_bytes, states.master_bytes, states.state_bytes)
+    formula = {**dict(plan.instants), **dict(zip(EXACT, persistent, strict=True))}
     components: dict[str, int] = {name: trace.peak.components.get(name, 0) for name in STATES}
     traced: dict[str, int] = {**trace.instant_bytes, "persistent": trace.persistent_bytes, "host": trace.host_bytes}
     traced.update(components)
     differences = {name: formula[name] - size for name, size in traced.items() if formula.get(name, size) != size}
-    found = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
-    if found.peak_share <= PEAK_SHARE and found.instant_share <= INSTANT_SHARE and found.exact_states:
-        return found
+    result = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
+    if result.peak_share <= PEAK_SHARE and result.instant_share <= INSTANT_SHARE and result.exact_states:
+        return result
     return Verdict(job, "differs", "", plan.requested_bytes, trace.peak_bytes, differences, traced)

@@ -111,10 +111,10 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
     }
     if family.startswith("deepseek"):
         return {**experts, **inner, **_latent(rng, values)}
-    found = own.get(family, {})
+    keys = own.get(family, {})
     if family == "gpt2":
-        found = {**found, "n_inner": values["intermediate_size"]}
-    return found
+        keys = {**keys, "n_inner": values["intermediate_size"]}
+    return keys
 
 
 def _latent(rng: Random, values: Mapping[str, Any]) -> Values:

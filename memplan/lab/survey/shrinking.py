@@ -12,20 +12,20 @@ from memplan.lab.survey.drawn_jobs import Job, Verdict, verdict
 SMALLER: Mapping[str, Any] = {"micro_batch_size": 1, "sequence_length": 64, "num_hidden_layers": 1, "n_layer": 1}
 
 
-def shrunk(found: Verdict, catalog: Catalog) -> Verdict:
+def shrunk(failing: Verdict, catalog: Catalog) -> Verdict:
     """Return the verdict on the smallest job found that has the same outcome."""
     changed = True
     while changed:
         changed = False
-        for job in _smaller(found.job):
+        for job in _smaller(failing.job):
             try:
                 other = verdict(job, catalog)
             except MemplanError:
                 continue
-            if other.outcome == found.outcome:
-                found, changed = other, True
+            if other.outcome == failing.outcome:
+                failing, changed = other, True
                 break
-    return found
+    return failing
 
 
 def _smaller(job: Job) -> Iterator[Job]:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 
 from memplan.errors import InvalidFileError
-from memplan.lab.training.held_bytes import Comparison, comparisons, measured_bytes, planned_bytes
+from memplan.lab.training.component_bytes import Comparison, comparisons, measured_bytes, planned_bytes
 from memplan.lab.training.loss_scale import LossScale
 from memplan.lab.training.optimizer_groups import (
     optimizer_for,
-    refuse_formats_that_no_matrix_takes,
-    refuse_what_cannot_train,
+    refuse_unsupported,
+    refuse_unused_formats,
     with_momentum,
 )
 from memplan.lab.training.text import Text, even_windows, random_windows
@@ -113,8 +113,8 @@ class Trainer:
     def __init__(self, model: Model, setup: TrainingSetup, options: TrainingOptions, text: Text, seed: int) -> None:
         if model.spec.vocab_size < 256:
             raise InvalidFileError([f"vocab_size: {model.spec.vocab_size}: text is bytes, which need 256 tokens"])
-        refuse_what_cannot_train(setup)
-        refuse_formats_that_no_matrix_takes(model, setup)
+        refuse_unsupported(setup)
+        refuse_unused_formats(model, setup)
         self.setup = with_momentum(setup, options.momentum_format)
         self.options, self.text = options, text
         self.trained: TrainedModel = trained_model(model, setup, seed, options.device)
@@ -170,9 +170,9 @@ class Trainer:
         """Return the mean loss over fixed windows of the validation text."""
         self.trained.module.eval()
         windows = even_windows(self.text.validation, VALIDATION_WINDOWS, self.batch, self.length)
-        found = [(float(self.loss(*pair)), pair[0].shape[0]) for pair in windows]
+        losses = [(float(self.loss(*pair)), pair[0].shape[0]) for pair in windows]
         self.trained.module.train()
-        return sum(loss * count for loss, count in found) / VALIDATION_WINDOWS
+        return sum(loss * count for loss, count in losses) / VALIDATION_WINDOWS
 
 
 def train(

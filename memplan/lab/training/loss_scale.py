@@ -34,11 +34,11 @@ class LossScale:
 
         Where one is not, the step is to be left out and the gradients are of no use.
         """
-        found = list(gradients)
-        if not all(bool(gradient.isfinite().all()) for gradient in found):
+        scaled = list(gradients)
+        if not all(bool(gradient.isfinite().all()) for gradient in scaled):
             self.factor, self._good_steps = self.factor / 2, 0
             return False
-        for gradient in found:
+        for gradient in scaled:
             gradient.div_(self.factor)
         self._good_steps += 1
         if self._good_steps % GROWTH_INTERVAL == 0:

@@ -33,7 +33,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """Catalog name -> options of the bundled optimizer."""
 
 
-def refuse_what_cannot_train(setup: TrainingSetup) -> None:
+def refuse_unsupported(setup: TrainingSetup) -> None:
     """Raise for a setup that the lab cannot train.
 
     Raises:
@@ -54,9 +54,9 @@ def refuse_what_cannot_train(setup: TrainingSetup) -> None:
     }
     names = sorted(set(setup.optimizer_names.values()) - OPTIONS.keys())
     refused |= {f"the optimizer {name}": True for name in names}
-    found = [what for what, is_so in refused.items() if is_so]
-    if found:
-        raise CannotAnswerError(f"{setup.name}: the lab does not train with {', '.join(found)}")
+    unsupported = [what for what, is_so in refused.items() if is_so]
+    if unsupported:
+        raise CannotAnswerError(f"{setup.name}: the lab does not train with {', '.join(unsupported)}")
 
 
 def _wide_tables(setup: TrainingSetup) -> bool:
@@ -66,7 +66,7 @@ def _wide_tables(setup: TrainingSetup) -> bool:
     return matrices is not None and max(tables) > matrices
 
 
-def refuse_formats_that_no_matrix_takes(model: Model, setup: TrainingSetup) -> None:
+def refuse_unused_formats(model: Model, setup: TrainingSetup) -> None:
     """Raise where every matrix of a role falls back from its block format: the run would show nothing of it.
 
     Raises:
@@ -74,12 +74,12 @@ def refuse_formats_that_no_matrix_takes(model: Model, setup: TrainingSetup) -> N
     """
     matrices = [tensor for tensor in model.inventory if len(tensor.shape) > 1]
     for role in dict.fromkeys(tensor.role for tensor in matrices):
-        asked, block = setup.format_names[role], setup.formats[role].block_elements
+        format_name, block = setup.format_names[role], setup.formats[role].block_elements
         tensors = [tensor for tensor in matrices if tensor.role == role]
-        if all(stored_format(setup, tensor)[0] != asked for tensor in tensors):
+        if all(stored_format(setup, tensor)[0] != format_name for tensor in tensors):
             rows = ", ".join(str(width) for width in sorted({tensor.shape[-1] for tensor in tensors}))
             raise CannotAnswerError(
-                f"{setup.name}: no {role} would be stored in {asked}, whose blocks of {block} do not divide rows of "
+                f"{setup.name}: no {role} would be stored in {format_name}, whose blocks of {block} do not divide rows of "
                 f"{rows}; take widths that they divide, such as --hidden {block} --intermediate {2 * block}"
             )
 
@@ -138,8 +138,8 @@ def optimizer_for(
         group["lr"] = rates[group["algorithm"]]
         if group["algorithm"] == "muon":
             group.update(matrix_options)
-    kept = setup.config.gradients.dtype
-    optimizer = Muon(list(groups.values()), gradient_format=kept, seed=seed)
+    gradient_format = setup.config.gradients.dtype
+    optimizer = Muon(list(groups.values()), gradient_format=gradient_format, seed=seed)
     if setup.config.gradients.lifetime == "layer":
         optimizer.enable_gradient_release()
     return optimizer

@@ -51,9 +51,9 @@ def library_text(folder: Path | None = None) -> Text:
     """
     where = folder or Path(sysconfig.get_paths()["stdlib"])
     files = files_in(where, "*.py")
-    kept = [read_bytes(path) for index, path in enumerate(files) if index % VALIDATION_EVERY]
-    held_out = [read_bytes(path) for path in files[::VALIDATION_EVERY]]
-    training, validation = b"".join(kept)[:TRAINING_BYTES], b"".join(held_out)[:VALIDATION_BYTES]
+    training_sources = [read_bytes(path) for index, path in enumerate(files) if index % VALIDATION_EVERY]
+    validation_sources = [read_bytes(path) for path in files[::VALIDATION_EVERY]]
+    training, validation = b"".join(training_sources)[:TRAINING_BYTES], b"".join(validation_sources)[:VALIDATION_BYTES]
     if min(len(training), len(validation)) < 1 << 14:
         raise CannotAnswerError(f"no text to train on: {where} holds too few Python sources")
     digest = hashlib.sha256(training + validation).hexdigest()[:16]
@@ -72,8 +72,8 @@ def random_windows(text: Tensor, batch: int, tokens: int, generator: torch.Gener
 
 def windows_at(text: Tensor, starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets that begin at ``starts``."""
-    found = text[starts[:, None] + torch.arange(tokens + 1)].long()
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+    windows = text[starts[:, None] + torch.arange(tokens + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def even_windows(text: Tensor, count: int, batch: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -27,8 +27,8 @@ VERDICTS = ((0.5, "level"), (5.0, "close"), (12.0, "behind"))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What was asked for, as a record repeats it."""
+class TrainingRequest:
+    """The config, settings and command of a run, as its record repeats them."""
 
     config: str
     settings: tuple[str, ...]
@@ -37,7 +37,7 @@ class Asked:
 
 
 def evidence(
-    asked: Asked,
+    request: TrainingRequest,
     model: Model,
     setup: TrainingSetup,
     options: TrainingOptions,
@@ -48,7 +48,7 @@ def evidence(
     """Return the record of the runs of one config.
 
     Args:
-        asked: What was asked for.
+        request: The config, the settings and the command.
         model: The shapes.
         setup: The training setup.
         options: How it was trained.
@@ -59,8 +59,8 @@ def evidence(
     gap = None if baseline is None else gap_percent(runs, baseline)
     return {
         "schema": SCHEMA,
-        "config": asked.config,
-        "settings": list(asked.settings),
+        "config": request.config,
+        "settings": list(request.settings),
         "verdict": verdict(runs, gap),
         "validation_loss": _interval([run.validation_loss for run in runs]),
         "gap_percent": gap,
@@ -76,10 +76,10 @@ def evidence(
         "text": {"source": text.source, "python": platform.python_version(), "sha256": text.digest},
         "bytes": _bytes(runs[0]),
         "runs": [_run(run) for run in runs],
-        "date": asked.date,
+        "date": request.date,
         "machine": machine_class(options.device),
         "torch": torch.__version__,
-        "command": asked.command,
+        "command": request.command,
         "limits": LIMITS,
     }
 

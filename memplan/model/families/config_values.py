@@ -71,11 +71,11 @@ class ConfigValues:
             if default is None:
                 self.problem(keys[0], "required key is missing")
             return minimum if default is None else default
-        found = [self._checked(key, value, minimum, maximum) for key, value in given]
-        if any(value != found[0] for value in found):
+        values = [self._checked(key, value, minimum, maximum) for key, value in given]
+        if any(value != values[0] for value in values):
             spelled = ", ".join(f"{key} {value!r:.40}" for key, value in given)
             self.problem(keys[0], f"spelled in two ways that disagree: {spelled}")
-        return found[0]
+        return values[0]
 
     def _checked(self, key: str, value: Any, minimum: int, maximum: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):

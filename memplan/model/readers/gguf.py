@@ -109,9 +109,11 @@ def _parts(path: Path) -> tuple[Header, ...]:
 def _check_parts(headers: Sequence[Header], count: int) -> None:
     problems = []
     for number, header in enumerate(headers):
-        found = (_split(header, "split.no", -1), _split(header, "split.count", 0))
-        if found != (number, count):
-            problems.append(f"{header.path}: says it is part {found[0] + 1} of {found[1]}, not {number + 1} of {count}")
+        position = (_split(header, "split.no", -1), _split(header, "split.count", 0))
+        if position != (number, count):
+            problems.append(
+                f"{header.path}: says it is part {position[0] + 1} of {position[1]}, not {number + 1} of {count}"
+            )
     total = sum(len(header.tensors) for header in headers)
     expected = _split(headers[0], "split.tensors.count", total)
     if total != expected:

@@ -31,9 +31,9 @@ MAXIMUM_DIMENSIONS = 4
 MAXIMUM_NESTING = 8
 MAXIMUM_ITEMS = 2**23
 """Strings and inner arrays that one header may hold; the largest vocabularies have 2**18 tokens."""
-MAXIMUM_KEPT_TEXT_BYTES = 256
-MAXIMUM_KEPT_ELEMENTS = 1024
-MAXIMUM_KEPT_ELEMENTS_IN_ALL = 2**16
+MAXIMUM_TEXT_BYTES = 256
+MAXIMUM_ELEMENTS = 1024
+MAXIMUM_TOTAL_ELEMENTS = 2**16
 
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALARS = {number: struct.Struct("<" + code) for number, code in _CODES.items()}
@@ -114,7 +114,7 @@ class _HeaderReader:
         self.size = len(data)
         self.position = len(MAGIC)
         self.items = 0
-        self.kept = 0
+        self.elements_read = 0
 
     def header(self) -> Header:
         self.check_version(self.scalar(_U32))
@@ -160,7 +160,7 @@ class _HeaderReader:
         if kind == _STRING:
             length = self.length(1)
             start = self.skip(length)
-            if length > MAXIMUM_KEPT_TEXT_BYTES:
+            if length > MAXIMUM_TEXT_BYTES:
                 return Skipped(length)
             return self.data[start : start + length].decode("utf-8", "replace")
         if kind == _ARRAY:
@@ -190,9 +190,9 @@ class _HeaderReader:
     def numbers(self, form: struct.Struct) -> tuple[Any, ...] | Skipped:
         count = self.length(form.size)
         start = self.skip(count * form.size)
-        if count > MAXIMUM_KEPT_ELEMENTS or self.kept + count > MAXIMUM_KEPT_ELEMENTS_IN_ALL:
+        if count > MAXIMUM_ELEMENTS or self.elements_read + count > MAXIMUM_TOTAL_ELEMENTS:
             return Skipped(count)
-        self.kept += count
+        self.elements_read += count
         return tuple(item for (item,) in form.iter_unpack(self.data[start : self.position]))
 
     def skip_strings(self, count: int) -> None:

@@ -25,47 +25,49 @@ def quantization_format(config: Mapping[str, Any], source: str) -> Answer:
     Raises:
         InvalidFileError: ``quantization_config`` is no object.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return None, ()
-    if not isinstance(found, dict):
-        raise InvalidFileError([f"{source}: quantization_config: expected an object, got {found!r:.60}"])
-    name = _format_name(found)
+    if not isinstance(quantization, dict):
+        raise InvalidFileError([f"{source}: quantization_config: expected an object, got {quantization!r:.60}"])
+    name = _format_name(quantization)
     if name is None:
-        method = found.get("quant_method")
+        method = quantization.get("quant_method")
         note = f"quantization_config {method!r:.60} is not known: weights are taken as the training config says"
         return None, (note,)
     return name, (f"released weights are quantised: {name}",)
 
 
-def _format_name(found: Mapping[str, Any]) -> str | None:
-    method = found.get("quant_method")
-    if method == "bitsandbytes" or (method is None and ("load_in_4bit" in found or "load_in_8bit" in found)):
-        return _bitsandbytes(found)
+def _format_name(quantization: Mapping[str, Any]) -> str | None:
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes" or (
+        method is None and ("load_in_4bit" in quantization or "load_in_8bit" in quantization)
+    ):
+        return _bitsandbytes(quantization)
     if method in ("gptq", "awq"):
-        bits = found.get("bits", found.get("w_bit"))
+        bits = quantization.get("bits", quantization.get("w_bit"))
         return f"{method}-int{bits}" if type(bits) is int and 2 <= bits <= 8 else None
     if method in ("fp8", "fbgemm_fp8"):
-        return f"fp8-{_text(found.get('fmt')) or 'e4m3'}"
+        return f"fp8-{_text(quantization.get('fmt')) or 'e4m3'}"
     if method == "mxfp4":
         return "mxfp4"
     if method == "compressed-tensors":
-        return _compressed_tensors(found)
+        return _compressed_tensors(quantization)
     return None
 
 
-def _bitsandbytes(found: Mapping[str, Any]) -> str | None:
-    if found.get("load_in_4bit") is True:
-        kind = found.get("bnb_4bit_quant_type", "fp4")
+def _bitsandbytes(quantization: Mapping[str, Any]) -> str | None:
+    if quantization.get("load_in_4bit") is True:
+        kind = quantization.get("bnb_4bit_quant_type", "fp4")
         return kind if kind in ("nf4", "fp4") else None
-    return "int8" if found.get("load_in_8bit") is True else None
+    return "int8" if quantization.get("load_in_8bit") is True else None
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> str | None:
+def _compressed_tensors(quantization: Mapping[str, Any]) -> str | None:
     """Return the format of the weights if all groups of a compressed-tensors config share one."""
-    if found.get("format") == "nvfp4-pack-quantized":
+    if quantization.get("format") == "nvfp4-pack-quantized":
         return "nvfp4"
-    groups = found.get("config_groups")
+    groups = quantization.get("config_groups")
     listed = groups.values() if isinstance(groups, dict) else ()
     schemes = [group.get("weights") for group in listed if isinstance(group, dict)]
     names = {_scheme(weights) for weights in schemes if isinstance(weights, dict)}

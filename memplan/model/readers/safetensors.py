@@ -127,16 +127,16 @@ def _resolve(path: Path) -> Path:
         if kind == "nothing" or path.name.endswith((".safetensors", ".safetensors.index.json")):
             return path
         raise InvalidFileError([f"{shown_path(path)}: expected a name in .safetensors or .safetensors.index.json"])
-    found = [*files_in(path, "*.safetensors.index.json"), *files_in(path, "*.safetensors")]
+    files = [*files_in(path, "*.safetensors.index.json"), *files_in(path, "*.safetensors")]
     for wanted in (path / _INDEX, path / "model.safetensors"):
-        if wanted in found:
+        if wanted in files:
             return wanted
-    if not found:
+    if not files:
         raise InvalidFileError([f"{path}: neither a .safetensors file nor {_INDEX} in this directory"])
-    models = {match["stem"] if (match := _SHARD.fullmatch(item.name)) else item.name for item in found}
+    models = {match["stem"] if (match := _SHARD.fullmatch(item.name)) else item.name for item in files}
     if len(models) > 1:
-        raise InvalidFileError([f"{path}: several models lie here, name one: {listed([item.name for item in found])}"])
-    return found[0]
+        raise InvalidFileError([f"{path}: several models lie here, name one: {listed([item.name for item in files])}"])
+    return files[0]
 
 
 def _all_shards(path: Path) -> list[Path]:

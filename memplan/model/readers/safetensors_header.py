@@ -91,11 +91,11 @@ def read_header(path: Path) -> FileHeader:
     ranges: list[tuple[int, int, StoredTensor]] = []
     problems: list[str] = []
     for name, entry in header.items():
-        found = _entry(name, entry)
-        if isinstance(found, str):
-            problems.append(f"{path}: tensor {name!r:.80}: {found}")
+        parsed = _entry(name, entry)
+        if isinstance(parsed, str):
+            problems.append(f"{path}: tensor {name!r:.80}: {parsed}")
         else:
-            ranges.append(found)
+            ranges.append(parsed)
     ranges.sort(key=lambda item: item[:2])
     problems = problems or _gaps(path, ranges, data_bytes)
     if problems:

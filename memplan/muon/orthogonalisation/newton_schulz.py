@@ -126,8 +126,8 @@ def newton_schulz_workspace_bytes(
     checked_workspace(workspace, chunk_columns)
     short, long = min(rows, columns), max(rows, columns)
     squares, chunks = {"min": (1, 2), "fast": (2, 1), "gram": (4, 1) if _is_long(short, long) else (2, 1)}[workspace]
-    held = element_bytes * batch * (squares * short * short + chunks * short * min(chunk_columns, long))
-    return max(held, batch * (rows * (element_bytes + 4) + 4))
+    iteration_bytes = element_bytes * batch * (squares * short * short + chunks * short * min(chunk_columns, long))
+    return max(iteration_bytes, batch * (rows * (element_bytes + 4) + 4))
 
 
 def checked_workspace(workspace: str, chunk_columns: int) -> None:

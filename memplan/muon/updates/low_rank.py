@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memplan.muon.state_codecs.block_codecs import LinearCodec
-from memplan.muon.state_codecs.codecs import Codec, Scratch, codec_bytes, padded
+from memplan.muon.state_codecs.codecs import Codec, Scratch, padded
 
 if TYPE_CHECKING:
     from memplan.muon.stores.gradient_stores import Gradient
@@ -38,13 +38,6 @@ def low_rank_state(shape: torch.Size, rank: int, codec: Codec, device: torch.dev
         **FACTOR.empty(LEFT, rows * rank, device),
         **FACTOR.empty(RIGHT, columns * rank, device),
     }
-
-
-def low_rank_state_bytes(shape: torch.Size, rank: int, codec: Codec) -> int:
-    """Return the bytes of the state without ``step``."""
-    rows, columns = shape
-    factors = codec_bytes(FACTOR, rows * rank) + codec_bytes(FACTOR, columns * rank)
-    return codec_bytes(codec, rows * columns) + factors
 
 
 @dataclass(slots=True)
@@ -128,11 +121,11 @@ def _buffers(shape: torch.Size, options: MuonOptions, device: torch.device) -> t
 
 def _factors(state: State, shape: torch.Size, rank: int) -> tuple[Tensor, Tensor]:
     """Return both factors, fp32."""
-    found = []
+    factors = []
     for slot, size in ((LEFT, shape[0]), (RIGHT, shape[1])):
         scratch = FACTOR.scratch(padded(size * rank, FACTOR.block_elements), state["left_codes"].device)
-        found.append(FACTOR.load(state, slot, 0, size * rank, scratch)[: size * rank].view(size, rank))
-    return found[0], found[1]
+        factors.append(FACTOR.load(state, slot, 0, size * rank, scratch)[: size * rank].view(size, rank))
+    return factors[0], factors[1]
 
 
 def _stored(factor: Tensor, state: State, slot: str) -> Tensor:

@@ -110,20 +110,20 @@ class Offloaded:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _copy_in(self, state: State, turn: int) -> None:
-        held = self._buffers[turn % self._count]
+        buffer = self._buffers[turn % self._count]
         if self._stream is None:
             for name, part in self._parts(state, turn).items():
-                held[name][: part.numel()].copy_(part)
+                buffer[name][: part.numel()].copy_(part)
             return
         with torch.cuda.stream(self._stream):
             for name, part in self._parts(state, turn).items():
-                held[name][: part.numel()].copy_(part, non_blocking=True)
+                buffer[name][: part.numel()].copy_(part, non_blocking=True)
             self._ready[turn] = self._stream.record_event()
 
     def _copy_out(self, state: State, turn: int) -> None:
-        held = self._buffers[turn % self._count]
+        buffer = self._buffers[turn % self._count]
         for name, part in self._parts(state, turn).items():
-            part.copy_(held[name][: part.numel()], non_blocking=self._stream is not None)
+            part.copy_(buffer[name][: part.numel()], non_blocking=self._stream is not None)
 
     def _parts(self, state: State, turn: int) -> State:
         """Return the stretch of each tensor that lies on the CPU, flat."""

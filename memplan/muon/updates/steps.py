@@ -159,14 +159,14 @@ def accumulate_(
     gradients = torch.empty(length, device=update.device)
     for start in starts(elements, length):
         count = min(length, elements - start)
-        held, offset = stager.fetch(state, start, count)
-        mean = codec.load(held, MOMENTUM, offset, count, scratch)
+        staged, offset = stager.fetch(state, start, count)
+        mean = codec.load(staged, MOMENTUM, offset, count, scratch)
         new = _padded_gradient(gradient, gradients, start, count, mean.numel())
         mean.lerp_(new, 1 - options.momentum)
         ahead = new.lerp_(mean, options.momentum) if options.nesterov else mean
         update[start : start + count].copy_(ahead[:count])
         noise = new.uniform_(generator=generator) if options.stochastic_momentum else None
-        codec.store(mean, held, MOMENTUM, offset, count, scratch, noise)
+        codec.store(mean, staged, MOMENTUM, offset, count, scratch, noise)
         stager.flush(state, start, count)
     stager.finish()
 
@@ -256,9 +256,9 @@ def adamw_step_(
     weight_noise = generator if options.stochastic_weights else None
     for start in starts(elements, length):
         count = min(length, elements - start)
-        held, offset = stager.fetch(state, start, count)
-        mean = first.load(held, FIRST, offset, count, scratches[0])
-        square = second.load(held, SECOND, offset, count, scratches[1])
+        staged, offset = stager.fetch(state, start, count)
+        mean = first.load(staged, FIRST, offset, count, scratches[0])
+        square = second.load(staged, SECOND, offset, count, scratches[1])
         new = _padded_gradient(gradient, gradients, start, count, mean.numel())
         mean.lerp_(new, 1 - beta1)
         square.mul_(beta2).addcmul_(new, new, value=1 - beta2)
@@ -266,9 +266,9 @@ def adamw_step_(
         torch.div(mean, new.mul_(correction).add_(options.epsilon), out=new)
         keep = 1 - options.lr * options.weight_decay
         handle.apply_(start, new[:count], keep, options.lr / (1 - beta1**step), weights, weight_noise)
-        first.store(mean, held, FIRST, offset, count, scratches[0])
+        first.store(mean, staged, FIRST, offset, count, scratches[0])
         noise = new.uniform_(generator=generator) if second.block_elements > 1 else None
-        second.store(square, held, SECOND, offset, count, scratches[1], noise)
+        second.store(square, staged, SECOND, offset, count, scratches[1], noise)
         stager.flush(state, start, count)
     stager.finish()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.muon.stores.optimizer_errors import unknown_choice
-from memplan.muon.weights.grid_formats import Iq2S, Iq2Xs, Iq2Xxs, Iq3Xxs
+from memplan.muon.weights.iq_formats import Iq2S, Iq2Xs, Iq2Xxs, Iq3Xxs
 from memplan.muon.weights.weight_formats import Q4Format, Q8Format, WeightFormat
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.catalog.entries import Optimizer as OptimizerEntry
+from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.errors import CannotAnswerError
 from memplan.muon import Muon
@@ -81,10 +81,17 @@ class BundledUpdate:
     note = ""
 
     def __init__(
-        self, name: str, entry: OptimizerEntry, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
+        self, name: str, entry: entries.Optimizer, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
     ) -> None:
         formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
-        keeps = next((formats[_kept(weight)] for weight in weights if _kept(weight) != _own_dtype(weight)), None)
+        keeps = next(
+            (
+                formats[_gradient_dtype(weight)]
+                for weight in weights
+                if _gradient_dtype(weight) != _default_gradient_dtype(weight)
+            ),
+            None,
+        )
         options = _options(name, entry, profile)
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **options}
         self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
@@ -102,12 +109,12 @@ class BundledUpdate:
             yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
-def _kept(weight: Trained) -> torch.dtype:
+def _gradient_dtype(weight: Trained) -> torch.dtype:
     """Return the dtype in which a gradient is kept: unless told otherwise that in which it is formed."""
     return weight.keeps or (weight.tensor.dtype if weight.weight is None else weight.weight.run.options.compute_dtype)
 
 
-def _own_dtype(weight: Trained) -> torch.dtype:
+def _default_gradient_dtype(weight: Trained) -> torch.dtype:
     """Return the dtype in which the library keeps a gradient unless told otherwise: bf16 for coded weights."""
     return weight.tensor.dtype if weight.weight is None else torch.bfloat16
 
@@ -117,7 +124,7 @@ def _entry(weight: Trained) -> Any:
     return weight.tensor if weight.weight is None else weight.weight.matrix
 
 
-def _options(name: str, entry: OptimizerEntry, profile: KernelProfile) -> dict[str, Any]:
+def _options(name: str, entry: entries.Optimizer, profile: KernelProfile) -> dict[str, Any]:
     """Return the options of a group whose states have the layout of an entry's slots.
 
     Raises:

@@ -113,7 +113,7 @@ class Trained:
             self.gradient.add_(gradient)
         marks.mark(self.gradient, "gradients", self.name)
 
-    def kept(self) -> Tensor | None:
+    def stored_gradient(self) -> Tensor | None:
         """Return the gradient as it is kept."""
         if self.store is not None and self.store.codes is not None:
             return self.store.codes

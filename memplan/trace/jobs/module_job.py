@@ -45,16 +45,16 @@ class ModuleJob(Job):
 
     def loss(self) -> Tensor:
         """Return the loss of one micro-batch."""
-        found = _loss_or_logits(self.model(**self.inputs))
-        if found.dim() == 0:
-            return found
-        self.vocab_size = found.shape[-1]
-        logits = found.flatten(0, -2)
+        output = _loss_or_logits(self.model(**self.inputs))
+        if output.dim() == 0:
+            return output
+        self.vocab_size = output.shape[-1]
+        logits = output.flatten(0, -2)
         if self.setup.profile.loss != "bf16":
             logits = logits.float()
         return F.cross_entropy(logits, self.targets.flatten())
 
-    def held(self) -> Iterator[tuple[str, Tensor, Component]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor, Component]]:
         """Yield weights, buffers and data."""
         yield from ((name, tensor, "weights") for name, tensor in self.model.named_parameters())
         yield from ((name, tensor, "buffers") for name, tensor in self.model.named_buffers())
@@ -94,14 +94,14 @@ def _loss_or_logits(output: Any) -> Tensor:
 
 def _roles(module: nn.Module) -> dict[int, Role]:
     """Return the role of each parameter, as its module and shape tell."""
-    found: dict[int, Role] = {}
+    roles: dict[int, Role] = {}
     head = getattr(module, "get_output_embeddings", lambda: None)()
     for part in module.modules():
         for name, tensor in part.named_parameters(recurse=False):
-            if id(tensor) in found:
+            if id(tensor) in roles:
                 continue
-            found[id(tensor)] = _role(part, name, tensor, part is head)
-    return found
+            roles[id(tensor)] = _role(part, name, tensor, part is head)
+    return roles
 
 
 def _role(part: nn.Module, name: str, tensor: Tensor, is_head: bool) -> Role:
@@ -140,8 +140,8 @@ def _entering(watcher: Watcher, number: int) -> Any:
 def _leaving(watcher: Watcher, instant: str) -> Any:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         watcher.recomputing(False)
-        found = _tensor_of(output)
-        if found is not None and torch.is_grad_enabled():
-            watcher.backward_reaches(found, instant)
+        tensor = _tensor_of(output)
+        if tensor is not None and torch.is_grad_enabled():
+            watcher.backward_reaches(tensor, instant)
 
     return hook

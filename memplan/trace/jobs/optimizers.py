@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.catalog.entries import Optimizer as OptimizerEntry
+from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.step.states.model_states import is_exempt, slot_bytes
 from memplan.step.states.update_kernels import BUNDLED, Updated, stepper
@@ -104,7 +104,7 @@ class StatesOnly:
 
     on_host = False
 
-    def __init__(self, name: str, entry: OptimizerEntry, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, entry: entries.Optimizer, tensors: Sequence[Tensor]) -> None:
         self.note = f"temporaries of the {name} update are not traced"
         self._states = [item for tensor in tensors for item in _state_tensors(entry, tensor)]
         if entry.shared_bytes and not all(is_exempt(entry, tuple(tensor.shape)) for tensor in tensors):
@@ -119,7 +119,7 @@ class StatesOnly:
         yield from self._states
 
 
-def _state_tensors(entry: OptimizerEntry, tensor: Tensor) -> Iterator[tuple[Tensor, str]]:
+def _state_tensors(entry: entries.Optimizer, tensor: Tensor) -> Iterator[tuple[Tensor, str]]:
     shape = tuple(tensor.shape)
     for slot in entry.exempt_slots if is_exempt(entry, shape) else entry.slots:
         if slot.dimensions == ("more" if len(shape) < 2 else "one"):
@@ -131,7 +131,7 @@ def _state_tensors(entry: OptimizerEntry, tensor: Tensor) -> Iterator[tuple[Tens
 
 def update_of(
     name: str,
-    entry: OptimizerEntry,
+    entry: entries.Optimizer,
     weights: Sequence[Trained],
     setup: TrainingSetup,
     masters: Sequence[Tensor],
@@ -169,7 +169,7 @@ def update_of(
 
 
 def _optimizer(
-    kind: str, entry: OptimizerEntry, tensors: list[Tensor], kernel: OptimizerKernel
+    kind: str, entry: entries.Optimizer, tensors: list[Tensor], kernel: OptimizerKernel
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the class called ``kind``."""
     if kind == "torch.optim.AdamW":

@@ -8,15 +8,12 @@ from torch import Tensor, nn
 
 from memplan.model.inventory import ROLES, expanded, inventory_of
 from memplan.model.spec import ModelSpec
-from memplan.trace.jobs import optimizers
-from memplan.trace.jobs import training_job as job
+from memplan.trace.jobs import optimizers, training_job
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.step_data import batch_of
 from memplan.trace.jobs.training_job import Job, Watcher
 from memplan.trace.recording.trace_result import Component
-from memplan.trace.reference import operations
-from memplan.trace.reference import run_options as options
-from memplan.trace.reference import weight_storage as storage
+from memplan.trace.reference import operations, run_options, weight_storage
 from memplan.trace.reference.decoder import ReferenceModel
 from memplan.trace.reference.run_options import TORCH_DTYPES, ReferenceOptions, Target
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -24,7 +21,7 @@ from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 def skipped_files() -> tuple[str, ...]:
     """Return the files whose lines explain nothing about a model."""
-    helpers = (job, operations, optimizers, options, storage)
+    helpers = (training_job, operations, optimizers, run_options, weight_storage)
     return (__file__, *(str(module.__file__) for module in helpers))
 
 
@@ -76,7 +73,7 @@ class Session(Job):
         loss: Tensor = self.model(batch.ids, batch.targets, batch.tables, batch.positions)
         return loss
 
-    def held(self) -> Iterator[tuple[str, Tensor, Component]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor, Component]]:
         """Yield weights, buffers and data."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             is_weight = isinstance(tensor, nn.Parameter) or id(tensor) in self.model.run.coded

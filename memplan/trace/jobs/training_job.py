@@ -78,7 +78,7 @@ class Job:
         """Return the loss of one micro-batch."""
         raise NotImplementedError
 
-    def held(self) -> Iterator[tuple[str, Tensor, Component]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor, Component]]:
         """Yield every tensor that the model and its data hold, with name and component."""
         raise NotImplementedError
 
@@ -101,13 +101,13 @@ class Job:
         for index, item in enumerate(self.trained):
             name = self.setup.optimizer_names[item.role]
             groups.setdefault(f"{name} {index}" if alone else name, []).append(index)
-        found = []
+        updates = []
         for key, members in sorted(groups.items(), key=self._follows_muon):
             items, name = [self.trained[index] for index in members], key.split()[0]
             entry = self.setup.optimizers[items[0].role]
             masters = [self.masters[index] for index in members] if self.masters else []
-            found.append((items, update_of(name, entry, items, self.setup, masters, self.staged)))
-        return found
+            updates.append((items, update_of(name, entry, items, self.setup, masters, self.staged)))
+        return updates
 
     def _follows_muon(self, group: tuple[str, list[int]]) -> bool:
         """Tell whether a group is stepped after Muon's matrices, as in ``memplan.muon.split_parameters``."""
@@ -115,7 +115,7 @@ class Job:
 
     def watch(self, watcher: Watcher) -> None:
         """Let ``watcher`` see what there is, in the order in which it was made, and every gradient as it is finished."""
-        for name, tensor, component in self.held():
+        for name, tensor, component in self.tensors():
             watcher.mark(tensor, component, name)
         for tensor in self.masters:
             watcher.mark(tensor, "master_weights")
@@ -169,14 +169,14 @@ class Job:
     def _unscale(self) -> None:
         """Divide the gradients by the loss scale, in place, as ``GradScaler.unscale_`` does."""
         scale = self.scaling[0]
-        found, inverse = torch.zeros_like(scale), scale.reciprocal()
+        overflow, inverse = torch.zeros_like(scale), scale.reciprocal()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for item in self.trained:
-            gradient = item.kept()
+            gradient = item.stored_gradient()
             if gradient is not None and gradient.dtype.itemsize > 1:
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
 
     def _update(self, watcher: Watcher) -> None:
         """Clip where asked, step, and let the gradients go."""
@@ -198,7 +198,7 @@ class Job:
 
     def _clip(self) -> None:
         """Clip by the norm of all gradients, those of coded weights included."""
-        gradients = [gradient for item in self.trained if (gradient := item.kept()) is not None]
+        gradients = [gradient for item in self.trained if (gradient := item.stored_gradient()) is not None]
         plain = [gradient for gradient in gradients if gradient.dtype.itemsize > 1]
         clip_grads_with_norm_(_Graded.all(plain), 1.0, get_total_norm(plain))
 
@@ -207,7 +207,7 @@ class Job:
         index = {id(item): position for position, item in enumerate(self.trained)}
         masters = [(self.masters[index[id(item)]], item) for item in items if self.masters]
         for master, item in masters:
-            gradient = item.kept()
+            gradient = item.stored_gradient()
             master.grad = None if gradient is None else gradient.to(master.dtype)
         update.step()
         for master, item in masters:

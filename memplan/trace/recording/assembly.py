@@ -34,11 +34,11 @@ def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) 
 def _outliving(recorder: Recorder, births: dict[int, int], deaths: dict[int, int]) -> set[int]:
     """Return the storages that were made in forward, or made again in backward, and outlived it."""
     end = len(recorder.events) + 1
-    found: set[int] = set()
+    outliving: set[int] = set()
     for begin, finish in recorder.forward_spans:
         born = (index for allocates, index in recorder.events[begin:finish] if allocates)
-        found.update(index for index in born if deaths.get(index, end) >= finish)
-    return found & births.keys()
+        outliving.update(index for index in born if deaths.get(index, end) >= finish)
+    return outliving & births.keys()
 
 
 def _storage(recorder: Recorder, record: Record, outlives: bool, vocab_size: int) -> TracedStorage:
@@ -67,12 +67,12 @@ def _text(line: tuple[CodeType, int] | None) -> str:
 
 def _events(recorder: Recorder, storages: tuple[TracedStorage, ...]) -> tuple[Event, ...]:
     positions = [position for position, _, _ in recorder.marks]
-    found = []
+    events = []
     for position, (allocates, index) in enumerate(recorder.events):
         storage = storages[index]
         instant = recorder.marks[bisect_right(positions, position) - 1][1]
-        found.append(Event(allocates, index, storage.bytes, storage.operation, instant))
-    return tuple(found)
+        events.append(Event(allocates, index, storage.bytes, storage.operation, instant))
+    return tuple(events)
 
 
 def _instants(
@@ -81,16 +81,16 @@ def _instants(
     """Return the greatest need of each instant of the reported step, with its breakdown."""
     totals: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
     requested = 0
-    found: dict[str, Moment] = {}
+    moments: dict[str, Moment] = {}
     waiting = marks[::-1]
 
     def note(index: int, instant: str, operation: str) -> None:
-        best = found.get(instant)
+        best = moments.get(instant)
         if best is None or requested > best.bytes:
-            kept: dict[Component, int] = {
+            components: dict[Component, int] = {
                 name: size for name, size in totals.items() if size and name != "library_workspaces"
             }
-            found[instant] = Moment(requested, index, operation, kept)
+            moments[instant] = Moment(requested, index, operation, components)
 
     for index, event in enumerate(events):
         while waiting and waiting[-1][0] <= index:
@@ -104,4 +104,4 @@ def _instants(
             note(index, event.instant, event.operation)
     for _, instant in reversed(waiting):
         note(len(events) - 1, instant, "")
-    return found
+    return moments

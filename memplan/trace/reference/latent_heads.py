@@ -51,16 +51,16 @@ class LatentPart(nn.Module):
         for step in self._query:
             query = step(query)
         query = query.view(batch, tokens, part.num_heads, -1).transpose(1, 2)
-        kept, turned = torch.split(query, [part.qk_nope_head_dim, part.qk_rope_head_dim], -1)
-        latent, key_turned = self._down[0](x).split([part.kv_lora_rank, part.qk_rope_head_dim], -1)
+        unrotated, rotated = torch.split(query, [part.qk_nope_head_dim, part.qk_rope_head_dim], -1)
+        latent, key_rotated = self._down[0](x).split([part.kv_lora_rank, part.qk_rope_head_dim], -1)
         latent = self._norm[0](latent)
-        key_turned = key_turned.view(batch, 1, tokens, -1)
-        turned = rotary(turned, tables, part.qk_rope_head_dim, run)
-        key_turned = rotary(key_turned, tables, part.qk_rope_head_dim, run)
-        query = torch.cat((kept, turned), -1)
-        risen = self._up[0](latent).view(batch, tokens, part.num_heads, -1).transpose(1, 2)
-        key_kept, value = torch.split(risen, [part.qk_nope_head_dim, part.v_head_dim], -1)
-        key = torch.cat((key_kept, key_turned.expand(-1, part.num_heads, -1, -1)), -1)
+        key_rotated = key_rotated.view(batch, 1, tokens, -1)
+        rotated = rotary(rotated, tables, part.qk_rope_head_dim, run)
+        key_rotated = rotary(key_rotated, tables, part.qk_rope_head_dim, run)
+        query = torch.cat((unrotated, rotated), -1)
+        expanded = self._up[0](latent).view(batch, tokens, part.num_heads, -1).transpose(1, 2)
+        key_unrotated, value = torch.split(expanded, [part.qk_nope_head_dim, part.v_head_dim], -1)
+        key = torch.cat((key_unrotated, key_rotated.expand(-1, part.num_heads, -1, -1)), -1)
         out = attention(
             run.lowered(query),
             run.lowered(key),

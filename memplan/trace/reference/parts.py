@@ -139,8 +139,8 @@ def rotary(x: Tensor, tables: Tables, width: int, run: Runtime) -> Tensor:
         return FusedRotary.apply(x, tables.cos, tables.sin)  # type: ignore[no-any-return, no-untyped-call]
     if width == x.shape[-1]:
         return rotated(x, tables.cos, tables.sin)
-    turned, kept = x[..., :width], x[..., width:]
-    return torch.cat((rotated(turned, tables.cos, tables.sin), kept), dim=-1)
+    first, rest = x[..., :width], x[..., width:]
+    return torch.cat((rotated(first, tables.cos, tables.sin), rest), dim=-1)
 
 
 class MlpPart(nn.Module):

@@ -57,8 +57,8 @@ class Weight:
         if self._home is None:
             return self._tensor
         module, name = self._home
-        found: Any = module._parameters[name]
-        return found  # type: ignore[no-any-return]
+        parameter: Any = module._parameters[name]
+        return parameter  # type: ignore[no-any-return]
 
     def register(self, module: nn.Module, name: str) -> None:
         """Register the tensor in ``module``, and this weight in the runtime."""

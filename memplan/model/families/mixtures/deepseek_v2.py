@@ -97,16 +97,16 @@ def _attention(config: ConfigValues) -> LatentAttention:
     heads = config.integer("num_attention_heads")
     config.expect("num_key_value_heads", heads)
     config.integer("head_dim", default=0)  # restates qk_rope_head_dim or qk_head_dim; transformers overwrites it
-    kept = config.integer("qk_nope_head_dim", default=128)
-    turned = even_rotary(config, config.integer("qk_rope_head_dim", default=64))
+    unrotated = config.integer("qk_nope_head_dim", default=128)
+    rotated = even_rotary(config, config.integer("qk_rope_head_dim", default=64))
     return LatentAttention(
         num_heads=heads,
         q_lora_rank=config.integer("q_lora_rank", default=0 if config.has("q_lora_rank") else 1536),
         kv_lora_rank=config.integer("kv_lora_rank", default=512),
-        qk_nope_head_dim=kept,
-        qk_rope_head_dim=turned,
+        qk_nope_head_dim=unrotated,
+        qk_rope_head_dim=rotated,
         v_head_dim=config.integer("v_head_dim", default=128),
         norm=Norm(epsilon=1e-6),
         bias=config.flag("attention_bias"),
-        scale=_score_scale(config, kept + turned),
+        scale=_score_scale(config, unrotated + rotated),
     )

@@ -34,10 +34,10 @@ class Comparison:
 def planned_bytes(model: Model, setup: TrainingSetup) -> dict[str, int]:
     """Return the planned bytes of each component; step counters lie on the host and count as states."""
     states = model_states(setup, model.inventory, ())
-    kept = setup.config.gradients.lifetime == "step"
+    whole_step = setup.config.gradients.lifetime == "step"
     return {
         "weights": states.weight_bytes,
-        "gradients": states.gradient_bytes if kept else 0,
+        "gradients": states.gradient_bytes if whole_step else 0,
         "optimizer_states": states.state_bytes + states.host_bytes,
     }
 
@@ -64,5 +64,5 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _gradients(optimizer: Muon) -> Iterable[Tensor]:
     for handle, _ in optimizer.handles():
-        kept = (handle.key.grad, getattr(handle.store, "codes", None), getattr(handle.store, "scale", None))
-        yield from (tensor for tensor in kept if tensor is not None)
+        tensors = (handle.key.grad, getattr(handle.store, "codes", None), getattr(handle.store, "scale", None))
+        yield from (tensor for tensor in tensors if tensor is not None)

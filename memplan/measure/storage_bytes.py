@@ -24,14 +24,17 @@ def component_bytes(session: Session) -> dict[str, int]:
 
     States in host memory, step counters included, are ``host``, where there are any.
     """
-    held: dict[Component, list[Tensor]] = {"weights": [], "buffers": [*session.average, *session.scaling]}
-    for _, tensor, component in session.held():
-        held.setdefault(component, []).append(tensor)
-    held["master_weights"] = list(session.masters)
-    held["optimizer_states"] = list(_states(session))
-    found: dict[str, int] = {name: distinct_bytes(tensors) for name, tensors in held.items()}
+    tensors_by_component: dict[Component, list[Tensor]] = {
+        "weights": [],
+        "buffers": [*session.average, *session.scaling],
+    }
+    for _, tensor, component in session.tensors():
+        tensors_by_component.setdefault(component, []).append(tensor)
+    tensors_by_component["master_weights"] = list(session.masters)
+    tensors_by_component["optimizer_states"] = list(_states(session))
+    sizes: dict[str, int] = {name: distinct_bytes(tensors) for name, tensors in tensors_by_component.items()}
     offloaded = [tensor for _, update in session.updates if update.on_host for tensor, _ in update.states()]
-    return {**found, "host": distinct_bytes(offloaded)} if offloaded else found
+    return {**sizes, "host": distinct_bytes(offloaded)} if offloaded else sizes
 
 
 def gradient_bytes(session: Session) -> int:
@@ -41,9 +44,9 @@ def gradient_bytes(session: Session) -> int:
 
 def _gradients(session: Session) -> Iterator[Tensor]:
     for item in session.trained:
-        kept = item.kept()
-        if kept is not None:
-            yield kept
+        gradient = item.stored_gradient()
+        if gradient is not None:
+            yield gradient
         scale = None if item.store is None else item.store.scale
         if scale is not None:
             yield scale
