@@ -70,7 +70,7 @@ def test_an_own_module_is_traced_with_its_layers(make_setup):
     ]
     assert trace.instants["forward"].components["logits"] > 0
     lines = {s.line for s in trace.storages if s.component == "activations"}
-    assert any(line.startswith("lab/test_modules.py:") for line in lines)
+    assert any(line.startswith("trace/test_modules.py:") for line in lines)
 
 
 def test_a_factory_is_found_by_its_name():
