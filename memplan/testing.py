@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import memplan
 from memplan.budget.budget_jobs import Place, job_of
 from memplan.budget.budget_schema import Basis, Defaults, JobEntry
 from memplan.budget.evaluation import evaluated
-from memplan.documents.loading import Document, setting_text
+from memplan.documents.loading import Document
 from memplan.errors import InvalidFileError
 from memplan.library.budget_plans import figures
-from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, open_catalog
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.library.lookup import open_catalog
+from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.units import format_bytes
 
 
@@ -61,14 +62,12 @@ def assert_fits(
     job, problems = job_of(entry, Defaults(), place)
     if job is None or problems:
         raise InvalidFileError(problems)
-    overrides = Overrides(settings=tuple(f"{key}={setting_text(value)}" for key, value in (settings or {}).items()))
     device = Device(known.gpus[gpu], known.gpus.name_of(gpu))
-    found = find_model(model, Shapes(), known)
-    compiled = CompiledPlan(found, find_setup(config, overrides, known, found))
-    needed = figures(compiled, device, "", "")
+    plan = memplan.plan(model, config=config, gpu=device, set=settings, catalog=known).memory
+    needed = figures(plan, "", "")
     messages = [finding.message for finding in evaluated(job, needed, None).findings]
     if messages:
         lines = [f"  {name}: {format_bytes(size)}" for name, size in needed.components.items()]
         head = f"{model} with {config} on {device.name} {'; '.join(messages)}"
         raise AssertionError("\n".join([head, *lines]))
-    return compiled.evaluate(device)
+    return plan

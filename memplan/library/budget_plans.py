@@ -18,7 +18,7 @@ from memplan.documents.opening import path_kind, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, normalised_name
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
-from memplan.plan.memory_plan import Device
+from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 
@@ -27,15 +27,17 @@ Variant = tuple[int | str, ...]
 """What a config depends on besides its name: a model's learned positions, and settings."""
 
 MODEL_FILES = (".json", ".gguf", ".safetensors")
+UNCOUNTED = ("description", "status", "evidence")
+"""Keys of a training config that change no figure."""
 CONFIG_FILES = (".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A value, and the hash of what the user wrote for it."""
+    """A value, and what the user wrote for it: a catalog name, or a hash."""
 
     value: Any
-    asked: str
+    written: str
 
 
 @dataclass(slots=True)
@@ -61,18 +63,18 @@ class Workshop:
             InvalidFileError: Every problem of the budget, every unknown name and unreadable file of every job.
         """
         self.problems = list(budget.problems)
-        found = [result for job in budget.jobs for result in self._job(job, baseline)]
+        results = [result for job in budget.jobs for result in self._job(job, baseline)]
         if self.problems:
             raise InvalidFileError(in_reading_order(self.problems))
-        return found
+        return results
 
     def _job(self, job: Job, baseline: Baseline | None) -> list[Result]:
         devices = self._devices(job)
-        model = self._found("model", model_path(job, self.catalog), job, self._model)
+        model = self._named("model", model_path(job, self.catalog), job, self._model)
         known = model.value if isinstance(model, _Named) else None
         positions = known.spec.learned_positions if known is not None else 0
         variant = (positions, *job.settings)
-        setup = self._found("config", config_path(job), job, lambda text: self._setup(text, job, known), variant)
+        setup = self._named("config", config_path(job), job, lambda text: self._setup(text, job, known), variant)
         refusal = next((item for item in (model, setup) if isinstance(item, CannotAnswerError)), None)
         if refusal is not None:
             return [not_evaluated(job, device.name, str(refusal)) for device in devices]
@@ -82,21 +84,21 @@ class Workshop:
 
     def _devices(self, job: Job) -> list[Device]:
         """Return the GPUs of a job, noting those that are unknown or named twice."""
-        found: dict[str, Device] = {}
+        devices: dict[str, Device] = {}
         for index, name in enumerate(job.gpus):
             where = job.where("gpus", index) if "gpus" in job.own else job.where("gpu")
             try:
                 if normalised_name(name) == "local":
                     raise InvalidFileError(["local is another GPU on every machine; name one (see: memplan list gpus)"])
                 device = Device(self.catalog.gpus[name], self.catalog.gpus.name_of(name))
-                if device.name in found:
+                if device.name in devices:
                     raise InvalidFileError([f"{name!r} is given twice: it is {device.name}"])
-                found[device.name] = device
+                devices[device.name] = device
             except MemplanError as error:
                 self.problems.append(f"{where}: {error}")
-        return list(found.values())
+        return list(devices.values())
 
-    def _found(
+    def _named(
         self, key: str, text: str, job: Job, find: Callable[[str], _Named], variant: Variant = ()
     ) -> _Named | MemplanError:
         """Return what a name stands for, or its error, which is noted where it is bad input."""
@@ -120,33 +122,34 @@ class Workshop:
         """Return a training setup; a shipped one may shorten its sequences to a model's learned positions."""
         setup = find_setup(text, Overrides(settings=job.settings), self.catalog, model)
         if text.endswith(CONFIG_FILES) or "/" in text:
-            asked = _hash(load_document(usable_path(text)).data)
+            written = _hash(load_document(usable_path(text)).data)
         else:
-            asked = self.catalog.configs.name_of(text)
-        return _Named(setup, _hash([asked, job.settings]) if job.settings else asked)
+            written = self.catalog.configs.name_of(text)
+        return _Named(setup, _hash([written, job.settings]) if job.settings else written)
 
     def _result(
         self, job: Job, model: _Named, setup: _Named, device: Device, baseline: Baseline | None
     ) -> list[Result]:
         """Return the result on one GPU, or none where model and config contradict each other."""
-        asked = _hash([model.asked, setup.asked, device.name])
+        written = _hash([model.written, setup.written, device.name])
         keys = (self._key(model.value, model_key), self._key(setup.value, _setup_key))
-        known = (*keys, device.name, asked)
+        known = (*keys, device.name, written)
         if known not in self._figures:
             try:
-                self._figures[known] = figures(self._plan(keys, model.value, setup.value), device, asked, keys[0])
+                plan = self._plan(keys, model.value, setup.value).evaluate(device)
+                self._figures[known] = figures(plan, written, keys[0])
             except MemplanError as error:
                 self._figures[known] = error
-        found = self._figures[known]
-        if isinstance(found, CannotAnswerError):
-            return [not_evaluated(job, device.name, str(found))]
-        if isinstance(found, MemplanError):
-            self.problems += (f"{job.where()}: {line}" for line in str(found).splitlines())
+        needed = self._figures[known]
+        if isinstance(needed, CannotAnswerError):
+            return [not_evaluated(job, device.name, str(needed))]
+        if isinstance(needed, MemplanError):
+            self.problems += (f"{job.where()}: {line}" for line in str(needed).splitlines())
             return []
-        return [evaluated(job, found, baseline)]
+        return [evaluated(job, needed, baseline)]
 
     def _key(self, value: T, key: Callable[[T], str]) -> str:
-        """Return the hash of a value, which is kept alive by the values that were found."""
+        """Return the hash of a value, which is kept alive by the values themselves."""
         if id(value) not in self._keys:
             self._keys[id(value)] = key(value)
         return self._keys[id(value)]
@@ -157,27 +160,24 @@ class Workshop:
         return self._plans[keys]
 
 
-def figures(compiled: CompiledPlan, device: Device, asked: str, shapes: str) -> Figures:
-    """Return what a plan says of a device, as far as budgets need it.
+def figures(plan: MemoryPlan, written: str, shapes: str) -> Figures:
+    """Return what a plan says, as far as budgets need it.
 
     Args:
-        compiled: The job.
-        device: The GPU.
-        asked: Hash of what the user wrote.
+        plan: The plan.
+        written: Hash of what the user wrote.
         shapes: Hash of the model's shapes.
     """
-    plan = compiled.evaluate(device)
-    training = plan.training
-    kept = {key: value for key, value in training.items() if key not in ("description", "status", "evidence")}
+    training = {key: value for key, value in plan.training.items() if key not in UNCOUNTED}
     return Figures(
-        device=device.name,
+        device=plan.device.name,
         verdict=plan.verdict,
         device_bytes=plan.device_bytes,
         upper_bytes=plan.upper_bytes,
         usable_bytes=plan.usable_bytes,
         components={component.name: component.bytes for component in plan.components},
-        asked=asked,
-        inputs=_hash([shapes, kept, device.name]),
+        asked=written,
+        inputs=_hash([shapes, training, plan.device.name]),
     )
 
 
@@ -211,9 +211,7 @@ def model_key(model: Model) -> str:
 
 
 def _setup_key(setup: TrainingSetup) -> str:
-    return _hash(
-        {key: value for key, value in asdict(setup.config).items() if key not in ("description", "status", "evidence")}
-    )
+    return _hash({key: value for key, value in asdict(setup.config).items() if key not in UNCOUNTED})
 
 
 def _hash(data: Any) -> str:
