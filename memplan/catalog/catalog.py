@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
+from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
+from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
 from memplan.catalog.family_gaps import FILE as FAMILY_GAPS
 from memplan.catalog.family_gaps import PresetGaps
-from memplan.documents.loading import Document, load_document, parse_document
-from memplan.documents.opening import files_in, is_file, is_folder, path_kind, read_bytes, read_text, shown_path
-from memplan.documents.schemas import build, validate
+from memplan.catalog.kernel_profiles import KernelProfile, Kernels
+from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts, yaml_files
+from memplan.catalog.shipped_tables import TABLES, Link, kernel_presets, table_of
+from memplan.documents.loading import Document, load_document
+from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
+from memplan.documents.schemas import validate
 from memplan.errors import CatalogError, InvalidFileError, UnknownNameError, match_hint, normalised_name, unknown_name
 
 T = TypeVar("T")
@@ -142,7 +145,31 @@ class Catalog:
     @cached_property
     def family_gaps(self) -> Mapping[str, PresetGaps]:
         """Kernel presets whose library runs some families with code of its own that saves more."""
-        return _Entries(PresetGaps, _shipped_parts(self.root / FAMILY_GAPS)[0], {})
+        return BuiltEntries(PresetGaps, shipped_texts(self.root / FAMILY_GAPS)[0], {})
+
+    @cached_property
+    def kernel_presets(self) -> Mapping[str, KernelProfile]:
+        """Kernel presets."""
+        return kernel_presets(self.root)
+
+    @cached_property
+    def links(self) -> Mapping[str, Link]:
+        """Links of GPUs."""
+        return table_of(self.root, "links", Link)
+
+    def profile(self, kernels: Kernels) -> KernelProfile:
+        """Return the kernels that a config's ``kernels`` key means.
+
+        Raises:
+            UnknownNameError: There is no such preset.
+        """
+        if kernels.preset not in self.kernel_presets:
+            raise UnknownNameError(f"unknown kernel preset {kernels.preset!r}{self.preset_hint(kernels.preset)}")
+        return kernels.over(self.kernel_presets[kernels.preset])
+
+    def preset_hint(self, given: str) -> str:
+        """Return what may have been meant by a kernel preset that there is none of."""
+        return match_hint(given, self.kernel_presets, f"; known: {', '.join(self.kernel_presets)}")
 
     def section(self, name: str) -> Shelf[Any]:
         """Return the shelf of a section by its name in :data:`SECTIONS`."""
@@ -155,18 +182,20 @@ class Catalog:
         import hashlib
 
         digest = hashlib.sha256()
+        for location in TABLES.values():
+            digest.update(location.encode() + b"\0" + read_bytes(self.root / location) + b"\0")
         for section in sorted(SECTIONS):
-            for path in [*_files(self.root / SECTIONS[section][0]), *self._extra_files(section)]:
+            for path in [*yaml_files(self.root / SECTIONS[section][0]), *self._extra_files(section)]:
                 digest.update(path.name.encode() + b"\0" + read_bytes(path) + b"\0")
         return digest.hexdigest()
 
     def _shelf(self, section: str, cls: type[T]) -> Shelf[T]:
-        parts, origins = _shipped_parts(self.root / SECTIONS[section][0])
+        parts, origins = shipped_texts(self.root / SECTIONS[section][0])
         own = _index(section, ((name, part.aliases) for name, part in parts.items()), origins)
         added = self._user_entries(section, cls, origins)
         for name in added:
             parts.pop(own.get(normalised_name(name), name), None)
-        entries: Mapping[str, T] = _Entries(cls, parts, added)
+        entries: Mapping[str, T] = BuiltEntries(cls, parts, added)
         index = _card_index((name, part.card) for name, part in parts.items()) | own if section == "gpus" else dict(own)
         if added:
             cards = ((name, getattr(entry, "name", "")) for name, entry in added.items())
@@ -182,7 +211,7 @@ class Catalog:
         if is_file(self.extra):
             return [self.extra]
         location = SECTIONS[section][0]
-        return _files(self.extra / location) or _files(self.extra / Path(location).name)
+        return yaml_files(self.extra / location) or yaml_files(self.extra / Path(location).name)
 
     def _user_entries(self, section: str, cls: type[T], origins: dict[str, str]) -> dict[str, T]:
         entries: dict[str, T] = {}
@@ -193,91 +222,21 @@ class Catalog:
                 try:
                     entries[name] = validate(cls, document, data, keys)
                     origins[name] = str(path)
-                    problems += (
-                        f"{document.where((*keys, *at))}: {text}" for at, text in entry_problems(entries[name])
-                    )
+                    wrong = (*entry_problems(entries[name]), *self._name_problems(entries[name]))
+                    problems += (f"{document.where((*keys, *at))}: {text}" for at, text in wrong)
                 except InvalidFileError as error:
                     problems += (problem for problem in error.problems if problem not in problems)
         if problems:
             raise InvalidFileError(problems)
         return entries
 
-
-def _files(location: Path) -> list[Path]:
-    if is_folder(location):
-        return files_in(location, "*.yaml")
-    return [location] if is_file(location) else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The text of one shipped entry, which is parsed when it is asked for.
-
-    Reading two hundred entries takes far longer than the one or two that an answer needs. Ours
-    keep to a layout that tests hold: entries start in the first column, aliases stand in one line.
-    """
-
-    text: str
-    name: str
-    path: Path
-    keyed: bool
-
-    @property
-    def aliases(self) -> list[str]:
-        match = _ALIASES.search(self.text)
-        return [alias.strip().strip("\"'") for alias in match[1].split(",")] if match else []
-
-    @property
-    def card(self) -> str:
-        """Return the name that a GPU is sold under."""
-        match = _CARD.search(self.text)
-        return match[1].strip("\"'") if match else ""
-
-    def data(self) -> Any:
-        value = parse_document(self.text, str(self.path)).data
-        return value[self.name] if self.keyed else value
-
-
-_ALIASES = re.compile(r"^ *aliases: \[(.+)\]", re.MULTILINE)
-_CARD = re.compile(r"^  name: (.+?) *$", re.MULTILINE)
-_ENTRY = re.compile(r"^([a-z0-9][^\s:]*):[ \t]*$", re.MULTILINE)
-
-
-def _shipped_parts(location: Path) -> tuple[dict[str, _Part], dict[str, str]]:
-    """Return the texts of our own entries by name, sorted, and the file that each stands in."""
-    parts: dict[str, _Part] = {}
-    folder = is_folder(location)
-    for path in _files(location):
-        text = read_text(path)
-        if folder:
-            parts[path.stem] = _Part(text, path.stem, path, keyed=False)
-            continue
-        starts = list(_ENTRY.finditer(text))
-        ends = [*(match.start() for match in starts[1:]), len(text)]
-        for match, end in zip(starts, ends, strict=True):
-            parts[match[1]] = _Part(text[match.start() : end], match[1], path, keyed=True)
-    return dict(sorted(parts.items())), {name: str(part.path) for name, part in parts.items()}
-
-
-class _Entries(Mapping[str, T]):
-    """Entries by name, sorted; ours are built when they are asked for."""
-
-    def __init__(self, cls: type[T], parts: Mapping[str, _Part], added: Mapping[str, T]) -> None:
-        self._cls = cls
-        self._parts = parts
-        self._built = dict(added)
-        self._names = sorted({*parts, *added})
-
-    def __getitem__(self, name: str) -> T:
-        if name not in self._built:
-            self._built[name] = build(self._cls, self._parts[name].data())
-        return self._built[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def _name_problems(self, entry: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield what an entry names that is not there."""
+        if isinstance(entry, Gpu):
+            yield from link_problems(entry, self.links)
+        if isinstance(entry, StorageFormat) and entry.codec is not None:
+            shipped = BuiltEntries(StorageFormat, shipped_texts(self.root / SECTIONS["formats"][0])[0], {})
+            yield from codec_problems(entry, {known.codec for known in shipped.values() if known.codec})
 
 
 def _user_section(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -12,21 +11,11 @@ from memplan.units import ceil_div
 
 Kind = Literal["exact", "derived", "stated", "measured"]
 
-Implementation = Literal[
-    "adam_mini.Adam_mini",
-    "bitsandbytes.optim.AdamW8bit",
-    "lion_pytorch.Lion",
-    "memplan.muon.Muon",
-    "none",
-    "torch.optim.Adafactor",
-    "torch.optim.AdamW",
-    "torch.optim.SGD",
-    "untraced",
-]
-"""Classes whose updates are modelled; ``untraced``: no update is, and answers say so; ``none``: there is none."""
+Status = Literal["proven", "works", "experimental", "untried", "diverges"]
+"""How training learns, as the evidence says; ``untried`` where none speaks for it."""
 
-Codec = Literal["iq2-s", "iq2-xs", "iq2-xxs", "iq3-xxs", "q4-0", "q8-0"]
-"""What codes weights again after an update (memplan/muon/weights/weight_codecs.py)."""
+Form = Literal["adafactor", "adam-mini", "adamw", "chunks", "copies", "in-place", "lion", "torch-muon", "untraced"]
+"""Scratch memory of an update by the way in which it arises (memplan/step/states/update_algorithms.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +35,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """Link to other devices; bytes per second in one direction."""
+    """Link to other devices; bytes per second in one direction.
+
+    Attributes:
+        kind: One of configs/links.yaml, or another with a ``host``.
+        host: Link to the host, one of configs/links.yaml; by default that of the kind.
+    """
 
     kind: str
     bytes_per_second: int
+    host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,25 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecScratch:
+    """Scratch memory of a codec.
+
+    Attributes:
+        coding_bytes: For each block while codes are sought, with stochastic rounding.
+        blocks_at_once: Blocks whose codes are sought together.
+        decoding_bytes: For each block while it is decoded.
+        once_bytes: Once while anything is decoded.
+        table_bytes: Tables in fp32 that codes point into.
+    """
+
+    coding_bytes: int
+    blocks_at_once: int
+    decoding_bytes: int
+    once_bytes: int = 0
+    table_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StorageFormat:
     """How numbers are stored: ``block_elements`` of them in ``block_bytes``.
 
@@ -90,7 +104,10 @@ class StorageFormat:
         tensor_bytes: Bytes once per tensor, such as a scale.
         ggml_type: Id of the type in GGUF files.
         storable: False for formats that exist only during computation.
-        codec: What codes weights again after an update; block formats without one can only be frozen.
+        training: ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after
+            an update; ``frozen``: nothing does, and a kernel decodes it straight into the copy that is read.
+        codec: Name of the codec, or ``package.module.NAME``.
+        codec_scratch: What the codec takes.
     """
 
     title: str
@@ -98,12 +115,14 @@ class StorageFormat:
     block_bytes: int
     description: str
     sources: tuple[Source, ...]
+    training: Literal["float", "coded", "frozen"]
     kind: Kind = "exact"
     blocking: Literal["row", "tensor"] = "row"
     tensor_bytes: int = 0
     ggml_type: int | None = None
     storable: bool = True
-    codec: Codec | None = None
+    codec: str | None = None
+    codec_scratch: CodecScratch | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -159,11 +178,26 @@ class StateSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateScratch:
+    """Scratch memory of an update.
+
+    Attributes:
+        form: How it arises.
+        all_tensors: Copies of all trained tensors that are there at once, of form ``copies``.
+        largest_tensor: Copies of one tensor at a time, of form ``copies``.
+    """
+
+    form: Form
+    all_tensors: int = 0
+    largest_tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Optimizer:
     """What an optimizer keeps, and for which tensors it keeps something else.
 
     Attributes:
-        algorithm: Family of update rules.
+        algorithm: What people call the update rule; nothing is computed from it.
         slots: State tensors of each parameter tensor.
         takes: ``all`` tensors, or only ``matrices`` (Muon), the rest going elsewhere.
         rest: Optimizer of the tensors that it does not take.
@@ -171,30 +205,45 @@ class Optimizer:
         exempt_unless_multiple: Tensors whose size is no multiple keep ``exempt_slots`` instead.
         exempt_slots: State tensors of exempt tensors.
         shared_bytes: Bytes once per optimizer, such as lookup tables.
-        implementation: The class whose update is planned and traced; without one a setup is refused.
-        step: How an update runs: ``torch`` follows the kernel profile, ``tensor`` goes tensor
-            by tensor in bounded chunks, ``in-place`` needs no temporaries.
-        status: How it fares in training.
+        scratch: What an update allocates beyond what it keeps.
+        implementation: The class that is traced; ``untraced``: none is, and answers say so; ``none``:
+            there is no update.
+        step: Kernel family: ``torch`` follows the kernel profile, ``tensor`` goes tensor by tensor,
+            ``in-place`` needs no temporaries.
+        options: Options of the class that shape its memory; decimals as text.
+        bundled: The update rule of the bundled optimizer that steps the same, which alone takes coded
+            weights, narrow gradients and states in host memory.
+        searched: Whether ``suggest`` considers it.
+        status: How training with it learns.
         evidence: The record in ``configs/evidence/`` that says so.
     """
 
     title: str
-    algorithm: Literal["sgd", "adamw", "adafactor", "lion", "adam-mini", "muon"]
+    algorithm: str
     description: str
     slots: tuple[StateSlot, ...]
     sources: tuple[Source, ...]
-    implementation: Implementation | None = None
-    step: Literal["torch", "tensor", "in-place"] = "torch"
+    scratch: UpdateScratch
+    implementation: str
+    step: Literal["torch", "tensor", "in-place"]
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    bundled: Literal["adamw", "muon"] | None = None
+    searched: bool = False
     takes: Literal["all", "matrices"] = "all"
     rest: str | None = None
     exempt_below: int = 0
     exempt_unless_multiple: int = 1
     exempt_slots: tuple[StateSlot, ...] = ()
     shared_bytes: int = 0
-    status: Literal["proven", "works", "experimental", "diverges"] = "works"
+    status: Status = "untried"
     evidence: str | None = None
     validated: bool = False
     aliases: tuple[str, ...] = ()
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether the bundled optimizer runs Newton-Schulz on its matrices, as Muon does."""
+        return self.bundled == "muon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,35 +268,3 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     expected_active_parameters: int | None = None
     published: Published | None = None
-
-
-POSITIVE = frozenset(
-    ("memory_bytes", "cuda_total_bytes", "block_elements", "block_bytes", "element_bytes", "exempt_unless_multiple")
-)
-MAXIMUM_FIGURE = 2**60
-"""Larger figures in a catalog are slips: no machine has an exbibyte, or an exaFLOP/s."""
-
-EntryPath = tuple[str | int, ...]
-
-
-def entry_problems(entry: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, str]]:
-    """Yield the figures of an entry that no arithmetic can use: (path of keys, what is expected)."""
-    for field in fields(entry):
-        yield from _value_problems(field.name, getattr(entry, field.name), (*path, field.name))
-
-
-def _value_problems(name: str, value: Any, path: EntryPath) -> Iterator[tuple[EntryPath, str]]:
-    if type(value) is int:
-        least = 1 if name in POSITIVE else 0
-        if not least <= value <= MAXIMUM_FIGURE:
-            yield path, f"expected a whole number from {least} to 2^60, got {value}"
-    elif name == "compute_capability" and value is not None and not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", value):
-        yield path, f"expected a version such as '9.0', got {value[:60]!r}"
-    elif name == "dense_flops":
-        for key, rate in value.items():
-            yield from _value_problems(key, rate, (*path, key))
-    elif is_dataclass(value):
-        yield from entry_problems(value, path)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _value_problems(name, item, (*path, index))

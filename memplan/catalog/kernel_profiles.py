@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Preset = Literal["bundled", "hf-transformers", "torchtitan", "megatron"]
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
@@ -42,22 +41,11 @@ class KernelProfile:
     loss_chunks: int = 8
 
 
-PRESETS: dict[str, KernelProfile] = {
-    "bundled": KernelProfile(),
-    # transformers 5: RMSNorm in Python, logits upcast in loss_utils.py, Trainer's default optim adamw_torch_fused.
-    "hf-transformers": KernelProfile(norm="composite", loss="fp32", optimizer="fused"),
-    # torchtitan 0.3: nn.RMSNorm, cross_entropy_loss upcasts, optimizer.implementation defaults to fused.
-    "torchtitan": KernelProfile(loss="fp32", optimizer="fused"),
-    # Megatron-LM with Transformer Engine: apply_rope_fusion, bias_swiglu_fusion, fused Adam.
-    "megatron": KernelProfile(attention="cudnn", rotary="fused", activation="fused", loss="fp32", optimizer="fused"),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The ``kernels`` key of a training config: a preset, and choices that override it."""
+    """The ``kernels`` key of a training config: a preset of configs/kernel_profiles.yaml, and choices that override it."""
 
-    preset: Preset = "bundled"
+    preset: str = "bundled"
     attention: AttentionKernel | None = None
     norm: NormKernel | None = None
     rotary: ElementwiseKernel | None = None
@@ -67,9 +55,8 @@ class Kernels:
     loss: LossKernel | None = None
     loss_chunks: int | None = None
 
-    def profile(self) -> KernelProfile:
-        """Return the preset with the overriding choices put in."""
-        preset = PRESETS[self.preset]
+    def over(self, preset: KernelProfile) -> KernelProfile:
+        """Return a preset with the overriding choices put in."""
         chosen = {f.name: getattr(self, f.name) for f in fields(KernelProfile)}
         return KernelProfile(
             **{name: getattr(preset, name) if value is None else value for name, value in chosen.items()}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import Kernels
 
-Status = Literal["proven", "works", "experimental", "diverges"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]

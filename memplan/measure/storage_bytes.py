@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from memplan.trace.jobs.optimizers import TorchUpdate
+from memplan.trace.jobs.optimizers import ClassUpdate
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import Component
 
@@ -57,7 +57,7 @@ def _states(session: Session) -> Iterator[Tensor]:
     for _, update in session.updates:
         if update.on_host:
             continue
-        on_device = isinstance(update, TorchUpdate) and bool(update.optimizer.defaults.get("fused"))
+        on_device = isinstance(update, ClassUpdate) and bool(update.optimizer.defaults.get("fused"))
         for tensor, name in update.states():
             if name != "step" or on_device:
                 yield tensor

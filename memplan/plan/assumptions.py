@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.plan.allowances import NCCL_UPPER_BYTES
 from memplan.step.states.parallel_shards import is_sharded, sent_bytes
+from memplan.step.states.update_kernels import unproven_updates
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
         yield f"{family} in transformers: {plan.setup.family_gaps[family].text}"
     yield "memory of other processes and of the desktop (set reserve for it)"
     yield "what the sort of the embedding's backward takes inside itself"
-    untraced = {entry.optimizer_name for entry in plan.states.tensors if entry.stepper == "untraced"}
-    yield from (f"temporaries of the {name} update, which is untraced" for name in sorted(untraced))
+    yield from unproven_updates((e.optimizer_name, e.optimizer, e.stepper) for e in plan.states.tensors)
     if plan.setup.config.parallel.data > 1:
         yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memplan.catalog.training_config import Status
+from memplan.catalog.entries import Status
 from memplan.model.model import Model
 from memplan.plan.largest_model import LargestModel, largest_models
 from memplan.plan.memory_plan import Device

@@ -7,6 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
@@ -52,9 +53,8 @@ def _assigned(target: Any, path: list[str], value: Any) -> Any:
     return replace(target, **{head: value})
 
 
-def changes(config: TrainingConfig) -> Iterator[Change]:
+def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
     """Yield the changes that make sense for a config, the cheapest first."""
-    profile = config.kernels.profile()
     if config.parallel.data > 1 and config.parallel.zero_stage == 0:
         yield Change("weights pass between the GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
@@ -124,7 +124,8 @@ def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Sugg
     When no single change does, the cheapest combination that does is put first, if there is one.
     """
     trial = Trial(plan, catalog, _at(plan))
-    changed = [(change, other) for change in changes(trial.config) if (other := trial.plan_with(change)) is not None]
+    tried = changes(trial.config, plan.setup.profile)
+    changed = [(change, other) for change in tried if (other := trial.plan_with(change)) is not None]
     floor = plan.device_bytes // LEAST_SHARE
     single = [trial.suggestion(change, other) for change, other in changed]
     results = sorted((s for s in single if s.saves_bytes > floor), key=lambda item: not item.flips_verdict)

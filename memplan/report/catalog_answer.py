@@ -69,9 +69,12 @@ def _format_cells(entry: StorageFormat, unit: str) -> tuple[str, ...]:
         str(entry.block_bytes),
         str(entry.tensor_bytes or ""),
         format_fraction(entry.bytes_per_element, 6),
-        "" if entry.storable else "not storable",
+        "not storable" if not entry.storable else _TRAINING[entry.training],
         entry.description,
     )
+
+
+_TRAINING = {"float": "trained", "coded": "trained as codes", "frozen": "frozen only"}
 
 
 def _gradient_cells(entry: GradientDtype, unit: str) -> tuple[str, ...]:
@@ -113,7 +116,7 @@ _LISTS: Mapping[str, Any] = {
         _gpu_cells,
     ),
     "models": (("name", "model", "architecture", ">parameters", ">active", ">exactly", "aliases"), _model_cells),
-    "formats": (("name", ">elements", ">bytes", ">per tensor", ">B/element", "", "description"), _format_cells),
+    "formats": (("name", ">elements", ">bytes", ">per tensor", ">B/element", "weights", "description"), _format_cells),
     "gradients": (("name", ">bytes", ">per tensor", "description"), _gradient_cells),
     "optimizers": (
         ("name", "state per parameter", "takes", "rest", "status", "validated", "description"),

@@ -20,7 +20,7 @@ from memplan.step.head_instants import gradients_left, head_backward, head_forwa
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.muon_scratch import GRID_TABLE_BYTES
+from memplan.step.states.muon_scratch import codec_scratch
 from memplan.step.states.optimizer_scratch import step_temporaries, stored_names
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import (
@@ -119,7 +119,8 @@ def _rotary_width(part: Attention | LatentAttention) -> int:
 
 def _table_bytes(states: ModelStates) -> int:
     """Return the tables that grid formats are decoded with, once for each format."""
-    return sum(GRID_TABLE_BYTES.get(codec or "", 0) for codec in {entry.codec for entry in states.tensors})
+    layouts = {layout.codec: layout for entry in states.tensors if (layout := entry.coded_as) is not None}
+    return sum(codec_scratch(layout).table_bytes for layout in layouts.values())
 
 
 def _expert_offset_bytes(spec: ModelSpec) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from memplan.catalog.entries import Optimizer
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import MAXIMUM_GPUS, Offload, Parallel, TrainingConfig
+from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel)"
@@ -29,6 +31,7 @@ def parallel_problems(parallel: Parallel) -> Found:
 
 def parallel_refusals(
     config: TrainingConfig,
+    profile: KernelProfile,
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
@@ -37,6 +40,7 @@ def parallel_refusals(
 
     Args:
         config: The training config, free of contradictions.
+        profile: Its kernels.
         formats: Weight format of each role, by name.
         floats: Float formats and the bytes of an element.
         optimizers: Catalog entries of the optimizers in use, by name.
@@ -57,7 +61,7 @@ def parallel_refusals(
     elif parallel.data > 1:
         yield from _on_several(config, formats, floats)
         if parallel.zero_stage == 3:
-            yield from _when_sharded(config, formats, floats, optimizers)
+            yield from _when_sharded(config, profile, formats, floats, optimizers)
 
 
 def _on_several(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Found:
@@ -78,6 +82,7 @@ def _on_several(config: TrainingConfig, formats: Mapping[Role, str], floats: Map
 
 def _when_sharded(
     config: TrainingConfig,
+    profile: KernelProfile,
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
@@ -99,7 +104,7 @@ def _when_sharded(
         yield ("clip_gradients",), f"norms of shards are not modelled; {INSTEAD}"
     if config.evaluation:
         yield ("evaluation",), f"evaluation with zero_stage 3 is not modelled; {INSTEAD}"
-    if config.kernels.profile().loss == "chunked":
+    if profile.loss == "chunked":
         text = f"chunked is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
     for name, entry in optimizers.items():
@@ -112,4 +117,4 @@ def _elementwise(entry: Optimizer, width: int) -> bool:
     """Tell whether torch's own optimizer steps shards whose elements have so many bytes."""
     slots = [slot for slot in entry.slots if slot.layout == "elementwise"]
     same = all(slot.as_parameter or (slot.block_elements == 1 and slot.block_bytes == width) for slot in slots)
-    return entry.algorithm in ("adamw", "sgd") and entry.step == "torch" and same and not entry.shared_bytes
+    return entry.step == "torch" and is_known(entry.implementation) and same and not entry.shared_bytes

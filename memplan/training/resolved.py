@@ -111,6 +111,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if problems:
         raise InvalidFileError(problems)
     _refuse_unmodelled(config, place)
+    profile = catalog.profile(config.kernels)
     format_names = {role: _format_name(config, role) for role in ROLES}
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
@@ -118,12 +119,12 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
-        for path, text in parallel_refusals(config, named, FLOAT_BYTES, used):
+        for path, text in parallel_refusals(config, profile, named, FLOAT_BYTES, used):
             raise CannotAnswerError(f"{place(path)}: {text}")
     return TrainingSetup(
         name=name,
         config=config,
-        profile=config.kernels.profile(),
+        profile=profile,
         format_names={role: catalog.formats.name_of(n) for role, n in format_names.items()},
         formats={role: catalog.formats[n] for role, n in format_names.items()},
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
@@ -167,6 +168,9 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     yield from _names(config, catalog)
     yield from _contradictions(config)
     yield from parallel_problems(config.parallel)
+    if config.kernels.preset not in catalog.kernel_presets:
+        preset = config.kernels.preset
+        yield ("kernels", "preset"), f"unknown kernel preset {preset!r}{catalog.preset_hint(preset)}"
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
 
@@ -268,7 +272,7 @@ def _refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
 
 def is_bundled(entry: Optimizer) -> bool:
     """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
-    return entry.algorithm in ("adamw", "muon") and entry.step != "in-place"
+    return entry.bundled is not None
 
 
 def _refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog: Catalog, place: Where) -> None:
@@ -289,8 +293,8 @@ def _refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalo
         raise CannotAnswerError(
             f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
         )
-    muon = any(entry.algorithm == "muon" for entry in used.values())
-    if muon and config.kernels.profile().newton_schulz == "torch":
+    muon = any(entry.orthogonalises for entry in used.values())
+    if muon and catalog.profile(config.kernels).newton_schulz == "torch":
         raise CannotAnswerError(
             f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
         )

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
-from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat, entry_problems
+from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
+from memplan.catalog.entry_checks import entry_problems
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate

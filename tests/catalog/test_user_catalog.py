@@ -139,12 +139,21 @@ def test_all_problems_of_all_entries_are_reported_at_once(write):
         ("gpus", entry("x").replace("17_179_869_184", "1" + "0" * 30), "memory_bytes"),
         ("gpus", entry("x").replace("bf16: 100", "bf16: -100"), "dense_flops.bf16"),
         ("gpus", entry("x") + "  compute_capability: sm90\n", "compute_capability"),
-        ("formats", "x: {title: X, block_elements: 0, block_bytes: 1, description: d, sources: []}", "block_elements"),
-        ("formats", "x: {title: X, block_elements: 1, block_bytes: -1, description: d, sources: []}", "block_bytes"),
+        (
+            "formats",
+            "x: {title: X, block_elements: 0, block_bytes: 1, training: frozen, description: d, sources: []}",
+            "block_elements",
+        ),
+        (
+            "formats",
+            "x: {title: X, block_elements: 1, block_bytes: -1, training: frozen, description: d, sources: []}",
+            "block_bytes",
+        ),
         ("gradients", "x: {title: X, element_bytes: 0, description: d, sources: []}", "element_bytes"),
         (
             "optimizers",
-            "x: {title: X, algorithm: sgd, description: d, sources: [], slots: [{name: s, block_elements: 0}]}",
+            "x: {title: X, algorithm: sgd, description: d, sources: [], implementation: untraced, step: tensor, "
+            "scratch: {form: untraced}, slots: [{name: s, block_elements: 0}]}",
             "slots.0.block_elements",
         ),
     ],

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.kernel_profiles import KernelProfile  # noqa: E402
 from memplan.model.spec import Attention, ModelSpec  # noqa: E402
 from memplan.trace.cuda_kernels import cuda_kernels  # noqa: E402
 from memplan.trace.jobs.step_data import batch_of  # noqa: E402
@@ -30,7 +30,7 @@ from .twins import BATCH, TOKENS, real_config, spec_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PROFILE = Kernels(norm="composite").profile()
+PROFILE = KernelProfile(norm="composite")
 """Norms step by step, as transformers writes them; the other kernels are the lab's."""
 
 Key = tuple[Any, ...]

@@ -17,17 +17,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.catalog.entries import Codec, Implementation, StateSlot  # noqa: E402
+from memplan.catalog.entries import Form, StateSlot  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
+from memplan.catalog.update_classes import UPDATE_CLASSES  # noqa: E402
 from memplan.errors import CannotAnswerError, MemplanError  # noqa: E402
 from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS  # noqa: E402
 from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
-from memplan.step.states.muon_scratch import CODING, DECODING  # noqa: E402
 from memplan.step.states.update_algorithms import RULES  # noqa: E402
-from memplan.step.states.update_kernels import BUNDLED, KEPT  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolved import resolve  # noqa: E402
 
@@ -163,11 +162,10 @@ def test_formula_and_trace_refuse_what_nothing_updates_in_the_same_words(words, 
     assert str(planned.value) == str(traced.value)
 
 
-def test_every_class_has_a_rule_and_every_codec_its_tables():
-    modelled = set(get_args(Implementation)) | {"torch.optim.Muon"}
-    assert modelled == set(RULES) | {BUNDLED}
-    assert modelled == set(KEPT) | {"none", "untraced"}
-    assert set(get_args(Codec)) == set(CODING) == set(DECODING) == set(WEIGHT_FORMATS)
+def test_every_form_has_a_rule_and_every_codec_an_entry(catalog):
+    assert set(get_args(Form)) == set(RULES) | {"chunks", "copies"}
+    assert {known.form for known in UPDATE_CLASSES.values()} == set(RULES) - {"untraced"} | {"chunks"}
+    assert {entry.codec for entry in catalog.formats.entries.values() if entry.codec} == set(WEIGHT_FORMATS)
 
 
 @pytest.mark.parametrize("format_name", ["iq1-s", "nf4", "q4-k"])
@@ -184,9 +182,9 @@ def changed(catalog, name, **keys):
     return replace(setup, optimizers=entries)
 
 
-def test_an_optimizer_without_an_implementation_is_refused(catalog):
-    with pytest.raises(CannotAnswerError, match="names no implementation"):
-        CompiledPlan(shaped("blocks", catalog), changed(catalog, "lion", implementation=None))
+def test_an_optimizer_of_a_class_that_is_none_is_refused(catalog):
+    with pytest.raises(CannotAnswerError, match=r"no class is called 'lion'; did you mean 'lion_pytorch\.Lion'"):
+        CompiledPlan(shaped("blocks", catalog), changed(catalog, "lion", implementation="lion"))
 
 
 def test_an_optimizer_with_slots_that_its_implementation_does_not_keep_is_refused(catalog):

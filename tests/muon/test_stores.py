@@ -16,7 +16,7 @@ from memplan.muon.weights.quantised import DECODE_CHUNK, QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS, weight_format
 from memplan.muon.weights.weight_formats import DECODED_AT_ONCE, TEMPORARIES
-from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, CODING, DECODING, GRID_TABLE_BYTES
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS
 
 from .memory import LiveStorages, storage_bytes, tensors_of
 
@@ -379,10 +379,13 @@ def test_splitting_is_exact_for_every_bit_pattern():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_planner_knows_what_coding_and_decoding_take(name):
-    """``memplan.step.states.muon_scratch`` needs no torch, and so has figures of its own."""
+def test_the_planner_knows_what_coding_and_decoding_take(name, catalog):
+    """The catalog's entries need no torch, and so have figures of their own."""
     chosen, table = weight_format(name), TEMPORARIES[name]
-    assert CODING[name] == (chosen.block_elements, table.stochastic, chosen.encoded_blocks)
-    assert DECODING[name] == (chosen.block_elements, table.decode, table.decode_once)
+    entry = catalog.formats[name]
+    assert (entry.codec, entry.block_elements) == (name, chosen.block_elements)
+    scratch = entry.codec_scratch
+    assert (scratch.coding_bytes, scratch.blocks_at_once) == (table.stochastic, chosen.encoded_blocks)
+    assert (scratch.decoding_bytes, scratch.once_bytes) == (table.decode, table.decode_once)
     assert CHUNK_ELEMENTS == DECODED_AT_ONCE == DECODE_CHUNK == DEFAULTS["chunk_elements"] == DEFAULT_CHUNK_ELEMENTS
-    assert GRID_TABLE_BYTES.get(name, 0) == sum(table.nbytes for table in tables(chosen))
+    assert scratch.table_bytes == sum(table.nbytes for table in tables(chosen))

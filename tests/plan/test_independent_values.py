@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients
 from memplan.model.inventory import ParameterTensor, parameter_count
@@ -19,8 +20,10 @@ from memplan.solver.search.timing import (
     work_of,
 )
 from memplan.step.states.model_states import slot_bytes, tensor_states
-from memplan.step.states.muon_scratch import CODING, decoding_bytes
+from memplan.step.states.muon_scratch import decoding_bytes
 from memplan.training.resolved import resolve
+
+CATALOG = Catalog(data_directory())
 
 
 # ------------------------------------------------------------------ states
@@ -79,7 +82,7 @@ def test_a_product_copies_a_weight_that_is_stored_otherwise(catalog, config, rol
 # ------------------------------------------------------------------ coded weights
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("shape", [(3, 256), (33, 768), (5000, 1024), (3, 2**21)])
-@pytest.mark.parametrize("name", CODING)
+@pytest.mark.parametrize("name", [n for n, e in CATALOG.formats.entries.items() if e.training == "coded"])
 def test_decoding_takes_what_the_library_allocates(catalog, name, shape, dtype):
     """The library's own count is held against what its kernels allocate in ``tests/muon``."""
     torch = pytest.importorskip("torch")

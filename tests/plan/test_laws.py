@@ -162,7 +162,7 @@ def test_checkpointing_never_keeps_more_activations_at_the_peak_of_the_forward_p
         return dict(plan(shape, changed).evaluate(GPU, *size).instants)["forward"]
 
     assert forward("full") <= min(forward("selective"), forward("none"))
-    math = config.kernels.profile().attention == "math"
+    math = CATALOG.profile(config.kernels).attention == "math"
     assert config.adapter is not None or math or forward("selective") <= forward("none")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from memplan.muon.stores.optimizer_errors import unknown_choice
 from memplan.muon.weights.iq_formats import Iq2S, Iq2Xs, Iq2Xxs, Iq3Xxs
 from memplan.muon.weights.weight_formats import Q4Format, Q8Format, WeightFormat
@@ -17,11 +19,18 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 
 def weight_format(name: str) -> WeightFormat:
-    """Return a weight format.
+    """Return a weight format: one of ``WEIGHT_FORMATS``, or one of your own by its path, ``package.module.NAME``.
 
     Raises:
-        UnknownNameError: If ``name`` is not one of ``WEIGHT_FORMATS``.
+        UnknownNameError: If there is none.
     """
-    if name not in WEIGHT_FORMATS:
+    if name in WEIGHT_FORMATS:
+        return WEIGHT_FORMATS[name]
+    module, _, last = name.rpartition(".")
+    try:
+        own = getattr(import_module(module), last) if module else None
+    except (ImportError, AttributeError):
+        own = None
+    if not isinstance(own, WeightFormat):
         raise unknown_choice("weight format", name, WEIGHT_FORMATS)
-    return WEIGHT_FORMATS[name]
+    return own

@@ -11,7 +11,6 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import InvalidFileError, match_hint
 from memplan.solver.search.space import Space, WeightChoice
-from memplan.step.states.muon_scratch import CODING
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
 
 T = TypeVar("T")
@@ -23,12 +22,6 @@ FROZEN_FORMATS = ("q8-0", "q6-k", "q5-k", "q4-k", "q4-0", "iq4-xs", "nf4", "nf4-
 """Block formats that weights below adapters are searched in; trained weights are searched in every format with a codec.
 
 Rows that do not divide into blocks stay in the compute dtype.
-"""
-
-TRACED_ALGORITHMS = frozenset(("adamw", "muon"))
-"""Optimizers that are searched: those whose updates are checked by a trace.
-
-SGD has been too, but falls behind adaptive methods on language models (https://arxiv.org/abs/1912.03194).
 """
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -54,7 +47,7 @@ KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
 
 def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
     """Return the space over every axis, other keys taken from ``base``."""
-    profile = base.kernels.profile()
+    profile = catalog.profile(base.kernels)
     adapters = base.adapter is not None
     return Space(
         base=base,
@@ -91,10 +84,16 @@ def _weight_choices(catalog: Catalog, base: TrainingConfig) -> tuple[WeightChoic
     rest = {"embedding": narrow, "head": narrow, "router": "bf16", "norm": "bf16" if base.adapter else "fp32"}
     coded = (
         WeightChoice(name, name, {"hidden_matrix": name, **rest}, "bf16", False, True)
-        for name in (CODING if base.adapter is None else FROZEN_FORMATS)
+        for name in (_trained_formats(catalog) if base.adapter is None else FROZEN_FORMATS)
         if name in catalog.formats
     )
     return (*floats, *coded)
+
+
+def _trained_formats(catalog: Catalog) -> list[str]:
+    """Return the formats that are trained as codes, the widest first."""
+    coded = [(name, entry) for name, entry in catalog.formats.entries.items() if entry.training == "coded"]
+    return [name for name, _ in sorted(coded, key=lambda item: -item[1].bytes_per_element)]
 
 
 def _gradient_dtypes(catalog: Catalog) -> tuple[str, ...]:
@@ -104,7 +103,7 @@ def _gradient_dtypes(catalog: Catalog) -> tuple[str, ...]:
 def _optimizer_names(catalog: Catalog) -> Iterator[str]:
     """Yield the optimizers that are searched; any other can be set, and is planned then."""
     for name, entry in catalog.optimizers.entries.items():
-        if entry.status != "diverges" and entry.algorithm in TRACED_ALGORITHMS:
+        if entry.searched:
             yield name
 
 
@@ -124,7 +123,7 @@ def with_fixed_axes(space: Space, names: Sequence[str], catalog: Catalog) -> Spa
     setup = resolve(base, catalog, "base")
     fixed: dict[str, object] = {}
     for axis in [part for name in names for part in (KERNELS if name == "kernels" else (name,))]:
-        fixed |= _fixed(axis, base, base.kernels.profile(), setup)
+        fixed |= _fixed(axis, base, catalog.profile(base.kernels), setup)
     return replace(space, **fixed)  # type: ignore[arg-type]
 
 

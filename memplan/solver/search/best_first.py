@@ -108,7 +108,7 @@ class Search:
         self, model: Model, space: Space, device: Device, length: int, catalog: Catalog, *, experimental: bool
     ) -> None:
         self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
-        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries)
+        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.links)
         self.sizes = Sizes(model, space, length, catalog, self.rates)
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)

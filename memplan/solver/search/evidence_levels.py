@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Status
 from memplan.catalog.recorded_rows import Records
-from memplan.catalog.training_config import Status, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
 
 STATUSES: tuple[Status, ...] = ("proven", "works", "experimental", "diverges")

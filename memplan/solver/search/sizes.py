@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import Optimizer
+from memplan.catalog.entries import Optimizer, UpdateScratch
+from memplan.catalog.update_classes import NO_UPDATE as NO_CLASS
 from memplan.model.inventory import Inventory, merged
 from memplan.model.model import Model
 from memplan.plan.planner import CompiledPlan
@@ -32,7 +33,16 @@ from memplan.step.states.parallel_shards import bucket_bytes
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup, resolve
 
-NO_UPDATE = Optimizer("No update", "sgd", "Lower bound of a pass under any optimizer.", (), (), implementation="none")
+NO_UPDATE = Optimizer(
+    "No update",
+    "none",
+    "Lower bound of a pass under any optimizer.",
+    (),
+    (),
+    UpdateScratch("in-place"),
+    implementation=NO_CLASS,
+    step="in-place",
+)
 """An optimizer without states and scratch, for weights of any format."""
 
 STORES_GRADIENTS = "adamw-int8"

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import LossKernel, NewtonSchulzKernel, OptimizerKernel
 from memplan.catalog.training_config import (
     Checkpointing,
@@ -17,9 +18,9 @@ from memplan.catalog.training_config import (
     Gradients,
     MasterWeights,
     Place,
-    Status,
     TrainingConfig,
 )
+from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.training.resolved import FLOAT_BYTES, is_bundled
 
 Allocator = Literal["native", "expandable"]
@@ -162,8 +163,8 @@ class Space:
                 bundled = len(self.optimizers) == 1 or able
                 if weights.coded and not bundled:
                     continue
-                torch = any(e.algorithm == "adamw" and e.step == "torch" for e in entries)
-                muon = any(e.algorithm == "muon" for e in entries)
+                torch = any(map(depends_on_kernel, entries))
+                muon = any(e.orthogonalises for e in entries)
                 parts = product(
                     _masters(self.masters, weights, torch and not muon),
                     _gradients(self.gradients, weights, bundled, catalog),

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memplan.catalog.entries import Gpu
+from memplan.catalog.shipped_tables import SAME, Link
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention
 from memplan.step.states.model_states import ModelStates, TensorStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded, sent_bytes
+from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 PICOSECONDS = 10**12
@@ -75,43 +77,39 @@ class Rates:
         return sent * PICOSECONDS // self.peer_bytes if sent else 0
 
 
-PCIE_BYTES = {"pcie-3-x16": 16 * 10**9, "pcie-4-x16": 32 * 10**9, "pcie-5-x16": 64 * 10**9}
-"""Bytes per second of PCIe's sixteen lanes, one way, as vendors state it."""
+def host_link(gpu: Gpu, links: Mapping[str, Link]) -> tuple[str, int]:
+    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or what joins a superchip's parts.
 
-HOST_LINKS = {"nvlink-2": "pcie-3-x16", "nvlink-4": "pcie-5-x16", "nvlink-5": "pcie-5-x16"}
-"""Link between GPUs -> the link to the host that cards with it have; PCIe 4 where a kind is not listed.
-
-Source: data sheets of the V100 SXM2 (32 GB/s both ways), A100 SXM (64 GB/s) and H100 SXM (128 GB/s).
-"""
-
-
-def host_link(gpu: Gpu) -> tuple[str, int]:
-    """Return the link of a GPU to host memory and its bandwidth: its PCIe slot, or the chip-to-chip link of a superchip."""
-    link = gpu.interconnect
-    if link.kind.startswith("pcie") or link.kind == "nvlink-c2c":
-        return link.kind, link.bytes_per_second
-    kind = HOST_LINKS.get(link.kind, "pcie-4-x16")
-    return kind, PCIE_BYTES[kind]
+    Raises:
+        CannotAnswerError: It is not known.
+    """
+    own = gpu.interconnect
+    if own.host is None and own.kind not in links:
+        raise CannotAnswerError(
+            f"{gpu.name}: what links a card with {own.kind} to the host is not known; give its entry interconnect.host"
+        )
+    kind = own.host or links[own.kind].host
+    return (own.kind, own.bytes_per_second) if kind == SAME else (kind, links[kind].bytes_per_second)
 
 
-def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> Rates:
+def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu], links: Mapping[str, Link]) -> Rates:
     """Return a GPU's rates; those of the catalog's GPU nearest in memory where it has none (``--gpu-memory``).
 
     Raises:
         CannotAnswerError: No GPU of the catalog has rates.
     """
     if gpu.bandwidth_bytes_per_second and "fp32" in gpu.dense_flops:
-        return _rates(name, gpu)
+        return _rates(name, gpu, links)
     rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
     if not rated:
         raise CannotAnswerError("no GPU of the catalog has memory bandwidth and FLOP/s, which the time estimate needs")
     nearest, entry = min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
-    return _rates(nearest, entry)
+    return _rates(nearest, entry, links)
 
 
-def _rates(name: str, gpu: Gpu) -> Rates:
+def _rates(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
     peer = gpu.interconnect.bytes_per_second
-    return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second, *host_link(gpu), peer)
+    return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second, *host_link(gpu, links), peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +241,7 @@ def update_work(setup: TrainingSetup, states: ModelStates) -> UpdateWork:
         if entry.trainable:
             count = entry.tensor.count
             moved += count * (2 * (entry.master_bytes + entry.state_bytes) + _extra_traffic(setup, entry))
-            if entry.optimizer.algorithm == "muon":
+            if entry.optimizer.orthogonalises:
                 operations += count * _newton_schulz(entry, setup.profile.newton_schulz)
             if setup.offloads_states:
                 linked += 2 * count * entry.host_bytes
@@ -263,7 +261,7 @@ def update_picoseconds(trained_bytes: int, gradient_bytes: int, work: UpdateWork
 
 def _extra_traffic(setup: TrainingSetup, entry: TensorStates) -> int:
     optimizer = entry.optimizer
-    plain = optimizer.algorithm == "adamw" and optimizer.step == "torch" and entry.format_name in FLOAT_BYTES
+    plain = depends_on_kernel(optimizer) and entry.format_name in FLOAT_BYTES
     if not plain or setup.profile.optimizer == "fused" or setup.offloads_states:
         return 0
     return 3 * entry.tensor.elements * entry.element_bytes + 5 * entry.state_bytes

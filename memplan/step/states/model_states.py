@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from memplan.catalog.entries import Codec, Optimizer, StateSlot, StorageFormat
+from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
 from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
-from memplan.step.states.update_kernels import FUSED, Stepper, Updated, kept_slots, stepper
+from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -35,7 +35,7 @@ class TensorStates:
         optimizer: The same, as its catalog entry.
         gradient_name: Dtype of its gradient as it is kept.
         stepper: The class that updates it; None where it is frozen.
-        codec: What codes its weight again after an update; None for floats, and for codes that stay.
+        coded_as: Format whose codec codes its weight again; None for floats, and for codes that stay.
     """
 
     tensor: ParameterTensor
@@ -53,7 +53,7 @@ class TensorStates:
     optimizer: Optimizer
     gradient_name: str
     stepper: Stepper | None
-    codec: Codec | None
+    coded_as: StorageFormat | None
 
     def of(self, tensor: ParameterTensor) -> TensorStates:
         """Return the states of another tensor of the same role and shape; ``replace`` takes four times as long."""
@@ -73,7 +73,7 @@ class TensorStates:
             self.optimizer,
             self.gradient_name,
             self.stepper,
-            self.codec,
+            self.coded_as,
         )
 
     @property
@@ -94,7 +94,7 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
     if fits:
         return name, chosen
     compute = setup.config.compute_dtype
-    return compute, StorageFormat(compute, 1, setup.compute_bytes, "", ())
+    return compute, StorageFormat(compute, 1, setup.compute_bytes, "", (), "float")
 
 
 def tensor_states(
@@ -140,7 +140,7 @@ def tensor_states(
         optimizer=optimizer,
         gradient_name=given.gradient,
         stepper=kind,
-        codec=layout.codec,
+        coded_as=layout if layout.training == "coded" else None,
     )
 
 
@@ -206,7 +206,7 @@ def _placed_bytes(
     setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, shape: tuple[int, ...], own_bytes: int
 ) -> tuple[int, int]:
     """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
-    fused = setup.profile.optimizer == "fused" and kind in FUSED
+    fused = setup.profile.optimizer == "fused" and has_fused_kernel(optimizer, kind)
     device, host = state_bytes(optimizer, kind, shape, own_bytes, fused)
     return (0, device + host) if setup.offloads_states else (device, host)
 
@@ -327,5 +327,5 @@ def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStat
         optimizer=optimizer,
         gradient_name=alone.gradient,
         stepper=kind,
-        codec=None,
+        coded_as=None,
     )

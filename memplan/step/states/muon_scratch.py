@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan.catalog.entries import CodecScratch, StorageFormat
 from memplan.step.states.model_states import TensorStates, slot_bytes
 from memplan.units import round_up
 
@@ -10,39 +11,6 @@ CHUNK_ELEMENTS = 2**20
 
 COLUMN_CHUNK = 512
 """Columns that streamed Newton-Schulz takes at a time (memplan/muon, ``ns_chunk_columns``)."""
-
-
-CODING: dict[str, tuple[int, int, int]] = {
-    "q8-0": (32, 268, 32_768),
-    "q4-0": (32, 285, 32_768),
-    "iq3-xxs": (256, 137_412, 256),
-    "iq2-xxs": (256, 71_364, 256),
-    "iq2-xs": (256, 136_964, 256),
-    "iq2-s": (256, 268_036, 128),
-}
-"""Codec -> (elements of a block, bytes per block while codes are sought, blocks at a time).
-
-With stochastic rounding, without which coded weights do not train. Source: memplan/muon/weights/weight_formats.py, measured.
-"""
-
-DECODING: dict[str, tuple[int, int, int]] = {
-    "q8-0": (32, 6, 0),
-    "q4-0": (32, 16, 0),
-    "iq3-xxs": (256, 2496, 32),
-    "iq2-xxs": (256, 2368, 32),
-    "iq2-xs": (256, 2432, 32),
-    "iq2-s": (256, 2432, 32),
-}
-"""Codec -> (elements of a block, bytes per block while it is decoded, bytes once). Source: as above."""
-
-GRID_TABLE_BYTES: dict[str, int] = {
-    "iq3-xxs": 256 * (4 + 1 + 256) * 4,
-    "iq2-xxs": 256 * (8 + 1 + 256) * 4,
-    "iq2-xs": 512 * (8 + 1 + 512) * 4,
-    "iq2-s": 1024 * (8 + 1 + 1024) * 4,
-}
-"""Codec -> bytes in fp32 of its grid, of half the squared length of each point, and of the distances between any two
-(memplan/muon/weights/grid_formats.py)."""
 
 
 def moment_chunk_bytes(entry: TensorStates) -> int:
@@ -73,14 +41,15 @@ def staged_bytes(entry: TensorStates, k: int) -> int:
 
 def weight_block(entry: TensorStates) -> int:
     """Return the elements of a block of a weight, where chunks of it begin and end."""
-    return 1 if entry.codec is None else CODING[entry.codec][0]
+    return 1 if entry.coded_as is None else entry.coded_as.block_elements
 
 
 def weight_scratch_bytes(entry: TensorStates, k: int) -> int:
     """Return what writing k updated elements of a weight takes: an fp32 copy of all but fp32, and codes being formed."""
-    if entry.codec is not None:
-        block, per_block, at_once = CODING[entry.codec]
-        return 4 * k + per_block * min(min(k, entry.tensor.elements) // block, at_once)
+    if entry.coded_as is not None:
+        scratch = codec_scratch(entry.coded_as)
+        blocks = min(k, entry.tensor.elements) // entry.coded_as.block_elements
+        return 4 * k + scratch.coding_bytes * min(blocks, scratch.blocks_at_once)
     return 0 if entry.format_name == "fp32" else 4 * k
 
 
@@ -96,13 +65,20 @@ def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
     Source:
         ``dequantise_bytes`` in memplan/muon/weights/quantised.py, measured.
     """
-    if entry.codec is None:
+    if entry.coded_as is None:
         return 0
-    block, per_block, once = DECODING[entry.codec]
+    scratch = codec_scratch(entry.coded_as)
     columns = entry.tensor.shape[-1]
     rows = min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
     exact = 0 if compute_bytes == 4 else 4 * rows * columns
-    return exact + per_block * min(rows * columns, CHUNK_ELEMENTS) // block + once
+    decoded = min(rows * columns, CHUNK_ELEMENTS)
+    return exact + scratch.decoding_bytes * decoded // entry.coded_as.block_elements + scratch.once_bytes
+
+
+def codec_scratch(layout: StorageFormat) -> CodecScratch:
+    """Return what the codec of a format takes."""
+    assert layout.codec_scratch is not None  # required of coded formats (memplan/catalog/entry_checks.py)
+    return layout.codec_scratch
 
 
 def chunk_elements(elements: int, block: int) -> int:

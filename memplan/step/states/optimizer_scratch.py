@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.model.inventory import Role
 from memplan.step.states.model_states import TensorStates, is_exempt
 from memplan.step.states.muon_scratch import (
@@ -17,8 +18,7 @@ from memplan.step.states.muon_scratch import (
     weight_chunk_bytes,
     weight_scratch_bytes,
 )
-from memplan.step.states.update_algorithms import RULES, run_of
-from memplan.step.states.update_kernels import BUNDLED
+from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -44,7 +44,7 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)
     found, free = NOTHING, 0
-    for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.algorithm != "muon"):
+    for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.takes == "all"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
             before = dict(zip(map(_kind, reversed(group)), reversed(_stored_before(group, stored)), strict=True))
@@ -102,8 +102,8 @@ def _stored(setup: TrainingSetup, group: list[TensorStates]) -> list[int]:
     """
     if not _steps_by_tensor(setup, group):
         return [0] * len(group)
-    every = any(_converted(entry) or (entry.codec is not None and entry.gradient_name != "bf16") for entry in group)
-    return [entry.gradient_bytes if every or entry.codec else 0 for entry in group]
+    every = any(_converted(entry) or (entry.coded_as is not None and entry.gradient_name != "bf16") for entry in group)
+    return [entry.gradient_bytes if every or entry.coded_as else 0 for entry in group]
 
 
 def handed_over(setup: TrainingSetup, entry: TensorStates) -> bool:
@@ -139,7 +139,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     Source:
         ``add_workspace_bytes`` in memplan/muon/gradients.py, measured.
     """
-    if not entry.trainable or not (entry.codec or _converted(entry)):
+    if not entry.trainable or not (entry.coded_as or _converted(entry)):
         return 0
     if not _steps_by_tensor(setup, [entry]) and entry.gradient_bytes >= 2 * entry.tensor.elements:
         return 0  # a tensor of its own, which further gradients are added to in place
@@ -166,11 +166,13 @@ def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     if kind == BUNDLED:
         return max((_bundled(setup, entry) for entry in trained_kinds(group)), key=_size)
     assert kind is not None
-    return Temporaries(*RULES[kind](group, setup.profile.optimizer))
+    if kind == NO_UPDATE:
+        return NOTHING
+    return Temporaries(*scratch_of(group[0].optimizer, kind, group, setup.profile.optimizer))
 
 
 def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
-    return (_muon if entry.optimizer.algorithm == "muon" else _chunked)(setup, entry)
+    return (_muon if entry.optimizer.orthogonalises else _chunked)(setup, entry)
 
 
 def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:

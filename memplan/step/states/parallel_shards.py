@@ -67,7 +67,7 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
         setup,
         config=replace(config, parallel=Parallel()),
         format_names=dict.fromkeys(ROLES, dtype),
-        formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", ())),
+        formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")),
         gradient=None,
     )
 

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from math import prod
 
+from memplan.catalog.entries import Form, Optimizer, UpdateScratch
 from memplan.catalog.kernel_profiles import OptimizerKernel
+from memplan.catalog.update_classes import UPDATE_CLASSES
+from memplan.errors import CannotAnswerError
 from memplan.step.states.model_states import TensorStates
 from memplan.step.states.update_kernels import Stepper
 from memplan.training.resolved import FLOAT_BYTES
@@ -143,15 +146,45 @@ def torch_muon(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
     return most
 
 
-RULES: Mapping[Stepper, Rule] = {
-    "adam_mini.Adam_mini": adam_mini,
-    "bitsandbytes.optim.AdamW8bit": in_place,
-    "lion_pytorch.Lion": lion,
-    "none": in_place,
-    "torch.optim.Adafactor": adafactor,
-    "torch.optim.AdamW": adamw,
-    "torch.optim.Muon": torch_muon,
-    "torch.optim.SGD": in_place,
+RULES: Mapping[Form, Rule] = {
+    "adafactor": adafactor,
+    "adam-mini": adam_mini,
+    "adamw": adamw,
+    "in-place": in_place,
+    "lion": lion,
+    "torch-muon": torch_muon,
     "untraced": untraced,
 }
-"""Every class but the bundled optimizer's, whose rules are in :mod:`memplan.step.states.optimizer_scratch`."""
+"""Every form but ``copies``, and the bundled optimizer's ``chunks`` in :mod:`memplan.step.states.optimizer_scratch`."""
+
+
+def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
+    """Return the scratch memory of the class that updates a group of tensors.
+
+    Args:
+        entry: What the tensors' optimizer is in the catalog.
+        kind: The class, which is another than the entry's where that cannot step.
+        group: The tensors.
+        kernel: Which of its kernels a config asks for.
+
+    Raises:
+        CannotAnswerError: No rule tells it.
+    """
+    form = entry.scratch.form if kind == entry.implementation else UPDATE_CLASSES[kind].form
+    if form == "copies":
+        return copies(entry.scratch, group)
+    if form not in RULES:
+        raise CannotAnswerError(f"the scratch memory of {kind} is of form {form}, which nothing here tells")
+    return RULES[form](group, kernel)
+
+
+def copies(scratch: UpdateScratch, group: list[TensorStates]) -> Scratch:
+    """Return copies of tensors in their own dtype, as many as an entry states."""
+    total = sum(_bytes(entry) * entry.tensor.count for entry in group)
+    size = scratch.all_tensors * total + scratch.largest_tensor * max(map(_bytes, group))
+    return size, f"{scratch.all_tensors} x all tensors + {scratch.largest_tensor} x largest tensor, as its entry states"
+
+
+def depends_on_kernel(entry: Optimizer) -> bool:
+    """Tell whether an update's passes and scratch memory are another thing fused, foreach and tensor by tensor."""
+    return entry.step == "torch" and entry.scratch.form == "adamw"

@@ -5,30 +5,25 @@ The formula and the trace both ask here, so that they plan and run the same upda
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from memplan.catalog.entries import Codec, Implementation, Optimizer, StateSlot, StorageFormat
+from memplan.catalog.entries import Optimizer, StateSlot
+from memplan.catalog.update_classes import (
+    BUNDLED,
+    NO_UPDATE,
+    TORCH_ADAMW,
+    TORCH_MUON,
+    UNTRACED,
+    UPDATE_CLASSES,
+    is_known,
+    optimizer_problems,
+)
 from memplan.errors import CannotAnswerError
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
-Stepper = Implementation | Literal["torch.optim.Muon"]
-BUNDLED: Stepper = "memplan.muon.Muon"
-FUSED: frozenset[Stepper] = frozenset(("torch.optim.AdamW", "torch.optim.SGD"))
-"""Classes that have a fused kernel, which keeps step counters on the device."""
-
-KEPT: Mapping[Stepper, frozenset[str]] = {
-    "adam_mini.Adam_mini": frozenset(("m", "vmean")),
-    "bitsandbytes.optim.AdamW8bit": frozenset(("state1", "state2", "absmax1", "absmax2")),
-    "lion_pytorch.Lion": frozenset(("exp_avg",)),
-    "memplan.muon.Muon": frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")),
-    "torch.optim.Adafactor": frozenset(("row_var", "col_var", "variance", "step")),
-    "torch.optim.AdamW": frozenset(("exp_avg", "exp_avg_sq", "step")),
-    "torch.optim.Muon": frozenset(("momentum_buffer",)),
-    "torch.optim.SGD": frozenset(("momentum_buffer",)),
-}
-"""Class -> the state tensors that it keeps."""
+Stepper = str
+"""Path of the class that steps, or ``untraced`` or ``none`` as an entry says."""
 
 STORED_GRADIENTS = ("fp32", "bf16", "fp8-e4m3", "fp8-e5m2")
 """Dtypes in which the bundled optimizer stores gradients (memplan/muon/stores/gradient_stores.py)."""
@@ -50,12 +45,7 @@ class Updated:
     gradient: str
     dimensions: int
     coded: bool = False
-    codec: Codec | None = None
-
-
-def trainable(layout: StorageFormat, name: str) -> bool:
-    """Tell whether weights in a format can be trained: floats of torch, and formats with a codec."""
-    return name in FLOAT_BYTES or layout.codec is not None
+    codec: str | None = None
 
 
 def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection[Updated]) -> Stepper:
@@ -70,8 +60,8 @@ def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection
     Raises:
         CannotAnswerError: No implementation takes them, or none is known.
     """
-    if entry.implementation == "none":
-        return "none"
+    if entry.implementation == NO_UPDATE:
+        return NO_UPDATE
     _refuse_what_is_not_modelled(setup, name, entry)
     _refuse_formats(setup, group)
     if setup.config.master_weights != "none":
@@ -81,23 +71,42 @@ def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection
         _refuse_gradients(setup, group)
     elif not _plain(setup, group):
         raise CannotAnswerError(_not_plain(setup, name, kind, group))
-    elif kind == "torch.optim.Muon":
+    elif kind == TORCH_MUON:
         _refuse_torch_muon(setup, name, entry, group)
     return kind
 
 
 def kept_slots(kind: Stepper, slots: Iterable[StateSlot]) -> tuple[StateSlot, ...]:
     """Return the slots of an entry that a class keeps: ``torch.optim.Muon`` counts no steps, say."""
-    return tuple(slot for slot in slots if kind not in KEPT or slot.name in KEPT[kind])
+    known = UPDATE_CLASSES.get(kind)
+    return tuple(slots) if known is None else tuple(slot for slot in slots if slot.name in known.keeps)
+
+
+def has_fused_kernel(entry: Optimizer, kind: Stepper) -> bool:
+    """Tell whether a class that an entry is stepped by has a fused kernel, by its own code or as the entry says."""
+    return UPDATE_CLASSES[kind].fused if kind in UPDATE_CLASSES else entry.step == "torch"
+
+
+def unproven_updates(steps: Iterable[tuple[str, Optimizer, Stepper | None]]) -> list[str]:
+    """Return what no trace of ours stands behind, one sentence for each optimizer: (name, entry, class)."""
+    texts = set()
+    for name, entry, kind in steps:
+        if kind is None or is_known(kind):
+            continue
+        if entry.scratch.form == "untraced":
+            texts.add(f"temporaries of the {name} update, which is untraced")
+        elif kind == entry.implementation:
+            by = "no class is named to trace it" if kind == UNTRACED else f"memplan trace runs {kind}"
+            texts.add(f"temporaries of the {name} update but for what its entry states ({by})")
+    return sorted(texts)
 
 
 def _kind(setup: TrainingSetup, entry: Optimizer, group: Collection[Updated]) -> Stepper:
     """Return the entry's own class, or what takes its place: the bundled AdamW where torch's cannot step."""
-    assert entry.implementation is not None
-    if entry.implementation == BUNDLED and entry.takes == "matrices" and setup.profile.newton_schulz == "torch":
-        return "torch.optim.Muon"
+    if entry.implementation == BUNDLED and entry.orthogonalises and setup.profile.newton_schulz == "torch":
+        return TORCH_MUON
     same = _state_widths(entry) == {FLOAT_BYTES.get(item.format_name) for item in group}
-    if entry.implementation == "torch.optim.AdamW" and not (same and _plain(setup, group)):
+    if entry.implementation == TORCH_ADAMW and entry.bundled and not (same and _plain(setup, group)):
         return BUNDLED
     return entry.implementation
 
@@ -125,17 +134,13 @@ def _masters(setup: TrainingSetup, group: Iterable[Updated]) -> list[Updated]:
 
 # ------------------------------------------------------------------ what is refused
 def _refuse_what_is_not_modelled(setup: TrainingSetup, name: str, entry: Optimizer) -> None:
-    kind = entry.implementation
-    if kind is None:
+    for path, text in optimizer_problems(entry):
+        raise CannotAnswerError(f"{setup.name}: optimizer {name}: {'.'.join(map(str, path))}: {text}")
+    by_profile = entry.step == "torch" and entry.scratch.form == "copies"
+    if by_profile and setup.profile.optimizer != "foreach":
         raise CannotAnswerError(
-            f"{setup.name}: optimizer {name} names no implementation, so what its update allocates is not known; "
-            f"give it one of {', '.join(KEPT)}, or untraced to plan its states alone"
-        )
-    unknown = [slot.name for slot in entry.slots if slot.name not in KEPT.get(kind, {slot.name})]
-    if unknown:
-        raise CannotAnswerError(
-            f"{setup.name}: optimizer {name} keeps {', '.join(unknown)}, which {kind} does not; "
-            f"it keeps {', '.join(sorted(KEPT[kind]))}"
+            f"{setup.name}: kernels.optimizer: {setup.profile.optimizer} is not supported with {name}, whose entry states "
+            "the scratch memory of foreach; use kernels.optimizer: foreach"
         )
 
 
@@ -145,7 +150,8 @@ def _refuse_formats(setup: TrainingSetup, group: Iterable[Updated]) -> None:
         if item.coded and item.codec is None:
             raise CannotAnswerError(
                 f"{setup.name}: weights in {item.format_name} cannot be trained: nothing codes them again after an "
-                f"update; use {', '.join((*FLOAT_BYTES, *get_args(Codec)))}, or freeze them beside adapters"
+                f"update; use {', '.join(FLOAT_BYTES)} or a format that is trained as codes (memplan list formats), or freeze them "
+                "beside adapters"
             )
 
 

@@ -132,7 +132,7 @@ def _options(name: str, entry: entries.Optimizer, profile: KernelProfile) -> dic
     """
     slot = next(slot for slot in entry.slots if slot.layout == "elementwise")
     blocks = slot.block_elements if slot.block_elements > 1 else DEFAULT_BLOCK
-    adamw = entry.algorithm == "adamw"
+    adamw = not entry.orthogonalises
     for chosen in ADAMW_FORMATS if adamw else MOMENTUM_FORMATS:
         codec = adamw_codecs(chosen, ADAMW_EXEMPT_BELOW)[0] if adamw else momentum_codec(chosen, blocks)
         if (codec.block_elements, codec.block_bytes) != (slot.block_elements, slot.block_bytes):

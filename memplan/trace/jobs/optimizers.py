@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import OptimizerKernel
+from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_CLASSES
+from memplan.errors import CannotAnswerError
 from memplan.step.states.model_states import is_exempt, slot_bytes
-from memplan.step.states.update_kernels import BUNDLED, Updated, stepper
+from memplan.step.states.update_algorithms import depends_on_kernel
+from memplan.step.states.update_kernels import Updated, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion
@@ -61,32 +65,40 @@ def cuda_optimizer_paths() -> Iterator[None]:
             setattr(module, name, original)
 
 
-class TorchUpdate:
-    """One of torch's own optimizers."""
+class ClassUpdate:
+    """The class that an entry names; tensors without memory have any number that it reads on the host."""
 
     note = ""
     on_host = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, name: str, entry: entries.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+        self.name, self.entry, self.optimizer = name, entry, optimizer
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
-        self.optimizer.step()
+        with _AnyNumber():  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        self._refuse_unnamed_states()
+
+    def _refuse_unnamed_states(self) -> None:
+        """Refuse an optimizer of a user's own that keeps tensors which its entry does not name.
+
+        Raises:
+            CannotAnswerError: It does.
+        """
+        if self.entry.implementation in UPDATE_CLASSES:
+            return
+        named = {slot.name for slot in (*self.entry.slots, *self.entry.exempt_slots)}
+        unnamed = sorted({key for _, key in self.states()} - named)
+        if unnamed:
+            raise CannotAnswerError(
+                f"optimizer {self.name}: {self.entry.implementation} keeps {', '.join(unnamed)}, which its entry has no slot for"
+            )
 
     def states(self) -> Iterator[tuple[Tensor, str]]:
         """Yield every tensor in the optimizer's state."""
         for state in self.optimizer.state.values():
             yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
-
-
-class AdafactorUpdate(TorchUpdate):
-    """torch.optim.Adafactor, which reads norms of the weights on the host."""
-
-    def step(self) -> None:
-        """Update the parameters; tensors without memory have a norm of one."""
-        with _AnyNumber():  # type: ignore[no-untyped-call]
-            self.optimizer.step()
 
 
 class _AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -161,33 +173,64 @@ def update_of(
     if kind == BUNDLED:
         return BundledUpdate(name, entry, weights, setup.profile, staged)
     tensors = [weight.tensor for weight in weights]
-    if kind == "untraced":
+    if kind in (UNTRACED, NO_UPDATE):
         return StatesOnly(name, entry, tensors)
-    if kind == "torch.optim.Adafactor":
-        return AdafactorUpdate(Adafactor(tensors, lr=LEARNING_RATE))
-    return TorchUpdate(_optimizer(kind, entry, tensors, setup.profile.optimizer))
+    return ClassUpdate(name, entry, _optimizer(name, kind, entry, tensors, setup.profile.optimizer))
 
 
 def _optimizer(
-    kind: str, entry: entries.Optimizer, tensors: list[Tensor], kernel: OptimizerKernel
+    name: str, kind: str, entry: entries.Optimizer, tensors: list[Tensor], kernel: OptimizerKernel
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the class called ``kind``."""
-    if kind == "torch.optim.AdamW":
-        return AdamW(tensors, lr=LEARNING_RATE, foreach=kernel == "foreach", fused=kernel == "fused")
-    if kind == "torch.optim.SGD":
-        # The fused kernel has no meta form; like foreach it updates in place.
-        momentum = 0.9 if entry.slots else 0.0
-        return SGD(tensors, lr=LEARNING_RATE, momentum=momentum, foreach=kernel != "for-loop")
-    chosen: type[torch.optim.Optimizer] = _OTHERS[kind]
-    return chosen(tensors, lr=LEARNING_RATE)  # type: ignore[call-arg]
+    """Return an optimizer of the class called ``kind``, with its kernel and the options of the entry.
+
+    Raises:
+        CannotAnswerError: There is no such class, or it does not take them.
+    """
+    chosen = _REFERENCES.get(kind) or _imported(name, kind)
+    options: dict[str, Any] = {"lr": LEARNING_RATE}
+    if kind == entry.implementation:
+        options |= {key: _option(value) for key, value in entry.options.items()}
+    takes = signature(chosen).parameters
+    if entry.step == "torch" and "foreach" in takes:
+        # Fused kernels of SGD have no meta form; like foreach it updates in place.
+        fused = kernel == "fused" and "fused" in takes and depends_on_kernel(entry)
+        options |= {"foreach": kernel != "for-loop" and not fused} | ({"fused": fused} if "fused" in takes else {})
+    try:
+        return chosen(tensors, **options)
+    except (TypeError, ValueError) as error:
+        raise CannotAnswerError(f"optimizer {name}: {kind} does not take its options: {error}") from None
 
 
-_OTHERS: dict[str, Any] = {
+def _option(value: bool | int | str) -> Any:
+    """Return an option of a class; decimals stand as text in an entry."""
+    try:
+        return literal_eval(value) if isinstance(value, str) else value
+    except (SyntaxError, ValueError):
+        return value
+
+
+def _imported(name: str, kind: str) -> type[torch.optim.Optimizer]:
+    """Return the class that an entry names by its path.
+
+    Raises:
+        CannotAnswerError: It is not there, or is no optimizer.
+    """
+    module, _, last = kind.rpartition(".")
+    try:
+        chosen = getattr(import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CannotAnswerError(f"optimizer {name}: {kind} cannot be imported, and so not traced: {error}") from None
+    if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
+        raise CannotAnswerError(f"optimizer {name}: {kind} is no torch.optim.Optimizer")
+    return chosen
+
+
+_REFERENCES: dict[str, Any] = {
     "adam_mini.Adam_mini": AdamMini,
     "bitsandbytes.optim.AdamW8bit": BlockwiseAdamw,
     "lion_pytorch.Lion": Lion,
-    "torch.optim.Muon": Muon,
 }
+"""Classes that are told here, so that tracing them needs no such package."""
 
 
 def _updated(weight: Trained, setup: TrainingSetup) -> Updated:

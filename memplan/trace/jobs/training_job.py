@@ -111,7 +111,7 @@ class Job:
 
     def _follows_muon(self, group: tuple[str, list[int]]) -> bool:
         """Tell whether a group is stepped after Muon's matrices, as in ``memplan.muon.split_parameters``."""
-        return self.setup.optimizers[self.trained[group[1][0]].role].algorithm != "muon"
+        return self.setup.optimizers[self.trained[group[1][0]].role].takes == "all"
 
     def watch(self, watcher: Watcher) -> None:
         """Let ``watcher`` see what there is, in the order in which it was made, and every gradient as it is finished."""

@@ -15,7 +15,7 @@ from memplan.errors import CannotAnswerError
 from memplan.muon.stores.gradient_stores import GradientStore
 from memplan.muon.weights.grid_formats import GridFormat, grid_of
 from memplan.muon.weights.quantised import QuantisedHandle, QuantisedWeight
-from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
+from memplan.muon.weights.weight_codecs import weight_format
 
 PATTERN_ROWS = 16
 """Rows that are coded from random numbers; all other rows of a fresh weight repeat them."""
@@ -27,7 +27,7 @@ def library_format(layout: StorageFormat) -> str | None:
     Raises:
         CannotAnswerError: The format's grid is in a package that is not installed.
     """
-    if layout.codec is not None and isinstance(WEIGHT_FORMATS[layout.codec], GridFormat) and find_spec("gguf") is None:
+    if layout.codec is not None and isinstance(weight_format(layout.codec), GridFormat) and find_spec("gguf") is None:
         raise CannotAnswerError(
             f"weights in {layout.codec} are traced with the grid of the gguf package: pip install gguf"
         )

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.kernel_profiles import PRESETS, KernelProfile
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import Adapter, Checkpointing
 from memplan.model.inventory import Role
 
-BUNDLED = PRESETS["bundled"]
+BUNDLED = KernelProfile()
 
 Target = Literal["cuda", "cpu"]
 

@@ -1,0 +1,95 @@
+"""Our own entries: texts by name, each parsed and built when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memplan.documents.loading import parse_document
+from memplan.documents.opening import files_in, is_file, is_folder, read_text
+from memplan.documents.schemas import build
+
+T = TypeVar("T")
+
+
+def yaml_files(location: Path) -> list[Path]:
+    """Return the YAML files of a folder, or a file itself."""
+    if is_folder(location):
+        return files_in(location, "*.yaml")
+    return [location] if is_file(location) else []
+
+
+@dataclass(frozen=True, slots=True)
+class EntryText:
+    """The text of one shipped entry, which is parsed when it is asked for.
+
+    Reading two hundred entries takes far longer than the one or two that an answer needs. Ours
+    keep to a layout that tests hold: entries start in the first column, aliases stand in one line.
+    """
+
+    text: str
+    name: str
+    path: Path
+    keyed: bool
+
+    @property
+    def aliases(self) -> list[str]:
+        """The aliases that the text lists."""
+        match = _ALIASES.search(self.text)
+        return [alias.strip().strip("\"'") for alias in match[1].split(",")] if match else []
+
+    @property
+    def card(self) -> str:
+        """Return the name that a GPU is sold under."""
+        match = _CARD.search(self.text)
+        return match[1].strip("\"'") if match else ""
+
+    def data(self) -> Any:
+        """Return the parsed entry."""
+        value = parse_document(self.text, str(self.path)).data
+        return value[self.name] if self.keyed else value
+
+
+_ALIASES = re.compile(r"^ *aliases: \[(.+)\]", re.MULTILINE)
+_CARD = re.compile(r"^  name: (.+?) *$", re.MULTILINE)
+_ENTRY = re.compile(r"^([a-z0-9][^\s:]*):[ \t]*$", re.MULTILINE)
+
+
+def shipped_texts(location: Path) -> tuple[dict[str, EntryText], dict[str, str]]:
+    """Return the texts of our own entries by name, sorted, and the file that each stands in."""
+    parts: dict[str, EntryText] = {}
+    folder = is_folder(location)
+    for path in yaml_files(location):
+        text = read_text(path)
+        if folder:
+            parts[path.stem] = EntryText(text, path.stem, path, keyed=False)
+            continue
+        starts = list(_ENTRY.finditer(text))
+        ends = [*(match.start() for match in starts[1:]), len(text)]
+        for match, end in zip(starts, ends, strict=True):
+            parts[match[1]] = EntryText(text[match.start() : end], match[1], path, keyed=True)
+    return dict(sorted(parts.items())), {name: str(part.path) for name, part in parts.items()}
+
+
+class BuiltEntries(Mapping[str, T]):
+    """Entries by name, sorted; ours are built when they are asked for."""
+
+    def __init__(self, cls: type[T], parts: Mapping[str, EntryText], added: Mapping[str, T]) -> None:
+        self._cls = cls
+        self._parts = parts
+        self._built = dict(added)
+        self._names = sorted({*parts, *added})
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._built:
+            self._built[name] = build(self._cls, self._parts[name].data())
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
