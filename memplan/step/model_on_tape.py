@@ -87,7 +87,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     sections: list[Section] = []
 
     def kind_of(run: LayerRun, needs_gradient: bool) -> int:
-        own = names.get(inventory_first(spec, run), ())
+        own = names.get(run.first, ())
         key = (run.layer, own, needs_gradient)
         if key not in known:
             known[key] = len(sections)
@@ -103,8 +103,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         if trained == needs or run.count == 1:
             runs.append((run, first))
         else:
-            rest = LayerRun(run.layer, run.count - 1, run.first + 1)
-            runs += [(LayerRun(run.layer, 1, run.first), first), (rest, kind_of(rest, trained))]
+            alone, rest = LayerRun(run.layer, 1, run.first), LayerRun(run.layer, run.count - 1, run.first + 1)
+            runs += [(alone, first), (rest, kind_of(run, trained))]
         needs = sections[runs[-1][1]].output.needs_gradient
     head = head_on_tape(settings, root, needs)
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)

@@ -47,15 +47,11 @@ class Builder:
             like.quantity,
             like.width if width is None else width,
             like.element_bytes if element_bytes is None else element_bytes,
-            part=self.part(like),
+            part=self.tape.storages[like.storage][0],
         )
         tensor.foreign = like.foreign and tensor.element_bytes == 2
         tensor.apart = like.apart
         return tensor
-
-    def part(self, like: Value) -> Part:
-        """Return what the storage of ``like`` counts as."""
-        return self.tape.storages[like.storage][0]
 
     def constant(self, elements: int, element_bytes: int) -> Value:
         """Return a new tensor of a size that neither batch nor length changes."""

@@ -87,7 +87,8 @@ class Form:
 
     def __add__(self, other: Form) -> Form:
         """Return the bytes of both."""
-        return Form(tuple(map(_sum, self.parts, other.parts)))
+        pairs = zip(self.parts, other.parts, strict=True)
+        return Form(tuple([x if y is NOTHING else y if x is NOTHING else tuple(map(add, x, y)) for x, y in pairs]))
 
     def __sub__(self, other: Form) -> Form:
         """Return the bytes without those of ``other``."""
@@ -113,8 +114,11 @@ class Form:
 
     def totals(self) -> Coefficients:
         """Return the coefficients of all parts together."""
-        activations, logits, temporaries, gradients = self.parts
-        return _sum(_sum(activations, logits), _sum(temporaries, gradients))
+        total = NOTHING
+        for own in self.parts:
+            if own is not NOTHING:
+                total = own if total is NOTHING else tuple(map(add, total, own))
+        return total
 
     def bytes(self, part: Part, values: Sequence[int]) -> int:
         """Return the bytes of one part, given the values of the quantities."""
@@ -129,12 +133,6 @@ class Form:
         return _bytes(self.totals(), values)
 
 
-def _sum(first: Coefficients, second: Coefficients) -> Coefficients:
-    if second is NOTHING:
-        return first
-    return second if first is NOTHING else tuple(map(add, first, second))
-
-
 def _bytes(coefficients: Coefficients, values: Sequence[int]) -> int:
     return 0 if coefficients is NOTHING else sum(map(mul, coefficients, values))
 
@@ -146,8 +144,10 @@ def single_form(part: Part, quantity: Quantity, coefficient: int) -> Form:
     """Return the form of one tensor."""
     if not coefficient:
         return ZERO
-    own = tuple([coefficient if other is quantity else 0 for other in Quantity])
-    return Form(tuple([own if other is part else NOTHING for other in Part]))
+    own, parts = list(NOTHING), list(ZERO.parts)
+    own[quantity] = coefficient
+    parts[part] = tuple(own)
+    return Form(tuple(parts))
 
 
 def constant_form(part: Part, size: int) -> Form:

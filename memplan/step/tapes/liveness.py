@@ -190,11 +190,23 @@ class _Player:
     def form(self, node: Node, arrived: list[int]) -> None:
         """Form the gradients of a node's inputs and weights."""
         # A product with codes asks for what it saved only once its input's gradient is there (memplan/trace/reference/weight_storage.py).
-        late = any(w.coded for w in node.weights)
+        late = bool(node.weights) and any(w.coded for w in node.weights)
         if not late:
             self.recompute_for(node)
-        if decoding := sum([w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes]):
-            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoding)])
+        self.note_codes(node, sum([w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes]))
+        formed = self.input_gradients(node, arrived)
+        self.note_codes(node, sum([w.copy_bytes for w in node.weights if not w.copy_saved]))
+        if late:
+            self.recompute_for(node)
+        self.finish(node, arrived, formed)
+
+    def note_codes(self, node: Node, size: int) -> None:
+        """Note the moment at which a weight is decoded, or is there decoded."""
+        if size:
+            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, size)])
+
+    def input_gradients(self, node: Node, arrived: list[int]) -> list[tuple[Value, int]]:
+        """Form the gradients of a node's inputs; return them with their storages."""
         formed: list[tuple[Value, int]] = []
         for value, how in node.inputs:
             if how is SAME:
@@ -205,11 +217,7 @@ class _Player:
                 formed.append((value, self.live.new(self.gradient_part(value), value.quantity, size)))
                 if how is VIEW:
                     self.views.add(formed[-1][1])
-        if decoded := sum([w.copy_bytes for w in node.weights if not w.copy_saved]):
-            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, decoded)])
-        if late:
-            self.recompute_for(node)
-        self.finish(node, arrived, formed)
+        return formed
 
     def recompute_for(self, node: Node) -> None:
         """Compute again what was not saved, where a node is the first to need any of it."""

@@ -202,30 +202,19 @@ class Tape:
             casts: Gradients that are cast from wider ones in the workspace.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
-        needs = any(value.needs_gradient for value, _ in inputs) or any(w.trainable for w in weights)
+        used = tuple([pair for pair in inputs if pair[0].needs_gradient])
+        needs = bool(used) or any(weight.trainable for weight in weights)
         for value in made:
             value.needs_gradient = needs
         new = self._first_seen([value for value, _ in inputs], (*made, *saves))
-        node = None
+        storages = tuple(dict.fromkeys([value.storage for value in saves]))
+        read, node = tuple(weights), None
         if needs:
-            used = tuple((value, how) for value, how in inputs if value.needs_gradient)
-            storages = tuple(dict.fromkeys(value.storage for value in saves))
-            packed = bool(storages) or any(not w.coded for w in weights) if packs is None else packs
-            node = Node(
-                name,
-                used,
-                made,
-                storages,
-                tuple(weights),
-                tuple(workspace),
-                self.instant,
-                packed,
-                reduces,
-                tuple(casts),
-            )
+            packed = bool(storages) or any(not weight.coded for weight in read) if packs is None else packs
+            node = Node(name, used, made, storages, read, tuple(workspace), self.instant, packed, reduces, tuple(casts))
             self.nodes.append(node)
-        last = custom or any(value.storage in new for value in saves)
-        self.operations.append(Operation(name, new, tuple(scratch), tuple(weights), node, product, last))
+        last = custom or not set(new).isdisjoint(storages)
+        self.operations.append(Operation(name, new, tuple(scratch), read, node, product, last))
         return made[0]
 
     def make(
