@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memplan.errors import CannotAnswerError as CannotAnswerError
@@ -100,12 +100,14 @@ _MODULES: dict[str, str] = {
 __all__ = ["__version__", *sorted(_MODULES)]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'memplan' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names from above, and is to miss any other
+
+    def __getattr__(name: str) -> object:
+        """Return a public name, importing what it stands in."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

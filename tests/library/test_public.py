@@ -45,6 +45,7 @@ import memplan
 memplan.plan("gpt2", gpu=4090)
 memplan.plan("gpt2", batch=4)
 memplan.trace("gpt2").verdict
+memplan.plans
 """
 
 
@@ -119,8 +120,5 @@ def test_a_type_checker_sees_the_types(tmp_path):
         (tmp_path / name).write_text(text)
     ran = {name: python("-m", "mypy", "--strict", str(tmp_path / name), cwd=Path(ROOT).parent).stdout for name in files}
     assert "Success" in ran["use.py"], ran["use.py"]
-    assert [line.split("[")[-1] for line in ran["misuse.py"].splitlines()[:-1]] == [
-        "typeddict-item]",
-        "call-arg]",
-        "attr-defined]",
-    ]
+    errors = [line.split("[")[-1] for line in ran["misuse.py"].splitlines() if ": error: " in line]
+    assert errors == ["arg-type]", "call-arg]", "attr-defined]", "attr-defined]"]
