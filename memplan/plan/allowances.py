@@ -31,8 +31,9 @@ Coded weights are decoded into buffers of many sizes, which break up the native 
 """
 
 RESERVE_SOURCE = (
-    "simulated CUDA caching allocator on 192 traced steps of six models (configs/evidence/allocator-reserve.json): the least "
-    "it survives with, median, and 95th percentile at the upper end; where memory is plenty it holds more, and gives that back"
+    "simulated CUDA caching allocator on 192 traced steps of six models (configs/evidence/allocator-reserve.json): the "
+    "smallest reserve with which each still runs, median, and 95th percentile at the upper end; with memory to spare the "
+    "allocator reserves more, and releases it under pressure"
 )
 
 CONTEXT_BYTES_FROM_HOPPER = 780_140_544

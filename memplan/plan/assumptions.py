@@ -38,8 +38,8 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         format_fraction(share * 100) for share in (allowances.reserve_fraction, allowances.upper_reserve_fraction)
     )
     yield (
-        f"allocator: {config.allocator}; the least it lives with, {expected} % of what is allocated, "
-        f"or {upper} % at the upper end"
+        f"allocator: {config.allocator}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
+        f"still runs; {upper} % at the upper end"
     )
 
 
@@ -48,8 +48,8 @@ def _states(plan: MemoryPlan) -> Iterator[str]:
     if plan.setup.offloads_states:
         yield (
             f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "
-            "and two stretches of a tensor's states at a time are on the device; torch rounds each pinned tensor up to a "
-            "power of two, so that up to twice as much is taken (https://github.com/pytorch/pytorch/issues/150517)"
+            "and two chunks of a tensor's states at a time are on the device; torch rounds each pinned tensor up to a "
+            "power of two, so the host may need up to twice as much (https://github.com/pytorch/pytorch/issues/150517)"
         )
 
 
@@ -59,11 +59,15 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
     if ranks == 1:
         return
     yield from _sharing(plan)
-    yield f"bytes are those of one GPU of {ranks}, the fullest; each micro-batch is its own"
+    yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per GPU"
     sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, plan.states.gradient_bytes))
-    yield f"each GPU sends {sent} for one forward and backward, gradients reduced every time, and receives as much"
+    yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced in every micro-batch"
     stream = plan.allowances.stream_bytes
-    keeps = f", and the stream that gathers may keep {format_bytes(stream)} from the rest of the step" if stream else ""
+    keeps = (
+        f", and {format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
+        if stream
+        else ""
+    )
     yield f"NCCL may take {format_bytes(NCCL_UPPER_BYTES)} at the upper end{keeps}"
 
 
@@ -86,7 +90,7 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
         yield f"gathered and reduced in {own}, the weights' dtype"
     else:
         yield (
-            f"gathered in {config.compute_dtype}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as torchtitan has it"
+            f"gathered in {config.compute_dtype}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as in torchtitan"
         )
 
 
@@ -101,11 +105,11 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
     if plan.device.count > 1:
         yield "memory of several devices is pooled: everything sharded evenly, nothing replicated, no communication buffers"
     if 0 < spec.learned_positions == plan.sequence_length:
-        yield f"sequence length {plan.sequence_length}: the model has no more learned positions"
+        yield f"sequence length {plan.sequence_length}: all of the model's learned positions"
     elif 0 < spec.max_position_embeddings < plan.sequence_length:
-        yield f"sequence length {plan.sequence_length} is beyond the {spec.max_position_embeddings} that the model is made for"
+        yield f"sequence length {plan.sequence_length} is beyond the model's max_position_embeddings of {spec.max_position_embeddings}"
     if plan.device.gpu.unified_memory:
-        yield "memory is shared with the CPU: what the system and other programs use counts too"
+        yield "unified memory: the operating system and other programs take their share of it too"
     if plan.model.quantization:
         yield f"released in {plan.model.quantization}; planned in the config's own weight formats"
     yield from plan.model.notes
@@ -126,7 +130,7 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     if family in plan.setup.family_gaps:
         yield f"{family} in transformers: {plan.setup.family_gaps[family].text}"
     yield "memory of other processes and of the desktop (set reserve for it)"
-    yield "what the sort of the embedding's backward takes inside itself"
+    yield "scratch of the sort in the embedding's backward"
     yield from unproven_updates((e.optimizer_name, e.optimizer, e.stepper) for e in plan.states.tensors)
     if plan.setup.config.parallel.data > 1:
         yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"

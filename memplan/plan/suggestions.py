@@ -56,22 +56,24 @@ def _assigned(target: Any, path: list[str], value: Any) -> Any:
 def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
     """Yield the changes that make sense for a config, the cheapest first."""
     if config.parallel.data > 1 and config.parallel.zero_stage == 0:
-        yield Change("weights pass between the GPUs twice in every step", (("parallel.zero_stage", 3),))
+        yield Change("weights are gathered from the other GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
         yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
     if profile.optimizer != "fused" and config.adapter is None:
         yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
     if profile.loss != "chunked":
-        yield Change("the head's product runs once more in backward", (("kernels.loss", "chunked"),))
+        yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))
     if config.micro_batch_size > 1:
         half = config.micro_batch_size // 2
         yield Change("twice the accumulation steps for the same batch", (("micro_batch_size", half),))
     if config.activation_checkpointing == "none":
-        yield Change("norms and elementwise operations run once more", (("activation_checkpointing", "selective"),))
+        yield Change(
+            "norms and elementwise operations are recomputed in backward", (("activation_checkpointing", "selective"),)
+        )
     if config.activation_checkpointing != "full":
-        cost = "every layer's forward runs once more, about a third more compute"
+        cost = "every layer's forward is recomputed in backward, about a third more compute"
         yield Change(cost, (("activation_checkpointing", "full"),))
     yield from _costly_changes(config)
 

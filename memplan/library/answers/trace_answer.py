@@ -140,7 +140,7 @@ def _totals_table(traced: TracedStep, unit: str) -> Table:
         (
             "requested",
             format_bytes(traced.trace.peak_bytes, unit),
-            "live tensors, and what kernels allocate inside themselves",
+            "live tensors and what kernels allocate while they run",
         ),
         (
             "allocated",

@@ -36,10 +36,15 @@ def largest_document(
         "rows": [_data(row) for row in rows],
     }
     config = setup.config
+    others = {
+        "batch": f"micro-batch {config.micro_batch_size}",
+        "sequence": f"sequence {config.sequence_length}",
+        "checkpointing": f"checkpointing {config.activation_checkpointing}",
+    }
+    at = ", ".join(text for key, text in others.items() if key != what)
     head = (
-        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}: largest {WORDS[what]} "
-        f"at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, checkpointing "
-        f"{config.activation_checkpointing}, the one sought apart"
+        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}: "
+        f"largest {WORDS[what]} at {at}"
     )
     headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")
     table = Table(headers, tuple(_row(row, unit) for row in rows))
@@ -87,10 +92,10 @@ def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, 
     if any(row.device.count > 1 for row in rows):
         notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
     if any(row.fits.bounded for row in rows):
-        notes.append("(limit): larger values are no valid input, whatever the memory.")
+        notes.append("(limit): the largest value that memplan takes, whatever the memory.")
     made_for = model.spec.max_position_embeddings
     if what == "sequence" and made_for and any(row.fits.value > made_for for row in rows):
-        notes.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
+        notes.append(f"The model's max_position_embeddings is {made_for}; memory allows longer sequences.")
     if what == "layers":
         notes.append("Fewer layers are the model's first ones; more repeat its last one.")
     return tuple(notes)
@@ -102,6 +107,6 @@ def _sentence(what: Quantity, model: Model, rows: Sequence[Largest]) -> str:
         tight = max(rows, key=lambda row: row.tight.value)
         if tight.tight.value:
             return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {tight.device.name}; none FITS for sure."
-        return f"NO: {model.spec.name} fits with no {WORDS[what]} at all."
-    ending = "the input ends there" if best.fits.bounded else f"{best.fits.value + 1} does not"
+        return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1."
+    ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + 1} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {best.device.name}, and {ending}."

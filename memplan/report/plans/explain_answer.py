@@ -119,20 +119,20 @@ def saved_table(plan: MemoryPlan, unit: str) -> Table:
             rows.append((layer, formula, format_bytes(saved.bytes, unit), saved.operation))
         rows.append((layer, "sum", format_bytes(total, unit), ""))
     kind = plan.setup.config.activation_checkpointing
-    title = "Kept for backward by one layer" + (
-        "" if kind == "none" else f" while it runs again (checkpointing {kind})"
+    title = "Saved for backward by one layer" + (
+        "" if kind == "none" else f" while it is recomputed (checkpointing {kind})"
     )
-    return Table(("layer", ">bytes", ">here", "first kept by"), tuple(rows), title)
+    return Table(("layer", ">formula", ">bytes", "first saved by"), tuple(rows), title)
 
 
 def instant_forms_table(plan: MemoryPlan, unit: str) -> Table:
-    """Return each instant's closed form: what is alive besides weights, states and buffers."""
+    """Return each instant's closed form: what is alive beyond weights, optimizer states and buffers."""
     rows = tuple(
         (instant.name, instant.operation, format_bytes(instant.bytes, unit), instant.formula)
         for instant in plan.instant_forms
     )
     return Table(
-        ("instant", "operation", ">besides", "closed form"),
+        ("instant", "operation", ">bytes", "closed form"),
         rows,
-        "Instants: bytes alive besides weights, states and buffers",
+        "Instants: live bytes beyond weights, optimizer states and buffers",
     )

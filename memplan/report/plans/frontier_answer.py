@@ -131,14 +131,14 @@ def answer_text(answer: Answer) -> str:
 
 def _note(grid: Frontier) -> tuple[str, ...]:
     lines = [
-        "Bytes are what nvidia-smi would show. T: TIGHT, fits unless the upper end comes true; x: does not fit. The next "
-        "batch, or the next longer sequence, no longer fits."
+        "Bytes are what nvidia-smi would show. T: TIGHT, fits as expected but not at the upper end; x: does not fit. "
+        "The next batch, or the next longer sequence, no longer fits."
     ]
     if grid.device.count > 1:
         lines.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
     made_for = grid.plan.model.spec.max_position_embeddings
     if made_for and any(edge.fits.value > made_for for edge in grid.by_batch):
-        lines.append(f"The model is made for sequences up to {made_for}; memory allows longer ones.")
+        lines.append(f"The model's max_position_embeddings is {made_for}; memory allows longer sequences.")
     return tuple(lines)
 
 

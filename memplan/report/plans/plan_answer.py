@@ -169,17 +169,21 @@ def share(part: int, whole: int) -> str:
 
 
 def totals_table(plan: MemoryPlan, unit: str) -> Table:
-    """Return the four totals and what they are held against; and what lies in host memory."""
+    """Return the four totals, what they are compared with, and what lies in host memory."""
     rows: tuple[tuple[str, ...], ...] = (
         (
             "requested",
             format_bytes(plan.requested_bytes, unit),
-            "live tensors, and what kernels allocate inside themselves",
+            "live tensors and what kernels allocate while they run",
         ),
-        ("allocated", format_bytes(plan.allocated_bytes, unit), "after rounding to blocks, with library workspaces"),
-        ("reserved", format_bytes(plan.reserved_bytes, unit), "segments that the allocator holds"),
+        (
+            "allocated",
+            format_bytes(plan.allocated_bytes, unit),
+            "rounded up to the allocator's blocks, with library workspaces",
+        ),
+        ("reserved", format_bytes(plan.reserved_bytes, unit), "segments reserved by the allocator"),
         ("device", format_bytes(plan.device_bytes, unit), "what nvidia-smi shows"),
-        ("upper end", format_bytes(plan.upper_bytes, unit), "of the interval around it"),
+        ("upper end", format_bytes(plan.upper_bytes, unit), "of the interval around the device total"),
         (
             "usable",
             format_bytes(plan.usable_bytes, unit),

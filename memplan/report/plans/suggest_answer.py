@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOT_SEARCHED = (
     "Not searched: {gpus}; weights or activations in host memory; optimizers whose "
-    "updates have not been traced; adapters (--set adapter.kind=lora searches them). recompute: what runs twice, +loss the head too."
+    "updates have not been traced; adapters (--set adapter.kind=lora searches them). recompute: activation checkpointing, +loss for the head too."
 )
 ONE_GPU = "several GPUs (--gpus N searches them)"
 PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
@@ -100,7 +100,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
     )
     weights = f"{weights} + {state.master}" if state.master != "none" else weights
     again = way.checkpointing if way.loss != "chunked" else f"{way.checkpointing}+loss"
-    released = " by layer" if way.lifetime == "layer" else ""
+    released = " per layer" if way.lifetime == "layer" else ""
     return (
         str(rank),
         VERDICT_WORDS[plan.verdict],
@@ -112,11 +112,19 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         if plan.setup.config.gradient_accumulation_steps == 1
         else _accumulated(combination, plan.setup),
         weights,
-        f"{state.gradient or 'own'}{released}",
+        f"{state.gradient or _own_gradient_dtype(row)}{released}",
         plan.setup.optimizer_names["hidden_matrix"] + (" on host" if state.offload == "cpu" else ""),
         again,
         *((str(plan.setup.config.parallel.zero_stage),) if plan.setup.config.parallel.data > 1 else ()),
     )
+
+
+def _own_gradient_dtype(row: Settings) -> str:
+    """Return the dtype that autograd gives gradients: that of what is trained, or of the products where codes are."""
+    adapter, weights = row.plan.setup.config.adapter, row.combination.state.weights
+    if adapter is not None:
+        return adapter.dtype
+    return weights.compute_dtype if weights.coded else weights.dtype
 
 
 def _accumulated(combination: Combination, setup: TrainingSetup) -> str:
@@ -136,12 +144,16 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
     link = f"{rates.host_bytes / 10**9:g} GB/s each way ({rates.host_link})"
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
     return (
-        f"tokens/s is an estimate, a roofline over bandwidth and dense FLOP/s{of}: good for an order, not for a date.",
+        f"tokens/s is a roofline estimate from bandwidth and dense FLOP/s{of}: it ranks settings and is no measurement.",
         "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
         "weights that ended far behind fp32 in every record, which come last.",
         *(parallel_notes(gpus, rates) if gpus > 1 else ()),
-        *([f"on host: states pass to the device and back at {link}, with nothing else running."] if offloaded else []),
-        "Order: fits at the upper end, status, time in tenths, risk. Only what nothing beats in all of them is shown.",
+        *(
+            [f"on host: optimizer states are copied to the device and back at {link}, not overlapped with compute."]
+            if offloaded
+            else []
+        ),
+        "Order: fits at the upper end, status, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
         NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED),
     )
 
@@ -149,8 +161,8 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
 def parallel_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
     """Return what the figures of several GPUs mean."""
     return (
-        f"b and bytes are those of one GPU, tokens/s those of all {gpus}: {rates.peer_bytes / 10**9:g} GB/s each way between GPUs, "
-        "which overlaps with the rest and counts where it takes longer.",
+        f"b and bytes are per GPU, tokens/s for all {gpus}: {rates.peer_bytes / 10**9:g} GB/s each way between GPUs, overlapped "
+        "with compute and counted where it takes longer.",
         "zero: 3 shards weights, gradients and optimizer states (torch's fully_shard), 0 replicates them (DistributedDataParallel).",
     )
 
@@ -164,7 +176,7 @@ def _sentence(answer: Suggestions, unit: str) -> str:
     return (
         f"{word}: {plan.model.spec.name} fits on {device_name(plan)} with the settings above; the first "
         f"needs up to {format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
-        "Keep them with --save FILE, and pass that to --config."
+        "Save them with --save FILE, and pass that to --config."
     )
 
 
@@ -188,7 +200,7 @@ def _miss_sentence(answer: Suggestions, unit: str) -> str:
     plan, config = miss.plan, miss.plan.setup.config
     over = format_bytes(plan.upper_bytes - plan.usable_bytes, unit)
     weights = plan.setup.format_names["hidden_matrix"]
-    kept = "kept for the step" if config.gradients.lifetime == "step" else "released layer by layer"
+    lifetime = "kept for the whole step" if config.gradients.lifetime == "step" else "released layer by layer"
     checkpointing = "no" if config.activation_checkpointing == "none" else config.activation_checkpointing
     bigger = (
         f"The smallest GPU that would do is {miss.smallest_gpu.name}."
@@ -203,6 +215,6 @@ def _miss_sentence(answer: Suggestions, unit: str) -> str:
     return (
         f"NO: none of {answer.outcome.considered:,} combinations fits. The nearest miss needs up to "
         f"{format_bytes(plan.upper_bytes, unit)}, {over} too much: {weights} weights, "
-        f"{plan.setup.optimizer_names['hidden_matrix']}{host}, gradients {kept}, {checkpointing} checkpointing, "
+        f"{plan.setup.optimizer_names['hidden_matrix']}{host}, gradients {lifetime}, {checkpointing} checkpointing, "
         f"micro-batch {plan.micro_batch_size}. {bigger}{hint}"
     )
