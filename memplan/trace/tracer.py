@@ -12,7 +12,7 @@ from memplan.trace.jobs.bundled_optimizer import short_loops
 from memplan.trace.jobs.reference_job import Session, skipped_files
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import Component, Trace, TracedStorage
+from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.trace.reference.run_options import Target
 from memplan.training.adapters import adapter_tensors
@@ -67,26 +67,3 @@ def _one_rank(model: Model, setup: TrainingSetup, compute_capability: str | None
     from memplan.trace.replicated import trace_replicated
 
     return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)
-
-
-def peak_by_instant(model: Model, setup: TrainingSetup, *, workspaces: bool = True) -> dict[str, int]:
-    """Return the requested bytes of a steady-state step by instant.
-
-    Instants are ``forward``, ``loss backward``, ``head backward``, ``layer N backward`` (from N =
-    the number of layers down to 1), ``end of backward`` and ``optimizer step``; with the options
-    that cause them ``second backward``, ``gradient clipping``, ``evaluation``, ``checkpoint saving``.
-    The peak is the largest of them.
-
-    Example:
-        >>> peak_by_instant(model, setup)["optimizer step"]  # doctest: +SKIP
-        80304144384
-    """
-    return trace_training(model, setup, workspaces=workspaces).instant_bytes
-
-
-def live_at_peak(
-    model: Model, setup: TrainingSetup, count: int = 20, *, workspaces: bool = True
-) -> tuple[str, dict[Component, int], tuple[TracedStorage, ...]]:
-    """Return the peak's instant, its bytes by component, and the largest storages alive at it."""
-    trace = trace_training(model, setup, workspaces=workspaces)
-    return trace.peak_instant, dict(trace.peak.components), trace.largest_at_peak(count)

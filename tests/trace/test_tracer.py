@@ -12,7 +12,7 @@ from memplan.catalog.training_config import Adapter, Gradients, Offload
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp
 from memplan.trace.recording.trace_result import COMPONENTS, Trace
-from memplan.trace.tracer import live_at_peak, peak_by_instant, trace_training
+from memplan.trace.tracer import trace_training
 from memplan.units import GIB
 
 
@@ -81,7 +81,7 @@ def test_dense_llama_equals_the_closed_form_of_the_prototypes(
         kernels=Kernels(loss=loss),
         activation_checkpointing="full" if full else "none",
     )
-    traced = peak_by_instant(model, setup, workspaces=False)
+    traced = trace_training(model, setup, workspaces=False).instant_bytes
     expected = closed_form(model, batch, tokens, optimizer, loss, full)
     assert {key: traced[key] - size for key, size in expected.items() if abs(traced[key] - size) > 8} == {}
 
@@ -203,12 +203,13 @@ def test_coded_weights_are_never_alive_in_full(make_model, make_setup):
 
 def test_the_largest_tensors_name_the_line_that_made_them(make_model, make_setup):
     setup = make_setup(optimizer={"default": "sgd"}, micro_batch_size=8)
-    instant, components, largest = live_at_peak(make_model("small"), setup, 40)
-    assert instant == "loss backward"
-    assert components["logits"] > 0
+    trace = trace_training(make_model("small"), setup)
+    assert trace.peak_instant == "loss backward"
+    assert trace.peak.components["logits"] > 0
+    largest = trace.largest_at_peak(40)
     activations = [s for s in largest if s.component == "activations"]
     assert activations
-    assert all(s.line.startswith("lab/") and s.line.rpartition(":")[2].isdigit() for s in activations)
+    assert all(s.line.startswith("reference/") and s.line.rpartition(":")[2].isdigit() for s in activations)
     assert [s.bytes for s in largest] == sorted((s.bytes for s in largest), reverse=True)
 
 
@@ -223,8 +224,8 @@ def test_library_workspaces_are_in_the_events_and_in_no_requested_figure(make_mo
 
 def test_workspaces_of_flash_attention_raise_only_backward(make_model, make_setup):
     setup = make_setup(sequence_length=4096, activation_checkpointing="full")
-    without = peak_by_instant(make_model("tiny"), setup, workspaces=False)
-    with_ = peak_by_instant(make_model("tiny"), setup)
+    without = trace_training(make_model("tiny"), setup, workspaces=False).instant_bytes
+    with_ = trace_training(make_model("tiny"), setup).instant_bytes
     assert with_["forward"] == without["forward"]
     assert all(with_[name] >= size for name, size in without.items())
 

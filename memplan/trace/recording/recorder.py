@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
 from memplan.trace.recording.workspaces import (
     CUBLASLT_WORKSPACE_BYTES,
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spans: list[int] = []
         self._backward = False
         self._with_workspace: set[tuple[bool, str]] = set()
+        self._operators = RepeatedOperators()
 
     # What the step says.
 
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func in _IN_PLACE and self._backward:
             return args[0]
-        result = func(*args, **(kwargs or {}))
+        result = self._operators.result(func, args, kwargs or {})
         name = func.__name__
         if isinstance(result, Tensor):
             self._see(result, name)
