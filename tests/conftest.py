@@ -18,7 +18,8 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.library.lookup import catalog_model
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup, resolve
 from tests.jobs import shipped_catalog
 

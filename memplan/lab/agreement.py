@@ -20,7 +20,8 @@ from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolved import resolve
 

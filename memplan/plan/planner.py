@@ -10,10 +10,7 @@ from operator import mul
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, measured_allowances
-from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from memplan.plan.closed_forms import form_text
-from memplan.plan.components import COMPONENTS, Component
-from memplan.plan.memory_plan import Device, MemoryPlan, Verdict, verdict_of
+from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
 from memplan.step.states.model_states import ModelStates, model_states
@@ -23,20 +20,6 @@ from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
-
-__all__ = [
-    "COMPONENTS",
-    "BytesPerParameter",
-    "CompiledPlan",
-    "Component",
-    "Device",
-    "MemoryPlan",
-    "Verdict",
-    "allowances_of",
-    "bytes_per_parameter",
-    "devices_for",
-    "form_text",
-]
 
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""

@@ -14,7 +14,8 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.largest_model import fewest_devices, upper_bytes
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.plan.recommended_configs import Recommendation, recommendations
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.table_schema import PublishedFile, Shape

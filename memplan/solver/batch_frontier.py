@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memplan.plan.planner import CompiledPlan, Device, Verdict
+from memplan.plan.memory_plan import Device, Verdict
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import Answer, largest_batch, longest_sequence
 

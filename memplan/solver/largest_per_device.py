@@ -8,7 +8,8 @@ from typing import Literal
 
 from memplan.errors import InvalidFileError
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, devices_for
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import (
     MOST_LAYERS,

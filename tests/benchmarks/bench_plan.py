@@ -13,7 +13,8 @@ import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.library.lookup import catalog_model
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import resolve
 
 MODELS = ("gpt2", "llama-3.1-8b", "llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3")

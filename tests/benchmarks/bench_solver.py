@@ -15,7 +15,8 @@ import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.library.lookup import catalog_model
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.batch_frontier import frontier
 from memplan.solver.largest_per_device import largest_values
 from memplan.solver.search.axes import BATCHES, full_space

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.library.lookup import custom_gpu
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 
 ASK = ("fit", "pythia-160m", "--config", "bf16-adamw")
 

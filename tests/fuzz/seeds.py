@@ -23,7 +23,8 @@ from memplan.library.lookup.prices import load_prices
 from memplan.measure.records.measurement_records import read_data, read_record
 from memplan.measure.records.prediction import planned
 from memplan.model.readers.safetensors import stored_tensors
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.report.experiments import read_record as read_experiment
 from memplan.report.validation_answer import calibration_document
 from tests.readers.conftest import LLAMA_CONFIG, LLAMA_KEYS, llama_tensors, write_gguf

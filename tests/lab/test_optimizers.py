@@ -25,7 +25,8 @@ from memplan.errors import CannotAnswerError, MemplanError  # noqa: E402
 from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS  # noqa: E402
-from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.plan.memory_plan import Device  # noqa: E402
+from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.step.states.update_algorithms import RULES  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolved import resolve  # noqa: E402

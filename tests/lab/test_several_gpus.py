@@ -10,7 +10,8 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
 from memplan.lab.agreement import cut_model
 from memplan.model.readers.shapes import model_from_shapes
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolved import resolve
 

@@ -22,7 +22,8 @@ from memplan.lab.agreement import cut_model  # noqa: E402
 from memplan.model.families import families  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
-from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.plan.memory_plan import Device  # noqa: E402
+from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolved import resolve  # noqa: E402
 from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402

@@ -11,8 +11,10 @@ from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import fewest_devices, largest_models, max_parameters
-from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup, resolve
 
 CATALOG = Catalog(data_directory())

@@ -16,7 +16,9 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.library.lookup import catalog_model
 from memplan.model.readers.shapes import model_from_shapes
-from memplan.plan.planner import COMPONENTS, CompiledPlan, Device
+from memplan.plan.components import COMPONENTS
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.training.resolved import resolve
 

@@ -7,7 +7,7 @@ import pytest
 
 from memplan.catalog.recorded_rows import Records
 from memplan.library.lookup import Overrides, catalog_model, find_setup
-from memplan.plan.planner import Device
+from memplan.plan.memory_plan import Device
 from memplan.plan.recommended_configs import SOUND, recommendations
 from memplan.report.json_schemas import schema_of
 from memplan.report.plans.recommend_answer import precision_text

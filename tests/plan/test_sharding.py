@@ -14,8 +14,10 @@ from memplan.catalog.training_config import Adapter, Gradients, Offload, Paralle
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import fewest_devices
-from memplan.plan.planner import CompiledPlan, Device, bytes_per_parameter
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
 from memplan.training.resolved import resolve

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from memplan.plan.planner import bytes_per_parameter
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.units import format_fraction
 
 Q4, IQ3, IQ2 = Fraction(18, 32), Fraction(98, 256), Fraction(66, 256)

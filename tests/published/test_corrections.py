@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.documents.printed_numbers import formatted_like
-from memplan.plan.planner import bytes_per_parameter
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.published.planned import parameters, shape_plan
 
 D20_FULL_MATRICES = 24 * (4 * 768**2 + 3 * 768 * 2688)

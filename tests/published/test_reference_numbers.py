@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.units import GIB
 
 PARAMETERS = 8_030_261_248

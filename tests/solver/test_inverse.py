@@ -8,7 +8,8 @@ import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.batch_frontier import frontier
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_per_device import largest_values

@@ -8,7 +8,8 @@ import pytest
 
 from memplan.catalog.training_config import Offload
 from memplan.library.lookup import custom_gpu
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, gradient_name

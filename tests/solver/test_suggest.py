@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from memplan.library.lookup import Overrides, find_setup
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
 BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")

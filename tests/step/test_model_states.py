@@ -12,7 +12,8 @@ from memplan.catalog.catalog import data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload
 from memplan.model.inventory import parameters_by_role
-from memplan.plan.planner import CompiledPlan, bytes_per_parameter
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
+from memplan.plan.planner import CompiledPlan
 from memplan.step.states.model_states import model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
 

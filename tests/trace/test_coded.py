@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.lab.agreement import cut_model  # noqa: E402
-from memplan.plan.planner import CompiledPlan, Device  # noqa: E402
+from memplan.plan.memory_plan import Device  # noqa: E402
+from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
 from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402

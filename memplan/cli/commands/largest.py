@@ -15,7 +15,7 @@ from memplan.cli.output import emit, unit_text
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_devices, find_model, find_setup, open_catalog
 from memplan.model.model import Model
-from memplan.plan.planner import Device
+from memplan.plan.memory_plan import Device
 from memplan.report.document import Document
 from memplan.training.resolved import TrainingSetup
 

@@ -155,7 +155,8 @@ def _default_model(request: ValidateRequest, device: str, scale: Scale, catalog:
         return DEFAULT_MODELS[2]
     from memplan.library.lookup import local_gpu
     from memplan.measure.task import scaled_model
-    from memplan.plan.planner import CompiledPlan, Device
+    from memplan.plan.memory_plan import Device
+    from memplan.plan.planner import CompiledPlan
 
     card = Device(*local_gpu(catalog))
     for name in DEFAULT_MODELS:

@@ -17,7 +17,8 @@ from memplan.lab.survey.drawn_configs import config_keys
 from memplan.lab.survey.drawn_models import model_values
 from memplan.model.families import model_spec
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
 from memplan.trace.recording.trace_result import Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolved import TrainingSetup, resolve

@@ -8,7 +8,7 @@ from pathlib import Path
 from memplan.documents.loading import load_document
 from memplan.errors import InvalidFileError, printable
 from memplan.plan.allowances import MachineProfile
-from memplan.plan.planner import Device
+from memplan.plan.memory_plan import Device
 from memplan.units import MAXIMUM_BYTES
 
 SCHEMA = "memplan/profile/1"

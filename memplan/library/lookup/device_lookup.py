@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, Interconnect
 from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name
-from memplan.plan.planner import Device
+from memplan.plan.memory_plan import Device
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from memplan.errors import MemplanError
 from memplan.measure.records.prediction import measured_device, planned
 from memplan.measure.task import SMALL, Scale, Task, scaled_model
 from memplan.model.inventory import parameter_count
-from memplan.plan.planner import CompiledPlan, Device
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import resolve
 from memplan.units import GIB
 

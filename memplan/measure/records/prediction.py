@@ -12,7 +12,8 @@ from memplan.allocator.settings import parse_alloc_conf
 from memplan.catalog.entries import Gpu, Interconnect
 from memplan.measure.measured import Measurement
 from memplan.measure.task import Task
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import LIBRARIES
 from memplan.trace.tracer import trace_training

@@ -18,7 +18,8 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan, devices_for
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
 from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked

@@ -9,7 +9,8 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.plan.planner import CompiledPlan, Device, MemoryPlan
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axes
 from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
