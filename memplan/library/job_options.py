@@ -109,6 +109,8 @@ class JobInputs:
 
     def _profiled(self, gpu: str | Device | None, memory: str | None, count: int) -> Device:
         profile = self.options.get("profile")
+        if isinstance(gpu, Device) and memory is not None:
+            raise InvalidFileError(["both gpu and gpu_memory given: give one of them"])
         device = gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog)
         return with_profile(device, None if profile is None else Path(profile))
 
@@ -117,11 +119,15 @@ class JobInputs:
 
         Args:
             count: How many of each there are, their memory pooled.
+
+        Raises:
+            InvalidFileError: A profile is given, which is that of one card, and no GPU.
         """
-        gpu, memory = self.options.get("gpu"), self.options.get("gpu_memory")
-        if isinstance(gpu, Device):
-            return [self._profiled(gpu, memory, count)]
-        return find_devices(gpu, memory, count, self.catalog)
+        if self.names_device:
+            return [self.device(count=count)]
+        if self.options.get("profile") is not None:
+            raise InvalidFileError(["profile: it is that of one card; name the card with gpu"])
+        return find_devices(None, None, count, self.catalog)
 
     def devices_named(self, names: Iterable[str | Device]) -> list[Device]:
         """Return the GPUs called ``names``; where there are none, the one that was named or is here."""
@@ -171,7 +177,14 @@ class JobInputs:
         return find_setup(config, self.overrides(gpus), self.catalog, model)
 
 
-def job_inputs(question: str, given: ModelGiven, options: Mapping[str, Any], known: type = JobOptions) -> JobInputs:
+def job_inputs(
+    question: str,
+    given: ModelGiven,
+    options: Mapping[str, Any],
+    known: type = JobOptions,
+    *,
+    refused: Mapping[str, str] | None = None,
+) -> JobInputs:
     """Return a question's keywords, checked.
 
     Args:
@@ -179,11 +192,15 @@ def job_inputs(question: str, given: ModelGiven, options: Mapping[str, Any], kno
         given: The model.
         options: Keywords; one that is None counts as not given.
         known: The keywords that it takes, as a typed dictionary.
+        refused: Those that would change nothing in its answer, each with what to do instead.
 
     Raises:
         TypeError: A keyword that it does not take.
         InvalidFileError: A number that is out of range, or an unknown kind of checkpointing.
     """
+    for name, instead in (refused or {}).items():
+        if options.get(name) is not None:
+            raise TypeError(f"memplan.{question}() takes no {name}: {instead}")
     for name in options:
         if name not in known.__annotations__:
             hint = match_hint(name, known.__annotations__)

@@ -19,9 +19,9 @@ def show_document(name: str, catalog: Catalog, unit: str) -> Document:
         UnknownNameError: No entry of any kind and no file has the name.
     """
     plain = not name.startswith((".", "/", "~")) and name != "-"
-    found = [kind for kind in KINDS if plain and name in catalog.section(kind)]
-    if found:
-        return entry_document(found, name, catalog, unit)
+    kinds = [kind for kind in KINDS if plain and name in catalog.section(kind)]
+    if kinds:
+        return entry_document(kinds, name, catalog, unit)
     try:
         return model_document(find_model(name, Shapes(), catalog), unit)
     except UnknownNameError:

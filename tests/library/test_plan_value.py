@@ -113,7 +113,10 @@ def test_every_number_out_of_range_is_told_at_once():
         (lambda: memplan.plan("gpt2", sequence=4), "did you mean 'sequence_length'"),
         (lambda: memplan.suggest("gpt2", minbatch=4), "did you mean 'min_batch'"),
         (lambda: memplan.fit("gpt2", config="lora"), "takes no config"),
-        (lambda: memplan.job("gpt2", gpu="rtx4090"), "takes no gpu"),
+        (lambda: memplan.job("gpt2", gpu="rtx4090"), "takes no gpu: name the GPU in each plan"),
+        (lambda: memplan.compare("gpt2", config="lora"), "takes no config: name all of them in configs"),
+        (lambda: memplan.where("gpt2", gpus=4), "takes no gpus: how many GPUs it takes is the question"),
+        (lambda: memplan.frontier("gpt2", micro_batch_size=4), "takes no micro_batch_size: batches are an axis"),
     ],
 )
 def test_a_keyword_that_is_not_taken_is_an_error_of_the_program(question, words):
@@ -130,6 +133,14 @@ def test_a_model_that_is_not_named_or_named_twice():
         memplan.largest("gpt2", **ON)
     with pytest.raises(memplan.InvalidFileError, match="did you mean 'batch'"):
         memplan.largest("gpt2", of="batches", **ON)
+
+
+def test_a_profile_is_that_of_one_card(tmp_path):
+    with pytest.raises(memplan.InvalidFileError, match="name the card with gpu"):
+        memplan.where("gpt2", profile=tmp_path / "profile.json")
+    device = memplan.plan("gpt2", config="lora", **ON).memory.device
+    with pytest.raises(memplan.InvalidFileError, match="give one of them"):
+        memplan.plan("gpt2", config="lora", gpu=device, gpu_memory="24GiB")
 
 
 def test_what_is_not_modelled_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def trace_document(request: TraceRequest, catalog: Catalog, unit: str) -> Docume
 
 def _traced(request: TraceRequest, catalog: Catalog) -> memplan.Traced:
     overrides = request.overrides
+    if request.module is not None:
+        sys.path.insert(0, "")  # as python -m has it, so that modules in the working directory are there
     return memplan.trace(
         request.model,
         shapes=request.shapes,

@@ -179,13 +179,13 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
         >>> memplan.where("llama-3.1-8b", config="qlora", gpu="rtx4090").counts
         {'rtx4090': 1}
     """
-    inputs = job_inputs("where", model, options)
+    inputs = job_inputs("where", model, options, refused={"gpus": "how many GPUs it takes is the question"})
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
     setup = inputs.setup(known)
-    found = placements(known, lambda count: inputs.setup(known, gpus=count), devices)
-    return Where(known, setup, found, prices)
+    rows = placements(known, lambda count: inputs.setup(known, gpus=count), devices)
+    return Where(known, setup, rows, prices)
 
 
 # ------------------------------------------------------------------ batch and sequence length
@@ -260,7 +260,8 @@ def frontier(
         >>> grid.verdicts
         {(1, 1024): 'fits', (4, 1024): 'fits'}
     """
-    inputs = job_inputs("frontier", model, options)
+    axes = {"micro_batch_size": "batches are an axis of the grid", "sequence_length": "lengths are an axis of the grid"}
+    inputs = job_inputs("frontier", model, options, refused=axes)
     known = inputs.model()
     device = inputs.device(count=inputs.gpus)
     plan = CompiledPlan(known, inputs.setup(known))

@@ -100,9 +100,8 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
         >>> answer.verdict, "qlora" in [plan.config for plan in answer.fitting]
         ('fits', True)
     """
-    if options.get("config") is not None:
-        raise TypeError("memplan.fit() takes no config: it plans every shipped one; memplan.plan() plans one")
-    inputs = job_inputs("fit", model, options)
+    every = "it plans every shipped one; memplan.plan() plans one"
+    inputs = job_inputs("fit", model, options, refused={"config": every})
     known = inputs.model()
     device = inputs.device()
     setups, left_out = _setups(inputs, known)
@@ -159,9 +158,9 @@ def compare(
         >>> [plan.verdict for plan in answer.rows], answer.differences["weights.hidden_matrix"]
         (['fits', 'fits'], ['bf16', 'nf4-dq'])
     """
-    inputs = job_inputs("compare", model, options)
+    inputs = job_inputs("compare", model, options, refused={"config": "name all of them in configs"})
     known = inputs.model()
-    setups = [find_setup(config, inputs.overrides(), inputs.catalog, known) for config in configs]
+    setups = [find_setup(config, inputs.overrides(inputs.gpus), inputs.catalog, known) for config in configs]
     devices = inputs.devices_named(on)
     compiled = [CompiledPlan(known, setup) for setup in setups]
     rows = tuple(Plan(plan.evaluate(device), inputs.catalog) for device in devices for plan in compiled)

@@ -21,6 +21,8 @@ from memplan.plan.suggestions import with_suggestions
 from memplan.report.document import Document
 from memplan.report.plans.plan_answer import answer, plan_document
 
+DEVICE_OPTIONS = ("gpu", "gpu_memory", "profile")
+
 
 class ComponentBytes(int):
     """The bytes of a component, and how they come about.
@@ -290,9 +292,6 @@ def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:
         >>> job.plan("rtx4090", sequence_length=1024).verdict
         'fits'
     """
-    for name in ("gpu", "gpu_memory", "profile"):
-        if options.get(name) is not None:
-            raise TypeError(f"memplan.job() takes no {name}: name the GPU in each plan")
-    inputs = job_inputs("job", model, options)
+    inputs = job_inputs("job", model, options, refused=dict.fromkeys(DEVICE_OPTIONS, "name the GPU in each plan"))
     known = inputs.model()
     return Job(CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus)), inputs.catalog)

@@ -199,7 +199,7 @@ def _percent(part: int, whole: int) -> str:
 def _data(traced: TracedStep) -> dict[str, Any]:
     """Return the JSON: a plan's components, instants, peak and persistent bytes, as traced."""
     trace, replayed, plan = traced.trace, traced.replayed, traced.plan
-    found = {str(name): size for name, size in trace.peak.components.items()}
+    sizes = {str(name): size for name, size in trace.peak.components.items()}
     workspaces = 0
     if traced.plan is not None:
         workspaces = library_workspace_bytes(traced.plan.device.gpu)
@@ -211,7 +211,7 @@ def _data(traced: TracedStep) -> dict[str, Any]:
         "training": plan.training if plan else resolved_keys(traced.setup),
         "components": [
             {"name": name, "bytes": size}
-            for name, size in sorted(found.items(), key=lambda item: COMPONENTS.index(item[0]))
+            for name, size in sorted(sizes.items(), key=lambda item: COMPONENTS.index(item[0]))
         ],
         "instants": [
             {"name": n, "requested_bytes": m.bytes, "operation": m.operation} for n, m in trace.instants.items()

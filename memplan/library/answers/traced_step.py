@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 STEPS = 3
 """Steps of the reference model: on an H200 the allocator's segments grew by up to 4 % in the third, and not after."""
+MOST_LISTED, LIMIT_LISTED = 10, 1000
+"""Tensors that are listed at the peak where no number is given, and at most."""
 DEFAULT_CAPABILITY = "9.0"
 DEFAULT_GPU = "h100-sxm-80gb"
 """The GPU that decides the allowances beside a trace for which none is named."""
@@ -115,27 +116,54 @@ def trace(model: ModelGiven = None, **options: Unpack[TraceOptions]) -> Traced:
         0
     """
     inputs = job_inputs("trace", model, options, TraceOptions)
-    hf, module = options.get("hf"), options.get("module")
-    named = [value for value in (model, hf, module) if value is not None]
+    _refuse_contradictions(inputs, options)
+    require_torch()
+    subject = _subject(inputs, options)
+    note = options.get("progress") or _say_nothing
+    note("loading torch")
+    run, title = _traced(subject, note)
+    note(f"replaying {len(run.events):,} events through the allocator")
+    return Traced(_replayed_step(subject, run, title), inputs.catalog)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is traced, how it is trained, and on which GPU, if one was named."""
+
+    model: Model | None
+    setup: TrainingSetup
+    device: Device | None
+    options: TraceOptions
+    catalog: Catalog
+
+
+def _refuse_contradictions(inputs: JobInputs, options: TraceOptions) -> None:
+    """Refuse more than one thing to trace, and a number of tensors that no table has."""
+    named = [value for value in (inputs.given, options.get("hf"), options.get("module")) if value is not None]
     if len(named) > 1 or (named and inputs.shapes is not None):
         raise InvalidFileError(
             ["give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"]
         )
-    require_torch()
+    listed = options.get("largest", MOST_LISTED)
+    if type(listed) is not int or not 0 <= listed <= LIMIT_LISTED:
+        raise InvalidFileError([f"largest: expected a whole number from 0 to {LIMIT_LISTED:,}, got {listed!r}"])
+
+
+def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
+    """Return what is to be traced.
+
+    Raises:
+        CannotAnswerError: Several GPUs with code of others.
+    """
+    hf, module = options.get("hf"), options.get("module")
     device = inputs.device() if inputs.names_device else None
-    capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
-    known = None if module is not None else _known_model(inputs, hf)
-    setup = _setup(inputs, known, hf)
+    model = None if module is not None else _known_model(inputs, hf)
+    setup = _setup(inputs, model, hf)
     if setup.config.parallel.data > 1 and (module is not None or hf is not None):
         raise CannotAnswerError(
             "parallel.data: several GPUs are traced with models of the catalog only, not with --hf or --module"
         )
-    note = options.get("progress") or _say_nothing
-    note("loading torch")
-    run, title = _traced(known, setup, options, capability, note)
-    note(f"replaying {len(run.events):,} events through the allocator")
-    step = _replayed_step(run, title, known, setup, device, inputs.catalog, options)
-    return Traced(step, inputs.catalog)
+    return _Subject(model, setup, device, options, inputs.catalog)
 
 
 def require_torch() -> None:
@@ -168,48 +196,39 @@ def _setup(inputs: JobInputs, model: Model | None, hf: FilePath | None) -> Train
     """Return the training setup; transformers' own code runs with its own kernels, unless others are set."""
     settings = settings_of(inputs.options.get("set"))
     if hf is None or any(setting.startswith("kernels") for setting in settings):
-        return inputs.setup(model)
+        return inputs.setup(model, gpus=inputs.gpus)
     settings = ("kernels.preset=hf-transformers", *settings)
-    return JobInputs(inputs.catalog, inputs.given, {**inputs.options, "set": settings}).setup(model)
+    return JobInputs(inputs.catalog, inputs.given, {**inputs.options, "set": settings}).setup(model, gpus=inputs.gpus)
 
 
-def _traced(
-    model: Model | None, setup: TrainingSetup, options: TraceOptions, capability: str, note: Callable[[str], None]
-) -> tuple[Trace, str]:
+def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]:
     """Return the trace, and what was traced."""
-    module, hf = options.get("module"), options.get("hf")
+    module, hf = subject.options.get("module"), subject.options.get("hf")
     if module is not None:
         from memplan.trace.modules import trace_module
 
         note(f"tracing {module}")
-        sys.path.insert(0, "")
-        return trace_module(module, setup), module
+        return trace_module(module, subject.setup), module
     if hf is not None:
         from memplan.trace.modules import trace_huggingface
 
         note(f"tracing transformers' implementation of {hf}")
-        return trace_huggingface(Path(hf), setup), f"transformers' implementation of {hf}"
+        return trace_huggingface(Path(hf), subject.setup), f"transformers' implementation of {hf}"
     from memplan.trace.tracer import trace_training
 
-    assert model is not None
-    note(f"tracing {STEPS} steps of {model.spec.name}")
-    return trace_training(model, setup, compute_capability=capability, steps=STEPS), model.spec.name
+    assert subject.model is not None
+    name, device = subject.model.spec.name, subject.device
+    capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
+    note(f"tracing {STEPS} steps of {name}")
+    return trace_training(subject.model, subject.setup, compute_capability=capability, steps=STEPS), name
 
 
-def _replayed_step(
-    run: Trace,
-    title: str,
-    model: Model | None,
-    setup: TrainingSetup,
-    device: Device | None,
-    catalog: Catalog,
-    options: TraceOptions,
-) -> TracedStep:
+def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
     """Return a trace with what the allocator does with it, and the formula's answer where there is one."""
-    against = device or Device(catalog.gpus[DEFAULT_GPU], DEFAULT_GPU)
-    plan = CompiledPlan(model, setup).evaluate(against) if model is not None else None
+    model, setup, device = subject.model, subject.setup, subject.device
+    against = device or Device(subject.catalog.gpus[DEFAULT_GPU], DEFAULT_GPU)
     expandable = "expandable_segments:True" if setup.config.allocator == "expandable" else ""
-    alloc_conf = options.get("alloc_conf") or expandable
+    alloc_conf = subject.options.get("alloc_conf") or expandable
     on_device = None
     if device is not None:
         capacity = max(0, device.usable_bytes(setup.reserve_bytes) - context_bytes(device.gpu))
@@ -220,10 +239,10 @@ def _replayed_step(
         setup=setup,
         replayed=_replayed(run, alloc_conf, None),
         on_device=on_device,
-        plan=plan,
+        plan=None if model is None else CompiledPlan(model, setup).evaluate(against),
         device=device,
         context_bytes=context_bytes(against.gpu),
-        most_listed=options.get("largest", 10),
+        most_listed=subject.options.get("largest", MOST_LISTED),
     )
 
 

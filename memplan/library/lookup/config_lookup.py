@@ -208,14 +208,14 @@ def with_settings(document: Document, settings: tuple[str, ...]) -> Document:
 
 
 def _settings(settings: tuple[str, ...]) -> list[tuple[KeyPath, Any]]:
-    found = []
+    pairs = []
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise InvalidFileError([f"--set {printable(setting)}: expected KEY=VALUE, such as kernels.optimizer=fused"])
         value = parse_document(text, f"--set {printable(key)}").data
-        found.append((tuple(part.strip() for part in key.split(".")), value))
-    return found
+        pairs.append((tuple(part.strip() for part in key.split(".")), value))
+    return pairs
 
 
 def _assigned(data: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:

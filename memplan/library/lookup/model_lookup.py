@@ -56,8 +56,8 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
-    found = _catalog_model(text, catalog)
-    return found if found is not None else _model_file(text, catalog)
+    model = _catalog_model(text, catalog)
+    return _model_file(text, catalog) if model is None else model
 
 
 def catalog_model(name: str, catalog: Catalog) -> Model:
