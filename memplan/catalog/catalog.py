@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
-from memplan.catalog.family_gaps import FILE as FAMILY_GAPS
 from memplan.catalog.family_gaps import PresetGaps
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts, yaml_files
@@ -145,7 +144,7 @@ class Catalog:
     @cached_property
     def family_gaps(self) -> Mapping[str, PresetGaps]:
         """Kernel presets whose library runs some families with code of its own that saves more."""
-        return BuiltEntries(PresetGaps, shipped_texts(self.root / FAMILY_GAPS)[0], {})
+        return BuiltEntries(PresetGaps, shipped_texts(self.root / TABLES["gaps"])[0], {})
 
     @cached_property
     def kernel_presets(self) -> Mapping[str, KernelProfile]:

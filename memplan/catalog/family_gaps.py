@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from memplan.catalog.entries import Source
 
-FILE = "configs/family_gaps.yaml"
-
 
 @dataclass(frozen=True, slots=True)
 class FamilyGap:

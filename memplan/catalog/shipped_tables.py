@@ -40,6 +40,7 @@ class Preset:
 
 
 TABLES: Mapping[str, str] = {
+    "gaps": "configs/family_gaps.yaml",
     "kernels": "configs/kernel_profiles.yaml",
     "links": "configs/links.yaml",
 }

@@ -1,0 +1,99 @@
+"""A plan names its own lines: components, assumptions, gaps and suggestions are values, put together when they are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from memplan.library.lookup import catalog_model
+from memplan.plan.components import COMPONENTS, Component
+from memplan.plan.largest_model import upper_bytes
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
+from memplan.plan.suggestions import suggestions, with_suggestions
+from memplan.solver.gauge import gauge_of
+from memplan.training.resolved import TrainingSetup, resolve
+
+LAZY = {"components", "assumptions", "not_modelled", "bytes_per_parameter", "saved_tensors", "instant_forms"}
+
+
+@pytest.fixture
+def setup(catalog) -> TrainingSetup:
+    return resolve(catalog.configs["bf16-adamw"], catalog, "bf16-adamw")
+
+
+@pytest.fixture
+def compiled(catalog, setup) -> CompiledPlan:
+    return CompiledPlan(catalog_model("llama-3.2-1b", catalog), setup)
+
+
+@pytest.fixture
+def device(catalog) -> Device:
+    return Device(catalog.gpus["rtx3060"], "rtx3060")
+
+
+@pytest.fixture
+def plan(compiled, device) -> MemoryPlan:
+    return compiled.evaluate(device)
+
+
+def test_components_are_values_that_add_up(plan):
+    assert all(isinstance(line, Component) and line.formula and line.source for line in plan.components)
+    assert sum(line.bytes for line in plan.components) == plan.device_bytes
+    names = [line.name for line in plan.components]
+    assert names == [name for name in COMPONENTS if name in names]
+
+
+def test_evaluating_puts_no_line_together(plan):
+    assert not LAZY & plan.__dict__.keys()
+    for name in sorted(LAZY):
+        assert getattr(plan, name) is getattr(plan, name)
+    assert plan.__dict__.keys() >= LAZY
+
+
+def test_no_line_holds_a_float(plan):
+    values = [value for line in plan.components for value in (line.bytes, *line.values.values())]
+    assert all(isinstance(value, int | str) for value in values)
+    assert isinstance(plan.bytes_per_parameter.total, Fraction)
+
+
+def test_what_layers_save_and_instants_have_sizes_at_the_plans_own_batch_and_length(compiled, device):
+    one, two = compiled.evaluate(device, 1, 512), compiled.evaluate(device, 2, 512)
+    tokens = [
+        (a.bytes, b.bytes) for a, b in zip(one.saved_tensors, two.saved_tensors, strict=True) if a.quantity == "b*t"
+    ]
+    assert tokens
+    assert all(second == 2 * first for first, second in tokens)
+    always = one.requested_bytes - max(instant.bytes for instant in one.instant_forms)
+    assert {instant.name: always + instant.bytes for instant in one.instant_forms} == dict(one.instants)
+
+
+def test_the_training_keys_are_those_of_the_plan_itself(compiled, device):
+    keys = compiled.evaluate(device, 3, 640).training
+    assert (keys["micro_batch_size"], keys["sequence_length"]) == (3, 640)
+    assert "adapter" not in keys
+
+
+def test_a_plan_that_does_not_fit_carries_its_suggestions(plan, catalog):
+    assert plan.verdict == "no"
+    assert plan.suggestions == ()
+    advised = with_suggestions(plan, catalog)
+    assert advised.suggestions == suggestions(plan, catalog) != ()
+    assert replace(advised, suggestions=()) == plan
+
+
+def test_a_plan_that_fits_needs_none(compiled, catalog):
+    plan = compiled.evaluate(Device(catalog.gpus["h200-sxm-141gb"], "h200-sxm-141gb"))
+    assert with_suggestions(plan, catalog) is plan
+
+
+def test_the_upper_end_is_the_same_wherever_it_is_asked_for(plan, compiled, device, setup):
+    gauge = gauge_of(setup, device)
+    rounding = compiled.rounding_bytes
+    assert plan.upper_bytes == gauge.upper_bytes(plan.requested_bytes, rounding)
+    assert plan.upper_bytes == upper_bytes(compiled, device, plan.requested_bytes)
+    assert plan.upper_bytes == plan.allowances.upper_bytes(plan.allocated_bytes)
+    assert plan.device_bytes == gauge.device_bytes(plan.requested_bytes, rounding)
+    assert plan.verdict == gauge.verdict(plan.requested_bytes, rounding)
