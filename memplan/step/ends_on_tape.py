@@ -16,7 +16,7 @@ from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.liveness import play_forward
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
-from memplan.step.tapes.tape import NEW, SAME, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 from memplan.units import ceil_div
 
@@ -122,7 +122,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         (Quantity.TOUCHED_ROWS, 16),
         (Quantity.PARTIAL_SUMS, 8 + 4 * block.hidden_size),
     ]
-    tape.apply("embedding", [], x, weights=[weight], workspace=sums)
+    tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
     if settings.learned_positions:
         x = _with_positions(builder, x)
     if settings.embedding_scale:
@@ -136,9 +136,9 @@ def _with_positions(builder: Builder, x: Value) -> Value:
     table = builder.weight(f"{block.names.positions}.weight")
     rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
     with tape.alive(x):
-        tape.apply("position embedding", [], rows, weights=[table], workspace=_position_sums(block))
+        tape.apply("position embedding", [], rows, weights=[table], traits=Traits(workspace=_position_sums(block)))
         ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
-        return tape.apply("add", ways, builder.fresh(x), packs=False)
+        return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
 
 
 def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
@@ -221,7 +221,7 @@ def _loss(builder: Builder, settings: EndSettings, x: Value, *, wide: bool) -> V
         loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
         total = tape.value(ONE, 1, logs.element_bytes)
         scratch = [(ONE, settings.loss_bytes)]
-        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total], scratch=scratch)
+        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total], traits=Traits(scratch=scratch))
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
@@ -242,10 +242,12 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
             logits,
             saves,
             [weight, *bias],
-            scratch=[(ONE, builder.cast_bias(b, settings.vocab_size)) for b in bias],
-            custom=weight.coded,
-            packs=not weight.coded or weight.trainable,
-            reduces=bias_sum(x, bias[0] if bias else None),
+            traits=Traits(
+                scratch=[(ONE, builder.cast_bias(b, settings.vocab_size)) for b in bias],
+                custom=weight.coded,
+                packs=not weight.coded or weight.trainable,
+                reduces=bias_sum(x, bias[0] if bias else None),
+            ),
         )
         if weight.coded and biases:
             logits = _with_bias(builder, logits, biases, x)
@@ -257,7 +259,9 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
 def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Value) -> Value:
     """Return the sum of coded weights' product and a bias, which is a tensor of its own."""
     total, reduces = builder.fresh(logits), bias_sum(x, biases[0])
-    return builder.tape.apply("add bias", [(logits, SAME)], total, weights=biases, packs=False, reduces=reduces)
+    return builder.tape.apply(
+        "add bias", [(logits, SAME)], total, weights=biases, traits=Traits(packs=False, reduces=reduces)
+    )
 
 
 def _bounded(builder: Builder, logits: Value) -> Value:

@@ -10,7 +10,7 @@ from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.section import Section
-from memplan.step.tapes.tape import Value
+from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 
 

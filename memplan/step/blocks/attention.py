@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, attended
+from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
-from memplan.step.tapes.tape import NEW, SAME, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
 
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
@@ -23,7 +23,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         with builder.tape.alive(query, key, value):
             key = rotary(builder, key, part.head_dim, part.rotary_dim)
         with builder.tape.alive(query, key, value):
-            out = attended(builder, query, key, value, part.num_heads, part.num_key_value_heads, part)
+            out = attended(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads), part)
             with builder.tape.alive(out):
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             with builder.tape.alive(out):
@@ -37,7 +37,7 @@ def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
     if part.fused_qkv:
         fused = linear(builder, x, f"{prefix}.{names.qkv}", sum(sizes))
         query, key, value = (tape.view(fused, size) for size in sizes)
-        tape.apply("split", [(fused, NEW)], (query, key, value), packs=False)
+        tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
         return query, key, value
     query = linear(builder, x, f"{prefix}.{names.query}", sizes[0])
     with tape.alive(query):
@@ -82,7 +82,7 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
         return x
     with builder.tape.alive(x):
         if builder.profile.rotary == "fused":
-            return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), packs=True, custom=True)
+            return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), traits=Traits(packs=True, custom=True))
         if rotary_dim == head_dim:
             return _rotated(builder, x)
         part = x.width // head_dim * rotary_dim
@@ -91,7 +91,7 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
         ways = [(_rotated(builder, turned), SAME), (passed, SAME)]
         joined = builder.fresh(x)
         joined.apart = False
-        return builder.tape.apply("cat", ways, joined, packs=False)
+        return builder.tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
 
 
 def _rotated(builder: Builder, x: Value) -> Value:
@@ -99,8 +99,8 @@ def _rotated(builder: Builder, x: Value) -> Value:
     tape, half = builder.tape, x.width // 2
     negative = builder.pointwise("neg", builder.sliced(x, half))
     first = builder.sliced(x, half)
-    turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), packs=False)
+    turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
     with tape.alive(x, turned):
         by_cos = builder.pointwise("mul cos", x, packs=True)
         by_sin = builder.pointwise("mul sin", turned, packs=True)
-        return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(x), packs=False)
+        return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(x), traits=SAVES_NOTHING)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.tape import NEW, SAME, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
 
 RANDOM_STATE_BYTES = {"flash": 24, "cudnn": 16, "efficient": 16}
@@ -16,67 +18,93 @@ FLASH_WIDTH_MULTIPLE = 8
 """Widths of a head that flash attention takes; others are padded (sdp_utils.cpp, attention.cpp ``pad_last_dim``)."""
 
 
-def attended(
-    builder: Builder, query: Value, key: Value, value: Value, heads: int, groups: int, part: Attention | None = None
-) -> Value:
-    """Return attention; ``groups`` are the key and value heads."""
-    query, key, value = builder.lowered(query), builder.lowered(key), builder.lowered(value)
+class Heads(NamedTuple):
+    """Query, key and value, and how many heads they have.
+
+    Attributes:
+        number: Heads of the query.
+        groups: Heads of key and value.
+    """
+
+    query: Value
+    key: Value
+    value: Value
+    number: int
+    groups: int
+
+    @property
+    def tensors(self) -> tuple[Value, Value, Value]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+
+def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> Value:
+    """Return attention."""
+    query, key, value = (builder.lowered(x) for x in heads.tensors)
+    lowered = Heads(query, key, value, heads.number, heads.groups)
     with builder.tape.alive(query, key, value):
         if part is not None and (part.sinks or part.logit_softcap):
-            return _eager_attention(builder, query, key, value, part)
+            return _eager_attention(builder, lowered, part)
         if builder.profile.attention == "math":
-            return _math_attention(builder, query, key, value, heads, groups)
+            return _math_attention(builder, lowered)
         if builder.profile.attention == "flash":
-            return _flash_attention(builder, query, key, value, heads, groups)
-        if builder.profile.attention == "efficient" and groups != heads:
-            key, value = _repeated(builder, key, heads // groups), _repeated(builder, value, heads // groups)
-            groups = heads
-        return _kernel(builder, query, key, value, heads, groups)
+            return _flash_attention(builder, lowered)
+        return _kernel(builder, _ungrouped(builder, lowered) if builder.profile.attention == "efficient" else lowered)
 
 
-def _kernel(
-    builder: Builder,
-    query: Value,
-    key: Value,
-    value: Value,
-    heads: int,
-    groups: int,
-    scratch: tuple[tuple[Quantity, int], ...] = (),
-) -> Value:
-    """Return attention by one kernel, which keeps its inputs, its result and one number per row of scores."""
-    tape = builder.tape
-    out = builder.fresh(query, heads * (value.width // groups))
-    # The efficient kernel keeps its statistics in rows of a multiple of 32 (kAlignLSE in mem_eff_attention).
-    rows = Quantity.ALIGNED_TOKENS if builder.profile.attention == "efficient" else TOKENS
-    statistics = tape.value(rows, heads, 4)
-    random = tape.value(ONE, RANDOM_STATE_BYTES[builder.profile.attention], 1)
-    ways = [(query, NEW), (key, NEW), (value, NEW)]
-    saves = [query, key, value, out, statistics, random]
+def _ungrouped(builder: Builder, heads: Heads) -> Heads:
+    """Return heads whose keys and values are repeated, one for each head of the query."""
+    if heads.groups == heads.number:
+        return heads
+    times = heads.number // heads.groups
+    key, value = _repeated(builder, heads.key, times), _repeated(builder, heads.value, times)
+    return Heads(heads.query, key, value, heads.number, heads.number)
+
+
+def _kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Value:
+    """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
+
+    Args:
+        builder: Writes on the tape.
+        heads: Query, key and value.
+        scratch: What the kernel of backward allocates inside itself.
+    """
+    tape, kernel = builder.tape, builder.profile.attention
+    out = builder.fresh(heads.query, heads.number * (heads.value.width // heads.groups))
+    # The efficient kernel stores its statistics in rows of a multiple of 32 (kAlignLSE in mem_eff_attention).
+    rows = Quantity.ALIGNED_TOKENS if kernel == "efficient" else TOKENS
+    statistics = tape.value(rows, heads.number, 4)
+    random = tape.value(ONE, RANDOM_STATE_BYTES[kernel], 1)
+    ways = [(x, NEW) for x in heads.tensors]
+    saves = [*heads.tensors, out, statistics, random]
     # The kernel of backward forms all three gradients, whichever of them are needed.
-    unused = tuple((v.quantity, v.coefficient) for v, _ in ways if not v.needs_gradient)
-    scratch = (*scratch, *unused)
-    with tape.alive(query, key, value):
-        return tape.apply("attention", ways, (out, statistics, random), saves, workspace=scratch, product=True)
+    unused = [(x.quantity, x.coefficient) for x in heads.tensors if not x.needs_gradient]
+    traits = Traits(workspace=(*scratch, *unused), product=True)
+    with tape.alive(*heads.tensors):
+        return tape.apply("attention", ways, (out, statistics, random), saves, traits=traits)
 
 
-def _flash_attention(builder: Builder, query: Value, key: Value, value: Value, heads: int, groups: int) -> Value:
+def _flash_attention(builder: Builder, heads: Heads) -> Value:
     """Return flash attention, which wants heads of one width, a multiple of 8."""
-    tape = builder.tape
-    widths = query.width // heads, key.width // groups, value.width // groups
+    counts = (heads.number, heads.groups, heads.groups)
+    widths = [x.width // count for x, count in zip(heads.tensors, counts, strict=True)]
     padded = round_up(max(widths), FLASH_WIDTH_MULTIPLE)
-    given = ((query, heads, widths[0]), (key, groups, widths[1]), (value, groups, widths[2]))
-    query, key, value = (v if width == padded else _padded(builder, v, count * padded) for v, count, width in given)
-    out = _kernel(builder, query, key, value, heads, groups, _flash_workspace(builder, heads, groups, padded))
-    tape.touch(query, key, value)
-    return out if padded == widths[2] else builder.sliced(out, heads * widths[2])
+    query, key, value = (
+        x if width == padded else _padded(builder, x, count * padded)
+        for x, count, width in zip(heads.tensors, counts, widths, strict=True)
+    )
+    scratch = _flash_workspace(builder, heads.number, heads.groups, padded)
+    out = _kernel(builder, Heads(query, key, value, heads.number, heads.groups), scratch)
+    builder.tape.touch(query, key, value)
+    return out if padded == widths[2] else builder.sliced(out, heads.number * widths[2])
 
 
 def _padded(builder: Builder, x: Value, width: int) -> Value:
-    return builder.tape.apply("pad", [(x, NEW)], builder.fresh(x, width), packs=False)
+    return builder.tape.apply("pad", [(x, NEW)], builder.fresh(x, width), traits=SAVES_NOTHING)
 
 
-def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> tuple[tuple[Quantity, int], ...]:
-    """Return what flash attention's backward allocates inside itbuilder.
+def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> Sizes:
+    """Return what flash attention's backward allocates inside itself.
 
     Source:
         flash_api.cpp, ``mha_bwd``: softmax_d and dq_accum in fp32 over lengths rounded to
@@ -87,12 +115,10 @@ def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> t
     return (rows,) if groups == heads else (rows, (TOKENS, 2 * builder.compute * heads * width))
 
 
-def _eager_attention(builder: Builder, query: Value, key: Value, value: Value, part: Attention) -> Value:
+def _eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:
     """Return attention step by step, as soft caps and sinks need it (transformers' eager_attention_forward)."""
-    tape, heads = builder.tape, part.num_heads
-    if part.num_key_value_heads != heads:
-        times = heads // part.num_key_value_heads
-        key, value = _repeated(builder, key, times), _repeated(builder, value, times)
+    tape = builder.tape
+    query, key, value, heads, _ = _ungrouped(builder, given)
     with tape.alive(query, key, value):
         scores = _scores(builder, query, key, heads, builder.compute)
         scores = builder.pointwise("scale", scores)
@@ -121,7 +147,7 @@ def _scores(builder: Builder, query: Value, key: Value, heads: int, width: int) 
         scores = tape.value(Quantity.SCORES, heads, width)
         with tape.alive(query, key):
             saves = builder.factors(query, key)
-            return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, product=True)
+            return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, traits=Traits(product=True))
 
 
 def _weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
@@ -131,7 +157,7 @@ def _weighted_sum(builder: Builder, weights: Value, value: Value, width: int, he
     out = tape.value(TOKENS, width, value.element_bytes)
     with tape.alive(weights, value):
         ways = [(weights, NEW), (value, NEW)]
-        return tape.apply("weighted sum", ways, out, builder.factors(weights, value), product=True)
+        return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=Traits(product=True))
 
 
 def _lies_apart(builder: Builder, x: Value, heads: int) -> bool:
@@ -148,7 +174,7 @@ def _probabilities(builder: Builder, scores: Value) -> Value:
     """Return the softmax, whose backward first forms the product of gradient and result (SoftMax.cu)."""
     softmax = builder.fresh(scores)
     full = [(scores.quantity, scores.coefficient)]
-    return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], workspace=full)
+    return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], traits=Traits(workspace=full))
 
 
 def _with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Value]:
@@ -156,17 +182,17 @@ def _with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Val
     tape = builder.tape
     sinks = builder.weights[f"{builder.settings.names.attention}.{builder.settings.names.sinks}"]
     joined = tape.value(Quantity.SCORES_AND_SINK, heads, scores.element_bytes)
-    tape.apply("cat sinks", [(scores, SAME)], joined, weights=[sinks], packs=False)
+    tape.apply("cat sinks", [(scores, SAME)], joined, weights=[sinks], traits=SAVES_NOTHING)
     with tape.alive(joined):
         top, places = tape.value(TOKENS, heads, scores.element_bytes), tape.value(TOKENS, heads, 8)
         tape.apply("max", [(joined, NEW)], top, [places])
         full = [(joined.quantity, joined.coefficient)]
         ways = [(joined, SAME), (top, NEW)]
-        shifted = tape.apply("sub", ways, builder.fresh(joined), workspace=full, packs=False)
+        shifted = tape.apply("sub", ways, builder.fresh(joined), traits=Traits(workspace=full, packs=False))
     with tape.alive(shifted):
         softmax = _probabilities(builder, shifted)
     cut = Value(softmax.storage, scores.quantity, scores.coefficient, scores.element_bytes)
-    return shifted, tape.apply("slice", [(softmax, NEW)], cut, packs=False)
+    return shifted, tape.apply("slice", [(softmax, NEW)], cut, traits=SAVES_NOTHING)
 
 
 def _repeated(builder: Builder, x: Value, times: int) -> Value:
@@ -174,31 +200,28 @@ def _repeated(builder: Builder, x: Value, times: int) -> Value:
     with builder.tape.alive(x):
         repeated = builder.fresh(x, x.width * times)
         repeated.apart = False
-        return builder.tape.apply("repeat", [(x, NEW)], repeated, packs=False)
+        return builder.tape.apply("repeat", [(x, NEW)], repeated, traits=SAVES_NOTHING)
 
 
-def _math_attention(builder: Builder, query: Value, key: Value, value: Value, heads: int, groups: int) -> Value:
-    """Return attention that keeps its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
+def _math_attention(builder: Builder, heads: Heads) -> Value:
+    """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
     tape = builder.tape
-    out_bytes = query.element_bytes
-    query, key, value = builder.cast(query, 4), builder.cast(key, 4), builder.cast(value, 4)
-    wide = (query, key, value)
+    out_bytes, count = heads.query.element_bytes, heads.number
+    wide = query, key, value = [builder.cast(x, 4) for x in heads.tensors]
     query = builder.pointwise("scale", query)
     square = (Quantity.SQUARE, 1)
     flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
     mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
-    if groups != heads:
-        key, value = _repeated(builder, key, heads // groups), _repeated(builder, value, heads // groups)
+    _, key, value, _, _ = _ungrouped(builder, Heads(query, key, value, count, heads.groups))
     with tape.alive(*wide, query, key, value, mask):
-        scores = _scores(builder, query, builder.pointwise("scale", key), heads, 4)
-        masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), packs=False)
+        scores = _scores(builder, query, builder.pointwise("scale", key), count, 4)
+        masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
         probabilities = _probabilities(builder, masked)
         with tape.alive(probabilities):
             probabilities = builder.dropped(probabilities)
         results = [probabilities]
         if out_bytes != 4:
-            results.append(tape.make("cast", tape.value(Quantity.SCORES, heads, out_bytes), probabilities))
+            results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), probabilities))
         with tape.alive(*results):
-            width = heads * (value.width // heads)
-            out = _weighted_sum(builder, probabilities, value, width, heads)
+            out = _weighted_sum(builder, probabilities, value, value.width, count)
             return builder.cast(out, out_bytes)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.tape import NEW, SAME, Tape, Value
+from memplan.step.tapes.tape import Tape
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
@@ -67,7 +68,7 @@ class Builder:
     ) -> Value:
         """Record an operation that forms one tensor of the size of ``x``; numbers that it saves are no tensors."""
         out = self.fresh(x, element_bytes=element_bytes)
-        return self.tape.apply(name, [(x, NEW)], out, saves, packs=packs)
+        return self.tape.apply(name, [(x, NEW)], out, saves, traits=Traits(packs=packs))
 
     def cast(self, x: Value, element_bytes: int, *, foreign: bool = False) -> Value:
         """Return ``x`` in another dtype; nothing happens where it has that."""
@@ -85,7 +86,7 @@ class Builder:
         """Return ``x + y``, in the wider dtype; the gradient goes to both as it is, or cast."""
         out = self.fresh(x, element_bytes=promoted(x, y))
         ways = [(v, SAME if v.element_bytes == out.element_bytes else NEW) for v in (x, y)]
-        return self.tape.apply("add", ways, out, packs=False)
+        return self.tape.apply("add", ways, out, traits=SAVES_NOTHING)
 
     def multiply(self, x: Value, y: Value) -> Value:
         """Return ``x * y``; each is saved for the other's gradient."""
@@ -110,7 +111,7 @@ class Builder:
             return x
         copy = self.fresh(x)
         copy.apart = False
-        return self.tape.apply("copy", [(x, SAME)], copy, packs=False)
+        return self.tape.apply("copy", [(x, SAME)], copy, traits=SAVES_NOTHING)
 
     def cast_weight(self, weight: Weight) -> Value | None:
         """Return the copy that autocast makes of a float weight, which stays until its region ends where it is trained in fp32."""
@@ -130,4 +131,4 @@ class Builder:
 
     def sliced(self, x: Value, width: int) -> Value:
         """Return a slice of ``x``, whose gradient is a whole tensor again."""
-        return self.tape.apply("slice", [(x, NEW)], self.tape.view(x, width), packs=False)
+        return self.tape.apply("slice", [(x, NEW)], self.tape.view(x, width), traits=SAVES_NOTHING)

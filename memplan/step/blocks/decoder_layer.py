@@ -14,7 +14,7 @@ from memplan.step.blocks.latent_attention import latent_attention
 from memplan.step.blocks.mixture_of_experts import mixture
 from memplan.step.blocks.norms import normalised
 from memplan.step.tapes.section import Section
-from memplan.step.tapes.tape import Value
+from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Weight
 
 MOST_LAYERS = 128

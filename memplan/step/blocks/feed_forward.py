@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.model.spec import Mlp
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.projections import linear
-from memplan.step.tapes.tape import NEW, Value
+from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Traits, Value
 
 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
@@ -17,7 +17,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
         elif part.fused_gate_up:
             both = linear(builder, x, f"{prefix}.{names.gate_up}", 2 * inner)
             gate, up = tape.view(both, inner), tape.view(both, inner)
-            tape.apply("split", [(both, NEW)], [gate, up], packs=False)
+            tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
             with tape.alive(both):
                 hidden = gated(builder, gate, up)
                 return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
@@ -33,14 +33,16 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
 
 
 def activated(builder: Builder, x: Value) -> Value:
-    """Return the activation of ``x``, which keeps its input."""
+    """Return the activation of ``x``, which saves its input."""
     return builder.pointwise("activation", x, (x,))
 
 
 def gated(builder: Builder, gate: Value, up: Value) -> Value:
-    """Return ``activation(gate) * up``: in one kernel, which keeps both inputs, or step by step."""
+    """Return ``activation(gate) * up``: in one kernel, which saves both inputs, or step by step."""
     with builder.tape.alive(gate, up):
         if builder.profile.activation == "fused":
             ways = [(gate, NEW), (up, NEW)]
-            return builder.tape.apply("gated activation", ways, builder.fresh(up), [gate, up], custom=True)
+            return builder.tape.apply(
+                "gated activation", ways, builder.fresh(up), [gate, up], traits=Traits(custom=True)
+            )
         return builder.multiply(activated(builder, gate), up)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from memplan.model.spec import LatentAttention
 from memplan.step.blocks.attention import rotary
-from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, attended
+from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
-from memplan.step.tapes.tape import NEW, SAME, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 
 
@@ -25,12 +25,12 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             turned = rotary(builder, turned, part.qk_rope_head_dim, part.qk_rope_head_dim)
             key_turned = rotary(builder, key_turned, part.qk_rope_head_dim, part.qk_rope_head_dim)
             ways = [(plain, SAME), (turned, SAME)]
-            query = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), packs=False)
+            query = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
             risen = linear(builder, latent, f"{prefix}.{names.key_value_up}", inner)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
             ways = [(key_plain, SAME), (key_turned, NEW)]
-            key = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), packs=False)
+            key = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             value.apart = True
             with tape.alive(turned, latent, key_turned, query, risen, key):
                 return _output(builder, query, key, value, part, prefix)
@@ -49,14 +49,14 @@ def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Va
 def _split(builder: Builder, x: Value, first: int, second: int) -> tuple[Value, Value]:
     """Return two views of ``x``, of these widths."""
     views = builder.tape.view(x, first), builder.tape.view(x, second)
-    builder.tape.apply("split", [(x, NEW)], views, packs=False)
+    builder.tape.apply("split", [(x, NEW)], views, traits=SAVES_NOTHING)
     return views
 
 
 def _output(builder: Builder, query: Value, key: Value, value: Value, part: LatentAttention, prefix: str) -> Value:
     """Return attention, whose heads lie before tokens since queries were concatenated, and its projection."""
     heads = part.num_heads
-    out = attended(builder, query, key, value, heads, heads)
+    out = attended(builder, Heads(query, key, value, heads, heads))
     cut = builder.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
     first = builder.profile.attention in ("flash", "cudnn", "math") and not builder.settings.regime.one_token
     with builder.tape.alive(out):

@@ -7,7 +7,7 @@ from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.feed_forward import gated, mlp
 from memplan.step.blocks.projections import linear, plain_linear
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.tape import NEW, SAME, VIEW, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
 from memplan.units import round_up
 
 GROUPED_ROW_BYTES = 16
@@ -40,7 +40,7 @@ def _shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
         tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
         full = [(TOKENS, hidden * builder.compute)]
         ways = [(open_, NEW), (shared, NEW)]
-        return tape.apply("mul", ways, builder.fresh(shared), [shared, open_], workspace=full)
+        return tape.apply("mul", ways, builder.fresh(shared), [shared, open_], traits=Traits(workspace=full))
 
 
 def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
@@ -53,7 +53,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
             top = _topk(builder, logits, indices, used)
             with tape.alive(top):
                 share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
-                return tape.apply("softmax", [(top, NEW)], share, [share], workspace=scratch), indices
+                return tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch)), indices
         share = _chosen(builder, builder.cast(logits, 4), indices, part)
         if part.normalised:
             share = _normalised(builder, share)
@@ -63,7 +63,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
 
 
 def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> Value:
-    """Return the router's product; in fp32 it reads copies of its input and of its weight, and keeps both."""
+    """Return the router's product; in fp32 it reads copies of its input and of its weight, and saves both."""
     tape, weight = builder.tape, builder.weight(f"{name}.weight")
     if not part.fp32_router or builder.settings.autocast or weight.coded:
         return plain_linear(builder, x, name, part.num_experts)
@@ -75,7 +75,7 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
     saves += copies if wide.needs_gradient else []
     out = tape.value(TOKENS, part.num_experts, 4)
     packs = wide.needs_gradient or weight.trainable
-    tape.apply(f"linear {name}", [(wide, VIEW)], out, saves, [weight], packs=packs, product=True)
+    tape.apply(f"linear {name}", [(wide, VIEW)], out, saves, [weight], traits=Traits(packs=packs, product=True))
     tape.touch(*copies)
     return out
 
@@ -115,9 +115,9 @@ def _normalised(builder: Builder, share: Value) -> Value:
     """Return the scores of a token's experts divided by their sum."""
     tape = builder.tape
     with tape.alive(share):
-        total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), packs=False)
+        total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), traits=SAVES_NOTHING)
         ways, scratch = [(share, NEW), (total, NEW)], [(TOKENS, share.coefficient)]
-        return tape.apply("div", ways, builder.fresh(share), [share, total], workspace=scratch)
+        return tape.apply("div", ways, builder.fresh(share), [share, total], traits=Traits(workspace=scratch))
 
 
 def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
@@ -133,7 +133,7 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
         offsets = _offsets(builder, experts, part)
         both = _grouped(builder, rows, f"{name}.gate_up_proj", 2 * inner * used, experts, offsets)
         gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
-        tape.apply("split", [(both, NEW)], [gate, up], packs=False)
+        tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
         with tape.alive(both, offsets):
             clamped = part.activation == "clamped-swiglu" and builder.profile.activation != "fused"
             hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
@@ -165,12 +165,12 @@ def _combined(builder: Builder, out: Value, weights: Value, order: Value, width:
         scratch = [(TOKENS, size if size == out.coefficient else 2 * size)]
         casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
         ways = [(out, NEW), (taken, NEW)]
-        tape.apply("mul", ways, scaled, [out, taken], workspace=scratch, casts=casts)
+        tape.apply("mul", ways, scaled, [out, taken], traits=Traits(workspace=scratch, casts=casts))
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
     with tape.alive(scaled, back):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
-        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, width), packs=False)
+        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, width), traits=SAVES_NOTHING)
         return builder.cast(total, out.element_bytes)
 
 
@@ -186,7 +186,7 @@ def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Valu
     used = experts.width
     out = _aligned(builder, tape.value(TOKENS, width, builder.compute), used)
     rows.gradient_coefficient = used * _row_bytes(rows, used)
-    tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], custom=weight.coded, product=True)
+    tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
     tape.touch(*([copy] if copy is not None else []))
     bias = builder.weights.get(f"{name}_bias")
     if bias is None:
@@ -197,7 +197,7 @@ def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Valu
         in_place = not builder.settings.selective
         biased = tape.view(out) if in_place else builder.fresh(out)
         gathered = [(out.quantity, out.coefficient)]
-        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], scratch=gathered)
+        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], traits=Traits(scratch=gathered))
 
 
 def _aligned(builder: Builder, rows: Value, used: int) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Norm
 from memplan.step.blocks.builder import ONE, Builder
-from memplan.step.tapes.tape import NEW, SAME, Reduction, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 
@@ -30,11 +30,13 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
 def _fused_norm(
     builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], casts: list[Value], rows: int
 ) -> Value:
-    """Return the norm by one kernel, which keeps its input and one or two numbers a row."""
+    """Return the norm by one kernel, which saves its input and one or two numbers a row."""
     rms = norm.kind == "rms"
     statistics = builder.tape.value(x.quantity, rows * (1 if rms else 2), 4)
     saves = [x, statistics, *casts]
-    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, packs=True, custom=rms)
+    return builder.tape.apply(
+        f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=Traits(packs=True, custom=rms)
+    )
 
 
 def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int) -> Value:
@@ -43,13 +45,15 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
     wide = builder.cast(x, 4)
     scratch = [(wide.quantity, 2 * wide.coefficient)]
     with tape.alive(wide):
-        squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], workspace=scratch)
-        means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), packs=False)
-        shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), packs=False)
+        squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
+        means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), traits=SAVES_NOTHING)
+        shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
         inverse = builder.fresh(shifted)
         tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
     full = [(wide.quantity, wide.coefficient)]
-    normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], workspace=full)
+    normal = tape.apply(
+        "mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], traits=Traits(workspace=full)
+    )
     if not used:
         return builder.cast(normal, x.element_bytes)
     if norm.unit_offset:
@@ -70,7 +74,12 @@ def _times_weight(builder: Builder, x: Value, used: list[Weight], shifted: tuple
     columns = used[0].rows
     reduces = Reduction(x.quantity, x.width // columns, columns)
     builder.tape.apply(
-        "mul weight", [(x, NEW)], out := builder.fresh(x), saves, used, workspace=scratch, packs=True, reduces=reduces
+        "mul weight",
+        [(x, NEW)],
+        out := builder.fresh(x),
+        saves,
+        used,
+        traits=Traits(workspace=scratch, packs=True, reduces=reduces),
     )
     builder.tape.touch(*shifted)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.step.blocks.builder import ONE, Builder, promoted
-from memplan.step.tapes.tape import NEW, SAME, VIEW, Reduction, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 
@@ -16,7 +16,7 @@ def linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
 
 
 def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
-    """Return a projection without adapters: keeps its input where its weight is trained."""
+    """Return a projection without adapters: saves its input where its weight is trained."""
     weight = builder.weight(f"{name}.weight")
     bias = builder.weights.get(f"{name}.bias")
     with builder.tape.alive(x):
@@ -44,10 +44,12 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
         out,
         saves,
         used,
-        scratch=[(ONE, scratch)] if scratch else [],
-        packs=x.needs_gradient or weight.trainable,
-        product=True,
-        reduces=bias_sum(x, bias),
+        traits=Traits(
+            scratch=[(ONE, scratch)] if scratch else [],
+            packs=x.needs_gradient or weight.trainable,
+            product=True,
+            reduces=bias_sum(x, bias),
+        ),
     )
     builder.tape.touch(*([copy] if copy is not None else []))
     return out
@@ -57,7 +59,7 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     """Return the product with decoded codes, and the sum with a bias, which is a tensor of its own."""
     out = builder.tape.value(x.quantity, rows, builder.compute)
     saves = [x] if weight.trainable else []
-    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], custom=True, product=True)
+    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], traits=Traits(custom=True, product=True))
     if bias is None:
         return out
     scratch = [] if bias.element_bytes == builder.compute else [(ONE, rows * builder.compute)]
@@ -66,9 +68,7 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
         [(out, SAME)],
         builder.fresh(out),
         weights=[bias],
-        scratch=scratch,
-        packs=False,
-        reduces=bias_sum(x, bias),
+        traits=Traits(scratch=scratch, packs=False, reduces=bias_sum(x, bias)),
     )
 
 
@@ -120,7 +120,7 @@ def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
     out.foreign = x.foreign and wide == 2
     ways = [(scale, NEW), (x, NEW)]
     reduces = Reduction(x.quantity, 1, x.width)
-    return builder.tape.apply("mul", ways, out, saves, workspace=workspace, reduces=reduces)
+    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces))
 
 
 def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> Value:
@@ -134,7 +134,7 @@ def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> Val
         builder.cast_weight(builder.weight(f"{name}.{part}.weight"))
     low = tape.make("linear", builder.constant(columns * down.rows, width), read, product=True)
     product = tape.make("linear", builder.constant(columns * rows, width), low, product=True)
-    if read is not eye:  # kept for a backward that never comes, until the product is cut off from it
+    if read is not eye:  # saved for a backward that never comes, until the product is cut off from it
         tape.graph_use[read.storage] = len(tape.operations) - 1
     product.foreign = down.foreign and not builder.settings.autocast
     norm = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, down)
@@ -169,4 +169,4 @@ def _without_bias(builder: Builder, out: Value, name: str) -> Value:
     term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
     rest = builder.fresh(out, element_bytes=promoted(out, term))
     way = SAME if rest.element_bytes == out.element_bytes else NEW
-    return builder.tape.apply("less bias", [(out, way)], rest, packs=False)
+    return builder.tape.apply("less bias", [(out, way)], rest, traits=SAVES_NOTHING)

@@ -11,7 +11,8 @@ from typing import Literal
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
 from memplan.step.tapes.live_bytes import LiveBytes, Storage
 from memplan.step.tapes.played import Instant, Played, dominant
-from memplan.step.tapes.tape import FOREVER, SAME, VIEW, Node, Operation, Reduction, Tape, Value
+from memplan.step.tapes.tape import FOREVER, Tape
+from memplan.step.tapes.taped_operations import SAME, VIEW, Node, Operation, Reduction, Value
 from memplan.step.tapes.taped_weight import Mode, Weight
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -78,7 +79,7 @@ class _Player:
             self._make(operation, "forward", named)
             if graph:
                 self._save(operation)
-            elif caches and operation.product:
+            elif caches and operation.traits.product:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
             self._forget(named, unnamed_after.get(index, ()))
@@ -128,7 +129,7 @@ class _Player:
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
-        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in operation.scratch]
+        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
         if operation.weights:
             copies = sum([w.copy_bytes for w in operation.weights if not w.copy_saved])
             if decoding := sum([w.decoding_bytes for w in operation.weights]):
@@ -227,20 +228,22 @@ class _Player:
 
     def finish(self, node: Node, arrived: list[int], formed: list[tuple[Value, int]]) -> None:
         """Form the gradients of a node's weights, then let go of what it saved and hand its gradients on."""
-        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in node.workspace]
+        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in node.traits.workspace]
         trained = [w for w in node.weights if w.trainable]
         for weight in trained:
             self.live.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
         again = self.checkpointing != "none"
-        uncast: list[Storage] = [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.casts] if again else []
-        self.with_scratch(node.instant, node.name, [*scratch, *uncast], None if again else node.reduces)
+        uncast: list[Storage] = (
+            [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.traits.casts] if again else []
+        )
+        self.with_scratch(node.instant, node.name, [*scratch, *uncast], None if again else node.traits.reduces)
         for weight in trained:
             if weight.coded:
                 self.store(node, weight)
         self.unsave(node)
-        if again and (node.reduces is not None or node.casts):
+        if again and (node.traits.reduces is not None or node.traits.casts):
             # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
-            self.with_scratch(node.instant, node.name, scratch, node.reduces)
+            self.with_scratch(node.instant, node.name, scratch, node.traits.reduces)
         self.live.release_all(arrived)
         for weight in trained:
             if not weight.coded:

@@ -8,7 +8,7 @@ from operator import ge, itemgetter
 
 from memplan.step.tapes.linear_forms import Coefficients, Form
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
-from memplan.step.tapes.tape import Reduction
+from memplan.step.tapes.taped_operations import Reduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.liveness import Checkpointing, play, play_forward
 from memplan.step.tapes.played import Played
-from memplan.step.tapes.tape import Tape, Value
+from memplan.step.tapes.tape import Tape
+from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 
 SavedTensor = tuple[str, Quantity, int, Part]

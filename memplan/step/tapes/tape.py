@@ -1,4 +1,4 @@
-"""A tape: the operations of one part of a training step, and what each keeps for backward.
+"""A tape: the operations of one part of a training step, and what each saves for backward.
 
 The memory of a step follows from a few rules of reverse-mode autograd. An operation saves some
 of its inputs and outputs until its own backward has run; backward visits operations in reverse,
@@ -14,110 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import NamedTuple
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.step.tapes.live_bytes import Storage
+from memplan.step.tapes.taped_operations import PLAIN, Node, Operation, Pass, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 FOREVER = 2**62
 """Index of an operation that never comes."""
-
-
-@dataclass(slots=True, eq=False)
-class Value:
-    """A tensor of a tape; views share a storage.
-
-    Attributes:
-        foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
-        gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
-        apart: Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
-    """
-
-    storage: int
-    quantity: Quantity
-    coefficient: int
-    element_bytes: int
-    needs_gradient: bool = True
-    foreign: bool = False
-    gradient_coefficient: int = 0
-    apart: bool = False
-
-    @property
-    def width(self) -> int:
-        """Elements for each unit of the quantity."""
-        return self.coefficient // self.element_bytes
-
-
-class Pass(IntEnum):
-    """How an operation's backward makes the gradient of an input."""
-
-    NEW = 0  # a new tensor of the input's size
-    SAME = 1  # the gradient of the output itself, as for sums and views
-    VIEW = 2  # a new tensor, handed on as a view of itself; autograd never adds into views in place
-
-
-NEW, SAME, VIEW = Pass.NEW, Pass.SAME, Pass.VIEW
-
-
-class Reduction(NamedTuple):
-    """A sum over the rows of a matrix, for which CUDA's blocks keep partial sums (memplan.step.tapes.reduction_workspaces).
-
-    Attributes:
-        quantity: What rows are proportional to.
-        times: Rows for each unit of it.
-        columns: Length of the result.
-    """
-
-    quantity: Quantity
-    times: int
-    columns: int
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """The backward of one operation.
-
-    Attributes:
-        packs: Whether it keeps any tensor, weights and tables included: under checkpointing, the first such node that
-            backward reaches has the part computed again.
-        reduces: The sum over rows that forms a weight's gradient, or None.
-        casts: Gradients that are cast from wider ones, in the workspace, when the operation's own backward is done.
-    """
-
-    name: str
-    inputs: tuple[tuple[Value, Pass], ...]
-    outputs: tuple[Value, ...]
-    saved: tuple[int, ...]
-    weights: tuple[Weight, ...]
-    workspace: tuple[tuple[Quantity, int], ...]
-    instant: str
-    packs: bool
-    reduces: Reduction | None
-    casts: tuple[tuple[Quantity, int], ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Operation:
-    """One operation of forward.
-
-    Attributes:
-        makes: Storages that it allocates.
-        scratch: What it allocates besides, and frees again.
-        weights: Parameters that it reads, decoded first where they are codes.
-        node: Its backward, or None.
-        product: Whether selective checkpointing keeps its results.
-        saves_last: Whether its node packs its tensors when the results are there, and not before: results that it
-            keeps, and functions written in Python.
-    """
-
-    name: str
-    makes: tuple[int, ...]
-    scratch: tuple[tuple[Quantity, int], ...]
-    weights: tuple[Weight, ...]
-    node: Node | None
-    product: bool
-    saves_last: bool
 
 
 @dataclass(slots=True)
@@ -125,17 +29,17 @@ class Tape:
     """Operations in the order of forward.
 
     Attributes:
-        storages: (part, quantity, coefficient) of every storage.
+        storages: What is allocated, each once.
         nodes: Operations that have a backward.
         operations: All operations.
         instant: Instant that operations added from now on belong to in backward.
         last_use: Storage -> index of the operation after which forward's own names for it are gone.
-        regional: Storages that a region of autocast keeps until it ends.
+        regional: Storages that stay until a region of autocast ends.
         graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
             checkpointing, or without gradients, has no such graph.
     """
 
-    storages: list[tuple[Part, Quantity, int]] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     instant: str = ""
@@ -175,14 +79,7 @@ class Tape:
         outputs: Value | Sequence[Value],
         saves: Sequence[Value] = (),
         weights: Sequence[Weight] = (),
-        workspace: Sequence[tuple[Quantity, int]] = (),
-        *,
-        scratch: Sequence[tuple[Quantity, int]] = (),
-        packs: bool | None = None,
-        custom: bool = False,
-        product: bool = False,
-        reduces: Reduction | None = None,
-        casts: Sequence[tuple[Quantity, int]] = (),
+        traits: Traits = PLAIN,
     ) -> Value:
         """Record an operation and return its (first) output.
 
@@ -190,16 +87,9 @@ class Tape:
             name: What formulas call it.
             inputs: Inputs with the way their gradients are made.
             outputs: Outputs, made by :meth:`value` or :meth:`view`.
-            saves: Tensors kept until this operation's backward is done.
+            saves: Tensors that stay until this operation's backward is done.
             weights: Parameters that it reads.
-            workspace: Scratch memory of its backward.
-            scratch: Scratch memory of its forward.
-            packs: Whether backward keeps anything, be it a table or a number; by default, what is saved and
-                parameters that are no codes.
-            custom: Whether it is a function written in Python, which keeps its tensors when it is done.
-            product: Whether selective checkpointing keeps its results.
-            reduces: The sum over rows that forms a weight's gradient.
-            casts: Gradients that are cast from wider ones in the workspace.
+            traits: What else it does.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)
         used = tuple([pair for pair in inputs if pair[0].needs_gradient])
@@ -210,11 +100,13 @@ class Tape:
         storages = tuple(dict.fromkeys([value.storage for value in saves]))
         read, node = tuple(weights), None
         if needs:
-            packed = bool(storages) or any(not weight.coded for weight in read) if packs is None else packs
-            node = Node(name, used, made, storages, read, tuple(workspace), self.instant, packed, reduces, tuple(casts))
+            packs = traits.packs
+            if packs is None:
+                packs = bool(storages) or any(not weight.coded for weight in read)
+            node = Node(name, used, made, storages, read, traits, self.instant, packs)
             self.nodes.append(node)
-        last = custom or not set(new).isdisjoint(storages)
-        self.operations.append(Operation(name, new, tuple(scratch), read, node, product, last))
+        last = traits.custom or not set(new).isdisjoint(storages)
+        self.operations.append(Operation(name, new, read, traits, node, last))
         return made[0]
 
     def make(
@@ -222,13 +114,13 @@ class Tape:
         name: str,
         output: Value,
         *reads: Value,
-        scratch: Sequence[tuple[Quantity, int]] = (),
+        scratch: Sizes = (),
         product: bool = False,
     ) -> Value:
         """Record an operation whose result has no gradient, whatever it reads; return its output."""
         output.needs_gradient = False
         new = self._first_seen(reads, (output,))
-        self.operations.append(Operation(name, new, tuple(scratch), (), None, product, False))
+        self.operations.append(Operation(name, new, (), Traits(scratch=scratch, product=product), None, False))
         return output
 
     def _first_seen(self, reads: Sequence[Value], written: Sequence[Value]) -> tuple[int, ...]:
@@ -266,7 +158,7 @@ class Tape:
         return sum((single_form(*self.storages[storage]) for storage in storages), ZERO)
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
-        """Return (operation, quantity, coefficient, part) of every storage kept, by its first keeper."""
+        """Return (operation, quantity, coefficient, part) of every storage saved, by the first operation that saves it."""
         first: dict[int, str] = {}
         for node in self.nodes:
             for storage in node.saved:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["first", "again", "filled", "layer"]
-"""How weight gradients fare: kept from now on, added to ones already there, added to zeros where the last step left some,
+"""How weight gradients fare: stored from now on, added to ones already there, added to zeros where the last step left some,
 or used at once."""
 
 

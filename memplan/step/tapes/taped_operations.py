@@ -1,0 +1,133 @@
+"""Tensors and operations as a tape records them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_weight import Weight
+
+Sizes = Sequence[tuple[Quantity, int]]
+"""Bytes for each unit of some quantities."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor of a tape; views share a storage.
+
+    Attributes:
+        foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
+        gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
+        apart: Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
+    """
+
+    storage: int
+    quantity: Quantity
+    coefficient: int
+    element_bytes: int
+    needs_gradient: bool = True
+    foreign: bool = False
+    gradient_coefficient: int = 0
+    apart: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements for each unit of the quantity."""
+        return self.coefficient // self.element_bytes
+
+
+class Pass(IntEnum):
+    """How an operation's backward makes the gradient of an input."""
+
+    NEW = 0  # a new tensor of the input's size
+    SAME = 1  # the gradient of the output itself, as for sums and views
+    VIEW = 2  # a new tensor, handed on as a view of itself; autograd never adds into views in place
+
+
+NEW, SAME, VIEW = Pass.NEW, Pass.SAME, Pass.VIEW
+
+
+class Reduction(NamedTuple):
+    """A sum over the rows of a matrix, for which CUDA's blocks keep partial sums (memplan.step.tapes.reduction_workspaces).
+
+    Attributes:
+        quantity: What rows are proportional to.
+        times: Rows for each unit of it.
+        columns: Length of the result.
+    """
+
+    quantity: Quantity
+    times: int
+    columns: int
+
+
+class Traits(NamedTuple):
+    """What an operation does besides reading its inputs and forming its outputs.
+
+    Attributes:
+        packs: Whether backward saves anything, be it a table or a number; by default, what is saved and
+            parameters that are no codes.
+        scratch: Scratch memory of its forward.
+        workspace: Scratch memory of its backward.
+        casts: Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
+        reduces: The sum over rows that forms a weight's gradient.
+        product: Whether selective checkpointing saves its results.
+        custom: Whether it is a function written in Python, which saves its tensors when it is done.
+    """
+
+    packs: bool | None = None
+    scratch: Sizes = ()
+    workspace: Sizes = ()
+    casts: Sizes = ()
+    reduces: Reduction | None = None
+    product: bool = False
+    custom: bool = False
+
+
+PLAIN = Traits()
+SAVES_NOTHING = Traits(packs=False)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The backward of one operation.
+
+    Attributes:
+        inputs: Inputs that need a gradient, with the way it is made.
+        saved: Storages that stay until it has run.
+        packs: Whether it saves any tensor, weights and tables included: under checkpointing, the first such node that
+            backward reaches has the part computed again.
+    """
+
+    name: str
+    inputs: tuple[tuple[Value, Pass], ...]
+    outputs: tuple[Value, ...]
+    saved: tuple[int, ...]
+    weights: tuple[Weight, ...]
+    traits: Traits
+    instant: str
+    packs: bool
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation of forward.
+
+    Attributes:
+        makes: Storages that it allocates.
+        weights: Parameters that it reads, decoded first where they are codes.
+        traits: What else it does.
+        node: Its backward, or None.
+        saves_last: Whether its node packs its tensors when the results are there, and not before: results that it
+            saves, and functions written in Python.
+    """
+
+    name: str
+    makes: tuple[int, ...]
+    weights: tuple[Weight, ...]
+    traits: Traits
+    node: Node | None
+    saves_last: bool
