@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
@@ -18,6 +18,9 @@ from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
 from memplan.documents.schemas import validate
 from memplan.errors import CatalogError, InvalidFileError, UnknownNameError, match_hint, normalised_name, unknown_name
+
+if TYPE_CHECKING:
+    from memplan.catalog.training_config import TrainingConfig
 
 T = TypeVar("T")
 
@@ -140,6 +143,15 @@ class Catalog:
         from memplan.catalog.training_config import TrainingConfig
 
         return self._shelf("configs", TrainingConfig)
+
+    def shipped_config(self, name: str) -> TrainingConfig | None:
+        """Return the config of that name as it ships, or None where none does or a user's own took its place."""
+        ours = name in self.configs.entries and Path(self.configs.origins[name]).is_relative_to(self.root)
+        return self.configs.entries[name] if ours else None
+
+    def ships_evidence(self, name: str) -> bool:
+        """Tell whether a record of ours has that name."""
+        return "/" not in name and is_file(self.root / "configs" / "evidence" / f"{name}.json")
 
     @cached_property
     def family_gaps(self) -> Mapping[str, PresetGaps]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ class Records:
             path = self.root / FOLDER / f"{name}.json"
             self._read[name] = read_json(path) if is_file(path) else {}
         return self._read[name]
+
+    def training_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield every record of training, by name."""
+        for path in sorted((self.root / FOLDER).glob("train-*.json")):
+            yield path.stem, self.record(path.stem)
 
     def row(self, name: str, select: Select) -> dict[str, Any] | None:
         """Return the first row whose keys have the values of ``select``."""

@@ -95,6 +95,8 @@ class TrainingConfig:
     """One training config as a file gives it; names are not yet looked up.
 
     Attributes:
+        status: How it learns; whatever a file says, a resolved setup has what the evidence says.
+        evidence: The record in ``configs/evidence/`` behind it.
         weights: Format by role; ``default`` stands for roles that are not named.
         master_weights: A second copy that the optimizer updates.
         compute_dtype: Dtype of matrix products; narrower than the weights means autocast.
@@ -113,7 +115,7 @@ class TrainingConfig:
     """
 
     description: str
-    status: Status = "works"
+    status: Status = "untried"
     evidence: str | None = None
     weights: Mapping[str, str] = field(default_factory=lambda: {"default": "bf16"})
     master_weights: MasterWeights = "none"

@@ -16,7 +16,7 @@ ESTABLISHED: tuple[Status, ...] = ("proven", "works")
 TRIED: tuple[Status, ...] = ("experimental",)
 SOUND = ("level", "indistinct", "close")
 """Verdicts of a record of training that are within 5 % of fp32, or that seeds cannot tell from it."""
-ORDER: Mapping[Status, int] = {"proven": 0, "works": 1, "experimental": 2, "diverges": 3}
+ORDER: Mapping[Status, int] = {"proven": 0, "works": 1, "experimental": 2, "untried": 3, "diverges": 4}
 PLAIN_PRECISIONS = ("bf16", "fp16", "fp32")
 """Precisions that Newton-Schulz needs nothing special for, the one to prefer first: bf16 has the range of fp32."""
 NARROW_PRECISIONS = ("fp8", "int8")

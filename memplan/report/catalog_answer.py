@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import UnknownNameError
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role
 from memplan.model.model import Model
 from memplan.model.readers.safetensors import StoredTensors
 from memplan.report.document import Block, Document, Table
 from memplan.report.evidence_lines import evidence_lines
+from memplan.training.resolved import learning
 from memplan.units import format_bytes, format_count, format_fraction
 
 
 def list_document(kind: str, catalog: Catalog, unit: str) -> Document:
     """Return all entries of a kind."""
     shelf = catalog.section(kind)
-    rows = [{"name": name, **_plain(entry)} for name, entry in shelf.entries.items()]
+    entries = {name: _judged(name, entry, catalog) for name, entry in shelf.entries.items()}
+    rows = [{"name": name, **_plain(entry)} for name, entry in entries.items()]
     headers, cells = _LISTS[kind]
-    table = Table(headers, tuple((name, *cells(entry, unit)) for name, entry in shelf.entries.items()))
+    table = Table(headers, tuple((name, *cells(entry, unit)) for name, entry in entries.items()))
     return Document({"schema": "memplan/list/1", "kind": kind, "rows": rows}, (table, f"{len(rows)} {kind}"))
+
+
+def _judged(name: str, entry: Any, catalog: Catalog) -> Any:
+    """Return an entry; a config with the status that evidence bears."""
+    if not isinstance(entry, TrainingConfig):
+        return entry
+    try:
+        return replace(entry, status=learning(entry, catalog, name).status)
+    except UnknownNameError:
+        return replace(entry, status="untried")  # a user's config of names that the catalog does not have
 
 
 def _plain(entry: Any) -> dict[str, Any]:
@@ -119,10 +132,10 @@ _LISTS: Mapping[str, Any] = {
     "formats": (("name", ">elements", ">bytes", ">per tensor", ">B/element", "weights", "description"), _format_cells),
     "gradients": (("name", ">bytes", ">per tensor", "description"), _gradient_cells),
     "optimizers": (
-        ("name", "state per parameter", "takes", "rest", "status", "validated", "description"),
+        ("name", "state per parameter", "takes", "rest", "learning", "validated", "description"),
         _optimizer_cells,
     ),
-    "configs": (("name", "status", "checkpointing", "description"), _config_cells),
+    "configs": (("name", "learning", "checkpointing", "description"), _config_cells),
 }
 
 
@@ -133,7 +146,7 @@ def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) ->
     for kind in kinds:
         shelf = catalog.section(kind)
         name = shelf.name_of(given)
-        data = {"kind": kind, "name": name, **_plain(shelf.entries[name])}
+        data = {"kind": kind, "name": name, **_plain(_judged(name, shelf.entries[name], catalog))}
         entries.append(data)
         rows = tuple((key, _cell(key, value, unit)) for key, value in data.items() if key != "sources")
         blocks.append(Table(("key", "value"), rows, f"{shelf.kind} {name}"))
@@ -143,6 +156,12 @@ def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) ->
         blocks.append(("Sources:", *sources) if sources else f"Defined in {shelf.origins[name]}")
         if data.get("evidence"):
             blocks.append(evidence_lines(data["evidence"], catalog.root))
+        if (
+            kind == "configs"
+            and catalog.ships_evidence(published := f"literature-{name}")
+            and published != data["evidence"]
+        ):
+            blocks.append(evidence_lines(published, catalog.root))
     data = (
         {"schema": "memplan/show/1", **entries[0]}
         if len(entries) == 1

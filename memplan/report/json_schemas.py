@@ -13,6 +13,10 @@ from memplan.published.table_schema import PublishedFile
 
 BYTES = {"type": "integer", "minimum": 0}
 TEXT = {"type": "string"}
+LEARNING = {
+    "enum": ["proven", "works", "experimental", "untried", "diverges"],
+    "description": "How training learns with these formats, dtypes and optimizers, as the evidence says; not whether it fits.",
+}
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 FILES: dict[str, type] = {
@@ -268,7 +272,7 @@ def suggested_schema() -> dict[str, Any]:
     """Return the schema of a row of ``memplan suggest``: a plan, and what the search says of it."""
     estimate = {"step_seconds": {"type": "number"}, "tokens_per_second": {"type": "number"}, "rates_of": TEXT}
     plan = plan_schema()
-    own = {"quality_risk": BYTES, "gives_up": TEXT, "estimate": _object(estimate)}
+    own = {"parts_status": LEARNING, "quality_risk": BYTES, "gives_up": TEXT, "estimate": _object(estimate)}
     return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
 
 

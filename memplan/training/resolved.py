@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
@@ -12,6 +12,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
+from memplan.training.learning import Learning, Recipe, learning_of, recipe_of
 from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.units import parse_bytes
 
@@ -121,11 +122,12 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
         for path, text in parallel_refusals(config, profile, named, FLOAT_BYTES, used):
             raise CannotAnswerError(f"{place(path)}: {text}")
+    known_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
     return TrainingSetup(
         name=name,
-        config=config,
+        config=_with_learning(config, recipe_of(config, known_formats, optimizer_names, catalog), catalog, name),
         profile=profile,
-        format_names={role: catalog.formats.name_of(n) for role, n in format_names.items()},
+        format_names=known_formats,
         formats={role: catalog.formats[n] for role, n in format_names.items()},
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
@@ -139,6 +141,30 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
 def _family_gaps(config: TrainingConfig, catalog: Catalog) -> Mapping[str, FamilyGap]:
     gaps = catalog.family_gaps.get(config.kernels.preset)
     return {} if gaps is None else gaps.families
+
+
+def named_recipe(config: TrainingConfig, catalog: Catalog) -> Recipe:
+    """Return what decides how a config learns; its names have to be known."""
+    formats = {role: catalog.formats.name_of(_format_name(config, role)) for role in ROLES}
+    return recipe_of(config, formats, {role: _optimizer_name(config, catalog, role) for role in ROLES}, catalog)
+
+
+def learning(config: TrainingConfig, catalog: Catalog, name: str) -> Learning:
+    """Return how the config called ``name`` learns."""
+    return _learning(named_recipe(config, catalog), catalog, name)
+
+
+def _learning(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
+    shipped = catalog.shipped_config(name)
+    known = None if shipped is None else named_recipe(shipped, catalog)
+    return learning_of(recipe, catalog, known, None if shipped is None else shipped.evidence, name)
+
+
+def _with_learning(config: TrainingConfig, recipe: Recipe, catalog: Catalog, name: str) -> TrainingConfig:
+    """Return a config with the status that evidence bears; evidence of a user's own is named, and bears none."""
+    learned = _learning(recipe, catalog, name)
+    own = config.evidence if config.evidence and not catalog.ships_evidence(config.evidence) else None
+    return replace(config, status=learned.status, evidence=learned.evidence or own)
 
 
 def _format_name(config: TrainingConfig, role: Role) -> str:

@@ -13,6 +13,8 @@ from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides, find_setup
 from memplan.report.evidence_lines import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.report.json_schemas import schema_of
+from memplan.training.learning import BEARS
+from memplan.training.resolved import learning, resolve
 
 FOLDER = data_directory() / "configs" / "evidence"
 RECORDS = sorted(FOLDER.glob("train-*.json"))
@@ -119,6 +121,7 @@ EXPERIMENTED = {
 @pytest.mark.parametrize("section", ["configs", "optimizers"])
 def test_every_status_rests_on_evidence_that_is_there(catalog, section):
     for name, entry in catalog.section(section).entries.items():
+        status = learning(entry, catalog, name).status if section == "configs" else entry.status
         assert entry.evidence, f"{name} has no evidence"
         path = evidence_path(entry.evidence, catalog.root)
         assert path.is_file(), f"{name}: {path.name}"
@@ -127,11 +130,11 @@ def test_every_status_rests_on_evidence_that_is_there(catalog, section):
             rows = [row for row in record["rows"] if row["momentum"] in EXPERIMENTED[name]]
             assert rows, name
             diverged = any(row["diverged"] == len(record["seeds"]) for row in rows)
-            assert diverged == (entry.status == "diverges"), name
+            assert diverged == (status == "diverges"), name
         elif record["schema"] == "memplan/literature/1":
-            assert record["verdict"] == entry.status, name
+            assert record["verdict"] == status, name
         else:
-            assert entry.status in STANDINGS[record["verdict"]], f"{name}: {record['verdict']}"
+            assert status in STANDINGS[record["verdict"]], f"{name}: {record['verdict']}"
 
 
 def test_the_evidence_of_a_config_is_a_record_of_that_config(catalog):
@@ -175,3 +178,70 @@ def test_what_is_no_record_is_refused(write, content):
 def test_a_line_of_a_run_that_diverged():
     record = read_evidence(RECORDS[0]) | {"validation_loss": None, "gap_percent": None, "verdict": "diverges"}
     assert evidence_line(record).startswith("diverges: no finite loss; 3 seeds, 300 steps")
+
+
+# ------------------------------------------------------------------ how a setup learns
+LEARNS = {
+    "bf16-adamw": "works",
+    "bf16-adamw-8bit": "works",
+    "fp16-adam": "works",
+    "fp16-muon": "works",
+    "fp32-adamw": "proven",
+    "lora": "proven",
+    "mixed-adamw": "proven",
+    "muon": "works",
+    "q4-muon-int2": "diverges",
+    "qlora": "proven",
+}
+"""Shipped configs that are more, or less, than experimental."""
+
+
+def test_how_a_shipped_config_learns_follows_from_its_records(catalog):
+    found = {name: resolve(config, catalog, name).config.status for name, config in catalog.configs.entries.items()}
+    assert found == dict.fromkeys(catalog.configs, "experimental") | LEARNS
+    assert {record["verdict"] for record in map(read_evidence, RECORDS)} <= set(BEARS)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "status"),
+    [
+        ("fp32-adamw", ("weights.default=q4-0", "compute_dtype=bf16"), "untried"),
+        ("lora", ("weights.default=q8-0",), "untried"),
+        ("mixed-adamw", ("optimizer.default=lion",), "untried"),
+        ("bf16-adamw", ("gradients.dtype=fp8-e4m3",), "untried"),
+        ("bf16-adamw", ("master_weights=fp32",), "untried"),
+        # records of ours that no config of ours names
+        ("bf16-adamw", ("optimizer.default=adamw-int8",), "works"),
+        ("muon", ("weights.default=fp32",), "works"),
+        # an optimizer that diverges, in whatever company
+        ("bf16-adamw", ("optimizer.default=muon-int2",), "diverges"),
+        # what moves memory and time alone
+        ("fp32-adamw", ("micro_batch_size=4", "activation_checkpointing=full", "kernels.optimizer=fused"), "proven"),
+        ("qlora", ("adapter.rank=64", "sequence_length=512"), "proven"),
+    ],
+    ids=str,
+)
+def test_settings_that_decide_how_training_learns_decide_the_status(catalog, name, settings, status):
+    assert find_setup(name, Overrides(settings=settings), catalog).config.status == status
+
+
+def test_a_users_config_learns_as_the_evidence_for_its_contents_says_whatever_it_claims(write, cli):
+    untried = write("mine.yaml", "description: mine\nstatus: proven\noptimizer: {default: lion}\n")
+    ran = cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", untried, "--json")
+    assert (ran.data["status"], ran.data["training"]["status"]) == ("untried", "untried")
+    assert "(learning: untried)" in cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", untried).out
+    like_ours = write("like-ours.yaml", "description: mine\noptimizer: {default: adamw-bf16}\n")
+    assert cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", like_ours, "--json").data["status"] == "works"
+
+
+def test_a_config_cannot_borrow_the_record_of_another(write, cli):
+    path = write("mine.yaml", "description: mine\nevidence: literature-lora\noptimizer: {default: lion}\n")
+    training = cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", path, "--json").data["training"]
+    assert training["status"] == "untried"
+    assert "evidence" not in training
+
+
+def test_a_users_config_that_takes_the_name_of_ours_does_not_take_its_record(write, cli):
+    path = write("mine.yaml", "configs:\n  lora: {description: mine, optimizer: {default: lion}}\n")
+    plan = cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", "lora", "--catalog", path, "--json").data
+    assert plan["status"] == "untried"

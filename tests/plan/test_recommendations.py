@@ -97,7 +97,7 @@ def test_what_is_open_is_said_with_what_the_command_times():
 def test_the_command_answers_for_one_gpu_and_for_all(cli):
     one = cli("recommend", "--gpu", "rtx4090")
     assert one.exit_code == 0
-    assert "bf16-adamw-8bit (works)" in one.out
+    assert "bf16-adamw-8bit (learning: works)" in one.out
     data = cli("recommend", "--gpu", "h100", "--json").data
     jsonschema.validate(data, schema_of("recommend"))
     assert data["rows"][0]["measured"] is False

@@ -83,7 +83,7 @@ def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
     assert found.exit_code == 0
     assert "These settings are experimental." in found.out
     data = cli(*job, "--experimental", "--json").data
-    assert {row["status"] for row in data["rows"]} == {"experimental"}
+    assert {row["parts_status"] for row in data["rows"]} == {"experimental"}
     assert all(row["verdict"] == "fits" and "adapter" not in row["training"] for row in data["rows"])
     assert data["combinations"] >= 100_000
     assert len(data["rows"]) >= 3
@@ -126,7 +126,7 @@ def test_batches_are_as_large_as_asked(rows):
 def test_ranks_go_by_status_and_then_by_tenths_of_time(rows):
     found = rows("llama-8b", "--gpu", "h100", "--experimental", "--most", "50")
     order = ["proven", "works", "experimental"]
-    statuses = [order.index(row["status"]) for row in found]
+    statuses = [order.index(row["parts_status"]) for row in found]
     assert statuses == sorted(statuses)
     assert all(row["estimate"]["tokens_per_second"] > 0 for row in found)
 

@@ -43,7 +43,7 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
         "gpu",
         ">usable",
         "config",
-        "status",
+        "learning",
         ">B/param",
         ">max_parameters",
         ">notes",

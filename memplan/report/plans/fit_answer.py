@@ -57,7 +57,7 @@ def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
         )
         for plan in plans
     )
-    return Table(("verdict", "config", ">device", ">upper end", "status", "what it is"), rows)
+    return Table(("verdict", "config", ">device", ">upper end", "learning", "what it is"), rows)
 
 
 def _sentence(plans: Sequence[MemoryPlan], unit: str) -> str:
@@ -72,7 +72,7 @@ def _sentence(plans: Sequence[MemoryPlan], unit: str) -> str:
         best = (sound or fitting)[0]
         return (
             f"FITS: {model.spec.name} fits on {device} with {len(fitting)} of {len(plans)} configs; "
-            f"{best.setup.name} ({best.setup.config.status}) needs about {format_bytes(best.device_bytes, unit)}. "
+            f"{best.setup.name} (learning: {best.setup.config.status}) needs about {format_bytes(best.device_bytes, unit)}. "
             f"In full: memplan fit {job} --config {best.setup.name}"
         )
     tight = [plan for plan in plans if plan.verdict == "tight"]

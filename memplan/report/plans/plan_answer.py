@@ -138,7 +138,7 @@ def heading(plan: MemoryPlan) -> tuple[str, str]:
     """Return what was asked, in two lines."""
     parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
-    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label} ({config.status}): {config.description}"
+    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label} (learning: {config.status}): {config.description}"
     second = (
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
         f"checkpointing {config.activation_checkpointing}, compute in {config.compute_dtype}"

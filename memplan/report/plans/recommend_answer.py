@@ -173,4 +173,4 @@ def _sentence(rows: Sequence[Recommendation]) -> str:
 def _words(row: LargestModel | None) -> str:
     if row is None:
         return ""
-    return f"{row.largest_fitting} with {row.setup.label} ({row.setup.config.status})"
+    return f"{row.largest_fitting} with {row.setup.label} (learning: {row.setup.config.status})"

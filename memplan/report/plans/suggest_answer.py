@@ -47,6 +47,7 @@ def row_data(row: Settings, answer: Suggestions, catalog_hash: str) -> dict[str,
     """Return one answer: a plan, with what the search says of it besides."""
     combination = row.combination
     return plan_data(row.plan, catalog_hash) | {
+        "parts_status": combination.standing.status,
         "quality_risk": combination.standing.risk,
         "gives_up": row.gives_up,
         "estimate": {
@@ -78,7 +79,7 @@ def _table(answer: Suggestions, unit: str) -> Table:
     headers: tuple[str, ...] = (
         ">#",
         "verdict",
-        "status",
+        "learning",
         ">risk",
         ">upper end",
         ">tokens/s",
@@ -104,7 +105,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
     return (
         str(rank),
         VERDICT_WORDS[plan.verdict],
-        combination.standing.status,
+        plan.setup.config.status,
         str(combination.standing.risk),
         format_bytes(plan.upper_bytes, unit),
         f"~{_tokens_per_second(combination, plan.setup.config.parallel.data):,}",
@@ -145,6 +146,7 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
     return (
         f"tokens/s is a roofline estimate from bandwidth and dense FLOP/s{of}: it ranks settings and is no measurement.",
+        "learning is what records of training say of the whole combination, untried where there is none.",
         "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
         "weights that ended far behind fp32 in every record, which come last.",
         *(parallel_notes(gpus, rates) if gpus > 1 else ()),
@@ -153,7 +155,7 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
             if offloaded
             else []
         ),
-        "Order: fits at the upper end, status, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
+        "Order: fits at the upper end, the worst status of the parts, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
         NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED),
     )
 

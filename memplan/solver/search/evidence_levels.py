@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.recorded_rows import Records
-from memplan.catalog.training_config import TrainingConfig
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
 
 STATUSES: tuple[Status, ...] = ("proven", "works", "experimental", "diverges")
@@ -76,14 +75,14 @@ class Evidence:
         for name, config in catalog.configs.entries.items():
             if (config.adapter is not None) == adapters:
                 setup = resolve(config, catalog, name)
-                self._learn(setup, config)
+                self._learn(setup, setup.config.status)
                 if config.evidence and (verdict := records.verdict(config.evidence)):
                     self._verdicts.setdefault(setup.format_names["hidden_matrix"], set()).add(verdict)
 
-    def _learn(self, setup: TrainingSetup, config: TrainingConfig) -> None:
-        rank = STATUSES.index(config.status)
+    def _learn(self, setup: TrainingSetup, status: Status) -> None:
+        rank = _ordinal(status)
         weights, gradients = setup.format_names["hidden_matrix"], gradient_name(setup)
-        if config.status == "diverges":
+        if status == "diverges":
             self._diverging.add((weights, gradients, setup.optimizer_names["hidden_matrix"]))
             return
         self._weights[weights] = min(rank, self._weights.get(weights, UNKNOWN))
@@ -99,7 +98,7 @@ class Evidence:
             master: Format of master weights, or ``none``.
             optimizers: All that step something, that of hidden matrices first.
         """
-        optimizer = max(STATUSES.index(self._optimizers[name].status) for name in optimizers)
+        optimizer = max(_ordinal(self._optimizers[name].status) for name in optimizers)
         if (weights, gradients, optimizers[0]) in self._diverging:
             optimizer = STATUSES.index("diverges")
         if FLOAT_BYTES.get(gradients, 0) > FLOAT_BYTES[formed]:
@@ -110,6 +109,11 @@ class Evidence:
 
     def _rank(self, known: Mapping[str, int], name: str) -> int:
         return known.get(name, UNKNOWN)
+
+
+def _ordinal(status: Status) -> int:
+    """Return the ordinal of a part's status; one that nobody tried counts as experimental."""
+    return UNKNOWN if status == "untried" else STATUSES.index(status)
 
 
 def gradient_name(setup: TrainingSetup) -> str:

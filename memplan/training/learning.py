@@ -1,0 +1,176 @@
+"""How training learns, computed from the evidence for what decides it: formats, dtypes and optimizers of a setup.
+
+Nothing that only moves memory or time counts here: batch, length, checkpointing, kernels, parallelism, offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, cast
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import Status
+from memplan.catalog.recorded_rows import Records
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import InvalidFileError
+from memplan.model.inventory import ROLES, Role
+
+ORDER: tuple[Status, ...] = ("proven", "works", "experimental", "untried", "diverges")
+"""From the best to the worst."""
+
+BEARS: Mapping[str, Status] = {
+    "learns": "works",
+    "level": "works",
+    "indistinct": "works",
+    "close": "works",
+    "behind": "experimental",
+    "far behind": "experimental",
+    "diverges": "diverges",
+}
+"""Verdict of a record of training -> the best status that it bears; models of ours are small, so that none is proven."""
+
+TRAINING, LITERATURE = "memplan/evidence/1", "memplan/literature/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What decides how training learns.
+
+    Attributes:
+        weights: Weight format of each role.
+        optimizers: Optimizer of each role.
+        gradients: Dtype that gradients of hidden matrices are kept in.
+        coded: Whether weights are trained as codes.
+        adapter: Kind of adapter, or nothing.
+        scaled: Whether the loss is scaled, as fp16 needs.
+    """
+
+    weights: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    gradients: str
+    compute_dtype: str
+    master_weights: str
+    coded: bool
+    adapter: str
+    scaled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How a recipe learns, and the record in ``configs/evidence/`` that says so."""
+
+    status: Status = "untried"
+    evidence: str | None = None
+
+
+UNTRIED = Learning()
+
+
+def recipe_of(
+    config: TrainingConfig, formats: Mapping[Role, str], optimizers: Mapping[Role, str], catalog: Catalog
+) -> Recipe:
+    """Return what decides how a config learns.
+
+    Args:
+        config: The config.
+        formats: Weight format of each role, by catalog name.
+        optimizers: Optimizer of each role, by catalog name.
+        catalog: Where they are looked up.
+    """
+    hidden = formats["hidden_matrix"]
+    is_float = catalog.formats[hidden].training == "float"
+    return Recipe(
+        weights=tuple(formats[role] for role in ROLES),
+        optimizers=tuple(optimizers[role] for role in ROLES),
+        gradients=config.gradients.dtype or (hidden if is_float else config.compute_dtype),
+        compute_dtype=config.compute_dtype,
+        master_weights=config.master_weights,
+        coded=not is_float and config.adapter is None,
+        adapter="" if config.adapter is None else config.adapter.kind,
+        scaled=config.loss_scaling,
+    )
+
+
+def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence: str | None, name: str) -> Learning:
+    """Return how a recipe learns: as the records of it say, ``untried`` where there is none.
+
+    Args:
+        recipe: The recipe.
+        catalog: Whose evidence counts.
+        known: Recipe of the shipped config that it is named after, whose records are found without reading all.
+        evidence: The record of that config.
+        name: Its name.
+    """
+    diverging = next((n for n in recipe.optimizers if catalog.optimizers[n].status == "diverges"), None)
+    if diverging is not None:
+        return Learning("diverges", catalog.optimizers[diverging].evidence)
+    if known == recipe:
+        return of_config(recipe, catalog, name, evidence)
+    return _recorded(catalog).get(recipe, UNTRIED)
+
+
+def of_config(recipe: Recipe, catalog: Catalog, name: str, evidence: str | None) -> Learning:
+    """Return how a shipped config learns, by its own record and by what others have published of it."""
+    found = [_borne(recipe, catalog, record) for record in (evidence, f"literature-{name}") if record is not None]
+    return min(found, key=lambda item: ORDER.index(item.status), default=UNTRIED)
+
+
+def _borne(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
+    """Return what one record says of a recipe."""
+    record = _records(catalog).record(name)
+    if record.get("schema") == LITERATURE:
+        return Learning(cast("Status", record["verdict"]), name)
+    if record.get("schema") != TRAINING:
+        return UNTRIED
+    if record["verdict"] not in BEARS:
+        known = ", ".join(BEARS)
+        raise InvalidFileError([f"configs/evidence/{name}.json: verdict {record['verdict']!r} is none of {known}"])
+    parts = [BEARS[record["verdict"]], *(catalog.optimizers[optimizer].status for optimizer in recipe.optimizers)]
+    wide = not recipe.coded and catalog.gradients[recipe.gradients].element_bytes > 1
+    limit: Status = "works" if wide else "experimental"
+    return Learning(max([*parts, limit], key=ORDER.index), name)
+
+
+@lru_cache(maxsize=8)
+def _records(catalog: Catalog) -> Records:
+    return Records(catalog.root)
+
+
+@lru_cache(maxsize=8)
+def _recorded(catalog: Catalog) -> Mapping[Recipe, Learning]:
+    """Return every recipe that evidence of ours is about: those of our configs, and of what was trained besides."""
+    from memplan.training.resolved import named_recipe
+
+    shipped = Catalog(catalog.root)
+    known: dict[Recipe, Learning] = {}
+    for name, config in shipped.configs.entries.items():
+        recipe = named_recipe(config, shipped)
+        known[recipe] = of_config(recipe, shipped, name, config.evidence)
+    for record_name, record in _records(catalog).training_records():
+        if _as_planned(record["training"]):
+            recipe = named_recipe(_with_settings(shipped.configs[record["config"]], record["settings"]), shipped)
+            known.setdefault(recipe, _borne(recipe, shipped, record_name))
+    return known
+
+
+def _as_planned(training: Mapping[str, Any]) -> bool:
+    """Tell whether a run trained as its config says, with nothing tried out beside it."""
+    return training["rounding"] == "stochastic" and not training["momentum_format"] and not training["matrix_options"]
+
+
+def _with_settings(config: TrainingConfig, settings: list[str]) -> TrainingConfig:
+    """Return a config with the settings of a record: formats, optimizers, and the dtype of gradients."""
+    for setting in settings:
+        path, _, value = setting.partition("=")
+        section, _, key = path.partition(".")
+        if section == "gradients" and key == "dtype":
+            config = replace(config, gradients=replace(config.gradients, dtype=value))
+        elif section == "weights":
+            config = replace(config, weights={**config.weights, key: value})
+        elif section == "optimizer":
+            config = replace(config, optimizer={**config.optimizer, key: value})
+        else:
+            raise InvalidFileError([f"configs/evidence: a record's setting {setting!r} is not understood"])
+    return config
