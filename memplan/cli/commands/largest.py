@@ -94,9 +94,11 @@ def max_command(
         check_drawable(plot)
     if accounting is not None:
         _refuse_details(accounting, overrides, model if what is Sought.parameters else f"--for {what.value}")
-        from memplan.report.largest.accounting_answer import max_by_notes
+        from memplan.published.notes_answers import Cards, largest_by_notes
+        from memplan.report.largest.accounting_answer import max_by_notes_document
 
-        document = max_by_notes(accounting.value, config, gpu, gpu_memory, gpus, catalog)
+        cards = Cards(gpu, gpu_memory, gpus)
+        document = max_by_notes_document(largest_by_notes(accounting.value, config, cards, catalog))
         raise typer.Exit(emit(document, form, as_json, output, quiet))
     devices = find_devices(gpu, gpu_memory, gpus, catalog)
     if what is Sought.parameters:
@@ -199,9 +201,12 @@ def where_command(
     if accounting is not None:
         given = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--price": price}
         _refuse_details(accounting, overrides, next((name for name, value in given.items() if value is not None), None))
-        from memplan.report.largest.accounting_answer import where_by_notes
+        from memplan.published.notes_answers import fewest_by_notes, nominal_billions
+        from memplan.report.largest.accounting_answer import where_by_notes_document
 
-        raise typer.Exit(emit(where_by_notes(accounting.value, found, config, catalog), form, as_json, output, quiet))
+        by_notes = fewest_by_notes(accounting.value, found, config, catalog)
+        document = where_by_notes_document(found.spec.name, nominal_billions(found), by_notes)
+        raise typer.Exit(emit(document, form, as_json, output, quiet))
     document = _where(
         found,
         config or "bf16-adamw",
