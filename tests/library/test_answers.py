@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import memplan
@@ -87,11 +89,15 @@ QUESTIONS = {
 }
 
 
+@cache
+def answer_to(name: str) -> Answer:
+    return QUESTIONS[name][0]()
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_to_dict_is_what_the_command_prints(cli, name):
-    question, command = QUESTIONS[name]
-    answer = question()
-    ran = cli(*command, "--json")
+    answer = answer_to(name)
+    ran = cli(*QUESTIONS[name][1], "--json")
     assert isinstance(answer, Answer)
     assert ran.err == ""
     assert answer.to_dict() == ran.data
@@ -100,7 +106,7 @@ def test_to_dict_is_what_the_command_prints(cli, name):
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_an_answer_is_one_line_and_one_piece_of_html(name):
-    answer = QUESTIONS[name][0]()
+    answer = answer_to(name)
     assert repr(answer).startswith(f"<memplan.{type(answer).__name__}: ")
     assert len(repr(answer).splitlines()) == 1
     assert answer._repr_html_().startswith("<div")
@@ -127,10 +133,12 @@ def test_check_writes_a_baseline_when_it_is_told_to(tmp_path):
 
 def test_trace_is_what_the_command_prints(cli):
     pytest.importorskip("torch")
-    command = ("trace", "gpt2", "--config", "fp32-adamw", "-s", 16, "--gpu", "rtx4090", "--largest", 3, "-q")
+    shapes = {"layers": 2, "hidden": 64, "heads": 2, "vocab": 256}
+    flags = [text for name, value in shapes.items() for text in (f"--{name}", value)]
+    command = ("trace", *flags, "--config", "fp32-adamw", "-s", 16, "--gpu", "rtx4090", "--largest", 3, "-q")
     told: list[str] = []
     answer = memplan.trace(
-        "gpt2", config="fp32-adamw", sequence_length=16, largest=3, progress=told.append, gpu="rtx4090"
+        memplan.Shapes(**shapes), config="fp32-adamw", sequence_length=16, largest=3, progress=told.append, **ON
     )
     assert answer.to_dict() == cli(*command, "--json").data
     assert (answer.difference_bytes, answer.survives) == (0, True)

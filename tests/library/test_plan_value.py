@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from html.parser import HTMLParser
 
 import pytest
@@ -32,6 +33,15 @@ def test_components_add_up_to_the_expected_bytes(plan):
 def test_a_component_that_a_job_has_none_of_is_nothing(plan):
     assert plan.components["communication"] == 0
     assert "communication" in plan.components
+
+
+def test_a_plan_and_its_components_can_be_sent_to_another_process(plan):
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.to_dict() == plan.to_dict()
+    size = pickle.loads(pickle.dumps(plan.components["weights"]))
+    assert (size, size.formula) == (plan.components["weights"], plan.components["weights"].formula)
+    job = pickle.loads(pickle.dumps(memplan.job("gpt2", config="lora")))
+    assert job.plan("rtx4090").verdict == "fits"
 
 
 def test_an_unknown_component_is_refused_with_the_nearest(plan):

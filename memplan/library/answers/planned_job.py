@@ -48,6 +48,11 @@ class ComponentBytes(int):
         self.source, self.kind = line.source, line.kind
         return self
 
+    def __reduce__(self) -> tuple[type[ComponentBytes], tuple[Component]]:
+        """Return what a copy is made from."""
+        line = Component(self.name, int(self), self.formula, self.values, self.source, self.kind)
+        return ComponentBytes, (line,)
+
 
 class Components(Mapping[str, ComponentBytes]):
     """Bytes by component; they add up to the expected bytes. A component that a job has none of has 0 bytes."""
