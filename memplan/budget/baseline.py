@@ -92,5 +92,5 @@ def _figures_only(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an answer that a baseline has too; jobs that could not be evaluated have none."""
     keys = Entry.__slots__
     rows = [row for row in data.get("rows", ()) if isinstance(row, dict) and "device_bytes" in row]
-    kept = [{key: row[key] for key in keys if key in row} for row in rows]
-    return {**{key: data[key] for key in ("schema", "memplan_version", "catalog_hash") if key in data}, "rows": kept}
+    figures = [{key: row[key] for key in keys if key in row} for row in rows]
+    return {**{key: data[key] for key in ("schema", "memplan_version", "catalog_hash") if key in data}, "rows": figures}

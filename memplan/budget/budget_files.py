@@ -53,9 +53,9 @@ def read_budget(path: Path) -> BudgetFile:
 
 def in_reading_order(problems: Sequence[str]) -> list[str]:
     """Return problems by file, in the order that files are first met, then by line."""
-    found = [(match[1], int(match[2])) if (match := _PLACE.match(text)) else ("", 0) for text in problems]
-    files = list(dict.fromkeys(file for file, _ in found))
-    pairs = sorted(zip(found, problems, strict=True), key=lambda pair: (files.index(pair[0][0]), pair[0][1]))
+    places = [(match[1], int(match[2])) if (match := _PLACE.match(text)) else ("", 0) for text in problems]
+    files = list(dict.fromkeys(file for file, _ in places))
+    pairs = sorted(zip(places, problems, strict=True), key=lambda pair: (files.index(pair[0][0]), pair[0][1]))
     return list(dict.fromkeys(text for _, text in pairs))
 
 

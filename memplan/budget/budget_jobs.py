@@ -183,14 +183,14 @@ def _sizes(
     texts: Mapping[str, str], place: Place, above: tuple[str, ...], own: frozenset[str]
 ) -> tuple[dict[str, int], list[str]]:
     """Return the bytes that texts name, and the problems of those that name none."""
-    found, problems = {}, []
+    sizes, problems = {}, []
     for key, text in texts.items():
         try:
-            found[key] = parse_bytes(text)
+            sizes[key] = parse_bytes(text)
         except UnitError as error:
             at = (*above, key)
             problems.append(f"{place.where(*(at if at[0] in own else ()))}: {error}")
-    return found, problems
+    return sizes, problems
 
 
 def parse_increase(text: str) -> Increase:

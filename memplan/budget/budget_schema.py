@@ -28,7 +28,7 @@ class Defaults:
         components: Most that single components may be.
         max_increase: Most that the device total may grow over the baseline: ``3%`` or ``500 MiB``.
         level: ``error`` fails the check, ``warn`` only tells.
-        basis: Whether the expected device total is held against limits, or the upper end of its interval.
+        basis: Whether the expected device total is compared with limits, or the upper end of its interval.
     """
 
     model: str | None = None

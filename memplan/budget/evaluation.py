@@ -1,4 +1,4 @@
-"""What a job needs, held against what it may need."""
+"""What a job needs, compared with what it may need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+import memplan
 from memplan.budget.baseline import Baseline, Entry
 from memplan.budget.budget_jobs import Job
 from memplan.budget.budget_schema import Basis
@@ -180,6 +181,27 @@ def _increased(job: Job, figures: Figures, before: Entry | None) -> Iterator[Fin
 def worst_first(results: Iterable[Result]) -> list[Result]:
     """Return results with those that fail first, the fullest of them before others."""
     return sorted(results, key=lambda r: (WORST_FIRST.index(r.status), -r.used, r.job.name, r.gpu, r.job.place.file))
+
+
+def baseline_of(results: Iterable[Result], catalog_hash: str) -> Baseline:
+    """Return the baseline that results make; those that could not be evaluated are not part of it."""
+    pairs = [(result.job, result.figures) for result in results if result.figures is not None]
+    entries = {(job.name, figures.device): _entry(job, figures) for job, figures in pairs}
+    return Baseline(memplan.__version__, catalog_hash, entries)
+
+
+def _entry(job: Job, figures: Figures) -> Entry:
+    return Entry(
+        name=job.name,
+        gpu=figures.device,
+        model=job.model,
+        config=job.config,
+        asked=figures.asked,
+        inputs=figures.inputs,
+        device_bytes=figures.device_bytes,
+        upper_bytes=figures.upper_bytes,
+        components=figures.components,
+    )
 
 
 def exit_code(results: Sequence[Result]) -> int:

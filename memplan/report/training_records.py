@@ -19,13 +19,13 @@ PARAMETERS, STEPS, BATCH = 869_504, 300, 16
 
 
 def list_document(folder: Path) -> Document:
-    """Return all records that are shipped: runs of configs with what they found, and experiments."""
+    """Return all records that are shipped: runs of configs, and experiments."""
     records = {path.stem: read_json(path) for path in files_in(folder, "*.json")}
     runs = [(name, record) for name, record in records.items() if record.get("schema") == SCHEMA]
     others = [(name, record) for name, record in records.items() if name.startswith("lab-")]
     runs.sort(key=lambda item: (_size(item[1]), _mean(item[1])))
     trained = Table(
-        ("record", ">loss", ">against baseline", ">held", "verdict", "besides"),
+        ("record", ">loss", ">against baseline", ">bytes", "verdict", "settings"),
         tuple(_listed(name, record) for name, record in runs),
         f"Configs in training: {PARAMETERS:,} parameters, {STEPS} steps of {BATCH} x 128 bytes, unless said",
     )
@@ -110,7 +110,7 @@ def training_record_document(record: dict[str, Any], unit: str) -> Document:
     )
     sizes = record["bytes"].items()
     rows = [(name, item["predicted_bytes"], item["measured_bytes"]) for name, item in sizes]
-    held = Table(
+    component_bytes = Table(
         ("component", ">planned", ">measured", ">difference"),
         tuple(
             (name, format_bytes(p, unit), format_bytes(m, unit), f"{m - p:+,} B" if m - p else "0 B")
@@ -124,7 +124,7 @@ def training_record_document(record: dict[str, Any], unit: str) -> Document:
         tuple((str(step), _number(loss)) for step, loss in seed["curve"][:: max(1, len(seed["curve"]) // 10)]),
         f"Loss, seed {seed['seed']}",
     )
-    return Document(record, (curve, runs, held, evidence_line(record)))
+    return Document(record, (curve, runs, component_bytes, evidence_line(record)))
 
 
 def _number(value: float | None) -> str:

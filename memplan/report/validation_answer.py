@@ -60,7 +60,7 @@ class Comparison(Protocol):
 
     @property
     def compared(self) -> str:
-        """Which of the two the measurement is held against."""
+        """Which of the two the measurement is compared with."""
 
     @property
     def difference_bytes(self) -> int:
@@ -143,8 +143,8 @@ def _size(size: int | None, unit: str) -> str:
 
 
 def _reasons_table(rows: Iterable[Comparison]) -> Table:
-    found = dict.fromkeys((row.compared, row.reason) for row in rows)
-    return Table(("against", "tolerance"), tuple(found), "Why these tolerances")
+    reasons = dict.fromkeys((row.compared, row.reason) for row in rows)
+    return Table(("against", "tolerance"), tuple(reasons), "Why these tolerances")
 
 
 def _sentence(rows: Sequence[Comparison]) -> str:
@@ -156,24 +156,24 @@ def _sentence(rows: Sequence[Comparison]) -> str:
 
 
 # ------------------------------------------------------------------ records
-Found = tuple[Facts, str, Sequence[Comparison]]
+Replay = tuple[Facts, str, Sequence[Comparison]]
 
 
-def replay_document(found: Sequence[Found], unit: str) -> Document:
+def replay_document(replays: Sequence[Replay], unit: str) -> Document:
     """Return the errors of many records by component, with the worst of each."""
     del unit
     devices: dict[str, dict[str, list[tuple[Fraction, str, Comparison]]]] = {}
-    for facts, name, rows in found:
+    for facts, name, rows in replays:
         groups = devices.setdefault(_place(facts), {})
         for row in rows:
             if not row.component.startswith(BOUNDARY):
                 groups.setdefault(_group(row), []).append((_error(row), name, row))
-    wrong = [(name, row) for _, name, rows in found for row in rows if not row.agrees]
-    agrees = not wrong and all(rows for _, _, rows in found)
+    wrong = [(name, row) for _, name, rows in replays for row in rows if not row.agrees]
+    agrees = not wrong and all(rows for _, _, rows in replays)
     data = {
         "schema": "memplan/replay/1",
         "memplan_version": memplan.__version__,
-        "records": [{"name": n, **asdict(f), "rows": [_row_data(row) for row in rows]} for f, n, rows in found],
+        "records": [{"name": n, **asdict(f), "rows": [_row_data(row) for row in rows]} for f, n, rows in replays],
         "components": [
             {"device": device, **_group_data(name, members)}
             for device, groups in devices.items()
@@ -181,14 +181,14 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
         ],
         "agrees": agrees,
     }
-    boundary = _boundary(found)
+    boundary = _boundary(replays)
     if boundary["runs"]:
         data["boundary"] = boundary
     blocks: list[Block] = [
         Table(
             ("component", ">figures", ">exact", ">median error", ">worst", "worst case"),
             tuple(_group_cells(name, members) for name, members in groups.items()),
-            f"{sum(_place(facts) == device for facts, _, _ in found)} records of {device} against today's formula, trace "
+            f"{sum(_place(facts) == device for facts, _, _ in replays)} records of {device} against today's formula, trace "
             "and simulated allocator",
         )
         for device, groups in devices.items()
@@ -206,9 +206,9 @@ def replay_document(found: Sequence[Found], unit: str) -> Document:
     return Document(data, tuple(blocks), 0 if agrees else EXIT_DISAGREES)
 
 
-def _boundary(found: Sequence[Found]) -> dict[str, int]:
+def _boundary(replays: Sequence[Replay]) -> dict[str, int]:
     """Return how runs on cards of limited memory went; each has a row for the simulator."""
-    runs = [(facts, rows) for facts, _, rows in found if any(row.component.startswith(BOUNDARY) for row in rows)]
+    runs = [(facts, rows) for facts, _, rows in replays if any(row.component.startswith(BOUNDARY) for row in rows)]
     failed = [rows for facts, rows in runs if facts.status == "out of memory"]
     wrong = sum(row.component == BOUNDARY and not row.agrees for rows in failed for row in rows)
     return {"runs": len(runs), "ran": len(runs) - len(failed), "out_of_memory": len(failed), "false_fits": wrong}

@@ -126,7 +126,7 @@ def _before(budget: BudgetFile, path: Path, given: bool) -> Baseline | None:
 
 
 def _update(results: Sequence[Result], path: Path, catalog: Catalog) -> Baseline:
-    from memplan.report.checks.check_answer import baseline_of
+    from memplan.budget.evaluation import baseline_of
 
     missing = [result for result in results if result.figures is None]
     if missing:

@@ -9,7 +9,7 @@ from pathlib import Path
 from memplan.budget.baseline import Baseline, baseline_text, read_baseline
 from memplan.budget.budget_files import BudgetFile, read_budget
 from memplan.budget.budget_schema import DEFAULT_FILE
-from memplan.budget.evaluation import Result, exit_code, worst_first
+from memplan.budget.evaluation import Result, baseline_of, exit_code, worst_first
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import path_kind
 from memplan.documents.writing import write_file
@@ -17,7 +17,7 @@ from memplan.errors import CannotAnswerError
 from memplan.library.answers.answer import Answer
 from memplan.library.budget_plans import Workshop
 from memplan.library.job_options import FilePath, catalog_of
-from memplan.report.checks.check_answer import VERDICTS, baseline_of, check_document
+from memplan.report.checks.check_answer import VERDICTS, check_document
 from memplan.report.document import Document
 
 

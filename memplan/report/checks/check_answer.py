@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import memplan
-from memplan.budget.baseline import Baseline, Entry
 from memplan.budget.evaluation import WORST_FIRST, Finding, Result, exit_code
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
@@ -89,26 +88,6 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "over_bytes": finding.bytes - finding.limit_bytes,
         "message": finding.message,
     }
-
-
-def baseline_of(results: Sequence[Result], catalog_hash: str) -> Baseline:
-    """Return the baseline that results make; those that could not be evaluated are not part of it."""
-    entries = {}
-    for result in results:
-        job, figures = result.job, result.figures
-        if figures is not None:
-            entries[job.name, figures.device] = Entry(
-                job.name,
-                figures.device,
-                job.model,
-                job.config,
-                figures.asked,
-                figures.inputs,
-                figures.device_bytes,
-                figures.upper_bytes,
-                figures.components,
-            )
-    return Baseline(memplan.__version__, catalog_hash, entries)
 
 
 # ------------------------------------------------------------------ sentences

@@ -38,19 +38,19 @@ def trimmed(head: Sequence[str], rows: Sequence[str], tail: Sequence[str]) -> st
     """Return lines as one text of at most :data:`MOST_BYTES`, leaving out the last rows, then the tail.
 
     Args:
-        head: Always kept.
+        head: Always there.
         rows: As many as fit; a line says how many do not.
         tail: Kept as far as half of the room goes.
     """
     room = MOST_BYTES - _size(head) - 200
-    kept_tail = list(_fitting(["", *tail], room // 2)) if tail else []
-    kept = list(_fitting(rows, room - _size(kept_tail)))
-    lines = [*head, *kept]
-    if len(kept) < len(rows):
-        lines += ["", f"... and {len(rows) - len(kept):,} more rows that would make this text too long."]
-    if len(kept_tail) < len(tail):
-        kept_tail += ["", "... and further details."]
-    return "\n".join([*lines, *kept_tail]) + "\n"
+    shown_tail = list(_fitting(["", *tail], room // 2)) if tail else []
+    shown = list(_fitting(rows, room - _size(shown_tail)))
+    lines = [*head, *shown]
+    if len(shown) < len(rows):
+        lines += ["", f"... and {len(rows) - len(shown):,} more rows that would make this text too long."]
+    if len(shown_tail) < len(tail):
+        shown_tail += ["", "... and further details."]
+    return "\n".join([*lines, *shown_tail]) + "\n"
 
 
 def _fitting(lines: Iterable[str], room: int) -> Iterable[str]:
@@ -77,7 +77,7 @@ def cell(text: str, longest: int = 100) -> str:
 
 
 def _details(result: Result) -> list[str]:
-    """Return what is wrong with a job, and its components: one line of HTML, so that it is kept whole."""
+    """Return what is wrong with a job, and its components: one line of HTML, so that it is cut nowhere."""
     lines = [f"<details><summary>{WORDS[result.status]}: {cell(sentence(result), LONGEST_MESSAGE)}</summary>"]
     if result.figures is not None:
         sizes = sorted(result.figures.components.items(), key=lambda item: (-item[1], item[0]))

@@ -28,14 +28,19 @@ def sarif_text(results: Sequence[Result]) -> str:
     Source:
         https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/sarif-v2.1.0-errata01-os-complete.html
     """
-    found = [_result(result, finding) for result in results for finding in result.findings]
+    findings = [_result(result, finding) for result in results for finding in result.findings]
     driver = {
         "name": "memplan",
         "version": memplan.__version__,
         "rules": [{"id": f"memplan/{rule}", "shortDescription": {"text": text}} for rule, text in RULES.items()],
     }
     invocation = {"executionSuccessful": exit_code(results) != 3, "exitCode": exit_code(results)}
-    run = {"tool": {"driver": driver}, "invocations": [invocation], "columnKind": "unicodeCodePoints", "results": found}
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [invocation],
+        "columnKind": "unicodeCodePoints",
+        "results": findings,
+    }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return json_text(log)
 

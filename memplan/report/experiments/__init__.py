@@ -45,11 +45,11 @@ def reporter_of(record: dict[str, Any]) -> Reporter:
     return cast("Reporter", import_module(module))
 
 
-def read_record(asked: str, folder: Path) -> dict[str, Any]:
+def read_record(given: str, folder: Path) -> dict[str, Any]:
     """Return a record of an experiment or of training, by its path or by the name of one that is shipped.
 
     Args:
-        asked: A path, or a name such as ``orthogonality`` or ``train-tier1``.
+        given: A path, or a name such as ``orthogonality`` or ``train-tier1``.
         folder: Where the shipped records are.
 
     Raises:
@@ -59,9 +59,9 @@ def read_record(asked: str, folder: Path) -> dict[str, Any]:
     shipped = {
         path.stem.removeprefix(kind): path for kind in ("train-", "lab-") for path in files_in(folder, f"{kind}*.json")
     }
-    path = shipped.get(asked.removeprefix("lab-").removeprefix("train-"), Path(asked))
+    path = shipped.get(given.removeprefix("lab-").removeprefix("train-"), Path(given))
     if path_kind(path) == "nothing":
-        name = printable(asked)
+        name = printable(given)
         raise UnknownNameError(f"record {name!r}: no such file, and no shipped record{match_hint(name, shipped)}")
     record = read_json(path)
     if not isinstance(record, dict) or record.get("schema") not in (SCHEMA, TRAINING):

@@ -82,4 +82,4 @@ def _families(rows: list[dict[str, Any]], lines: dict[str, str]) -> list[Series]
     for row in rows:
         name = "Gaussian" if row["format"].startswith("gauss") else "the notes'" if "notes" in row["format"] else ""
         families[name or "linear or float"][lines[row["momentum"]]] = row
-    return [Series(name, found, place) for place, (name, found) in enumerate(families.items(), 1) if found]
+    return [Series(name, points, place) for place, (name, points) in enumerate(families.items(), 1) if points]

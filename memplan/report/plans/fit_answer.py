@@ -28,7 +28,7 @@ def rows_document(
         unit: Unit of bytes in tables.
         strict: TIGHT counts as NO.
         full: Whether the JSON is wanted, which has every plan in full.
-        left_out: Configs that contradict what was asked for, each with the reason.
+        left_out: Configs that contradict the other settings, each with the reason.
     """
     plans = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.device_bytes))
     rows = [plan_data(plan, catalog_hash) for plan in plans] if full else []

@@ -135,7 +135,7 @@ def exit_code(plan: MemoryPlan, strict: bool) -> int:
 
 
 def heading(plan: MemoryPlan) -> tuple[str, str]:
-    """Return what was asked, in two lines."""
+    """Return the job in two lines."""
     parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
     first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label} (learning: {config.status}): {config.description}"
