@@ -114,6 +114,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     _refuse_unmodelled(config, place)
     profile = catalog.profile(config.kernels)
     format_names = {role: _format_name(config, role) for role in ROLES}
+    if config.adapter is None:
+        _refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
         _refuse_offloading(config, optimizer_names.values(), catalog, place)
@@ -293,6 +295,22 @@ def _refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
             path = ("offload", name)
             raise CannotAnswerError(
                 f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
+            )
+
+
+def _refuse_frozen_formats(format_names: Mapping[Role, str], catalog: Catalog, place: Where) -> None:
+    """Refuse to train weights in a format that can only be frozen.
+
+    Raises:
+        CannotAnswerError: Nothing codes them again after an update.
+    """
+    for role, given in format_names.items():
+        if catalog.formats[given].training == "frozen":
+            name = catalog.formats.name_of(given)
+            able = ", ".join(key for key, entry in catalog.formats.entries.items() if entry.training != "frozen")
+            raise CannotAnswerError(
+                f"{place(('weights', role))}: weights in {name} cannot be trained: nothing codes them again after an update; "
+                f"use one of {able}, or freeze them beside adapters"
             )
 
 

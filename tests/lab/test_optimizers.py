@@ -139,8 +139,6 @@ def test_states_and_update_are_traced_to_the_byte_wherever_one_looks(optimizer, 
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        ("iq1-s cannot be trained", {"weights": {"hidden_matrix": "iq1-s", "default": "bf16"}}),
-        ("nf4 cannot be trained", {"weights": {"hidden_matrix": "nf4", "default": "bf16"}}),
         ("lion does not take weights in q8-0", {**CODED, "optimizer": {"default": "lion"}}),
         ("sgd-momentum does not take weights in q8-0", {**CODED, "optimizer": {"default": "sgd-momentum"}}),
         ("beside coded weights", {**CODED, "master_weights": "fp32"}),
@@ -167,6 +165,13 @@ def test_every_form_has_a_rule_and_every_codec_an_entry(catalog):
     assert set(get_args(Form)) == set(RULES) | {"chunks", "copies"}
     assert {known.form for known in UPDATE_CLASSES.values()} == set(RULES) - {"untraced"} | {"chunks"}
     assert {entry.codec for entry in catalog.formats.entries.values() if entry.codec} == set(WEIGHT_FORMATS)
+
+
+@pytest.mark.parametrize("format_name", ["iq1-s", "nf4", "q4-k"])
+def test_a_format_without_a_codec_cannot_be_trained(format_name, catalog):
+    config = TrainingConfig("refused", weights={"hidden_matrix": format_name, "default": "bf16"})
+    with pytest.raises(CannotAnswerError, match=f"weights.hidden_matrix: weights in {format_name} cannot be trained"):
+        resolve(config, catalog, "refused")
 
 
 @pytest.mark.parametrize("format_name", ["iq1-s", "nf4", "q4-k"])
