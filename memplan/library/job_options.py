@@ -32,6 +32,8 @@ ModelGiven = FilePath | Shapes | Model | None
 """A model by its catalog name, published id or file, by its shapes, or as it was looked up before."""
 
 DEFAULT_CONFIG = "bf16-adamw"
+SHORTHANDS = ("micro_batch_size", "sequence_length", "activation_checkpointing")
+"""Keywords that are keys of a training config."""
 LIMITS = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gpus": MAXIMUM_GPUS}
 
 
@@ -210,19 +212,32 @@ def job_inputs(
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
-    """Refuse numbers that no training config takes, and an unknown kind of checkpointing, all at once."""
-    problems = []
-    for key, most in LIMITS.items():
-        value = options.get(key)
-        if value is not None and not is_whole(value, most):
-            problems.append(f"{key}: expected a whole number from 1 to {most:,}, got {printable(repr(value))}")
+    """Refuse numbers out of range, an unknown kind of checkpointing and keys that are given twice, all at once."""
+    problems = number_problems(options, LIMITS)
     kind, kinds = options.get("activation_checkpointing"), get_args(Checkpointing)
     if kind is not None and kind not in kinds:
         hint = match_hint(str(kind), kinds)
         shown = printable(repr(kind))
         problems.append(f"activation_checkpointing: expected {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown}{hint}")
+    keys = {setting.partition("=")[0].strip() for setting in settings_of(options.get("set"))}
+    twice = [key for key in SHORTHANDS if key in keys and options.get(key) is not None]
+    problems += [f"{key}: given by itself and in set: give one of them" for key in twice]
     if problems:
         raise InvalidFileError(problems)
+
+
+def number_problems(values: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
+    """Return what is wrong with numbers, each of which may be None or left out.
+
+    Args:
+        values: Numbers by the names of their keywords, and others.
+        limits: Name -> the most that it may be; the least is 1.
+    """
+    return [
+        f"{name}: expected a whole number from 1 to {most:,}, got {printable(repr(values[name]))}"
+        for name, most in limits.items()
+        if values.get(name) is not None and not is_whole(values[name], most)
+    ]
 
 
 def is_whole(value: object, most: int) -> bool:

@@ -97,6 +97,8 @@ def test_a_catalog_is_opened_once_or_by_its_path(tmp_path):
         ({"gpus": 0, **ON}, "gpus: expected a whole number from 1"),
         ({"activation_checkpointing": "ful", **ON}, "expected none, selective or full, got 'ful'; did you mean 'full'"),
         ({"set": {"kernels.optimizer": "fusd"}, **ON}, "fusd"),
+        ({"micro_batch_size": 4, "set": {"micro_batch_size": 1}, **ON}, "micro_batch_size: given by itself and in set"),
+        ({"sequence_length": 4, "set": ["sequence_length = 1"], **ON}, "sequence_length: given by itself and in set"),
         ({"gpu_memory": "24", "config": "lora"}, "24"),
         ({"gpu": "rtx4090", "gpu_memory": "24GiB"}, "give one of them"),
     ],

@@ -12,7 +12,7 @@ from memplan.catalog.entries import Kind
 from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import InvalidFileError, escaped, unknown_name
 from memplan.library.answers.answer import Answer
-from memplan.library.job_options import LIMITS, JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.library.job_options import LIMITS, JobOptions, ModelGiven, job_inputs, number_problems
 from memplan.library.lookup import find_device
 from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
@@ -232,17 +232,14 @@ class Job:
             CannotAnswerError: No GPU was named and none is here.
             InvalidFileError: A number that is out of range, or more tokens than the model has positions.
         """
-        self._check("micro_batch_size", micro_batch_size)
-        self._check("sequence_length", sequence_length)
+        problems = number_problems({"micro_batch_size": micro_batch_size, "sequence_length": sequence_length}, LIMITS)
+        if problems:
+            raise InvalidFileError(problems)
         config = self.compiled.setup.config
         if (micro_batch_size or config.micro_batch_size) * (sequence_length or config.sequence_length) > MAXIMUM_TOKENS:
             raise InvalidFileError(["sequence_length: batch times sequence length is beyond any machine"])
         device = gpu if isinstance(gpu, Device) else self._device(gpu)
         return Plan(self.compiled.evaluate(device, micro_batch_size, sequence_length), self.catalog)
-
-    def _check(self, key: str, value: int | None) -> None:
-        if value is not None and not is_whole(value, LIMITS[key]):
-            raise InvalidFileError([f"{key}: expected a whole number from 1 to {LIMITS[key]:,}, got {value!r}"])
 
     def _device(self, gpu: str | None) -> Device:
         """Return a GPU of the catalog, looked up once."""

@@ -8,16 +8,19 @@ from functools import cached_property
 from typing import Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
-from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs, keys_set
+from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup import parallels
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of, suggestions
 from memplan.units import parse_bytes
+
+SEARCH_LIMITS = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
+"""Keywords of a search that are numbers, each with the most that it may be."""
 
 
 class SearchOptions(JobOptions, total=False):
@@ -96,7 +99,9 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         True
     """
     inputs = job_inputs("suggest", model, options, SearchOptions)
-    limits = _limits(options)
+    problems = number_problems(options, SEARCH_LIMITS)
+    if problems:
+        raise InvalidFileError(problems)
     known = inputs.model()
     device = inputs.device()
     base = inputs.setup(known).config
@@ -106,36 +111,13 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     request = Request(
         base=base,
         keep=tuple(dict.fromkeys((*(options.get("keep") or ()), *axes_of(fixed)))),
-        min_batch=limits["min_batch"] or 1,
-        step_batch=limits["min_step_batch"] or own,
-        min_sequence=limits["min_sequence"] or 1,
+        min_batch=options.get("min_batch") or 1,
+        step_batch=options.get("min_step_batch") or own,
+        min_sequence=options.get("min_sequence") or 1,
         experimental=options.get("experimental", False),
         strict=options.get("strict", False),
-        most=limits["most"] or 5,
+        most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
         parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
     )
     return Suggested(suggestions(known, request, device, inputs.catalog), inputs.catalog)
-
-
-def _limits(options: SearchOptions) -> dict[str, int | None]:
-    """Return the numbers of a search, each None where it is not given.
-
-    Raises:
-        InvalidFileError: Each number that is out of range.
-    """
-    most = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
-    values: dict[str, int | None] = {
-        "min_batch": options.get("min_batch"),
-        "min_step_batch": options.get("min_step_batch"),
-        "min_sequence": options.get("min_sequence"),
-        "most": options.get("most"),
-    }
-    problems = [
-        f"{name}: expected a whole number from 1 to {most[name]:,}, got {printable(repr(value))}"
-        for name, value in values.items()
-        if value is not None and not is_whole(value, most[name])
-    ]
-    if problems:
-        raise InvalidFileError(problems)
-    return values

@@ -64,22 +64,12 @@ def find_setup(
     """
     config, document = _config(config_given, overrides, catalog)
     name = config_given if isinstance(config_given, str) else OWN_CONFIG
-    shipped = isinstance(config_given, str) and not _is_file(config_given)
     given = {path for path, _ in _settings(overrides.settings)}
-    shorthands = {
-        "micro_batch_size": overrides.batch,
-        "sequence_length": overrides.length,
-        "activation_checkpointing": overrides.checkpointing and str(overrides.checkpointing),
-    }
-    changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
-    if overrides.gpus > 1:
-        changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
+    changes = _changes(config, overrides, given)
+    shipped = isinstance(config_given, str) and not _is_file(config_given)
     positions = model.spec.learned_positions if model is not None and shipped else 0
-    if (
-        0 < positions < config.sequence_length
-        and "sequence_length" not in changes
-        and ("sequence_length",) not in given
-    ):
+    said = "sequence_length" in changes or ("sequence_length",) in given
+    if 0 < positions < config.sequence_length and not said:
         changes["sequence_length"] = positions
     shown = name if document is None else document.name
 
@@ -90,6 +80,19 @@ def find_setup(
 
     setup = resolve(replace(config, **changes), catalog, name if name != "-" else "stdin", where)
     return replace(setup, changed=True) if overrides.settings else setup
+
+
+def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) -> dict[str, Any]:
+    """Return the keys of a config that shorthands replace, but for those that are set by name."""
+    shorthands = {
+        "micro_batch_size": overrides.batch,
+        "sequence_length": overrides.length,
+        "activation_checkpointing": overrides.checkpointing and str(overrides.checkpointing),
+    }
+    changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
+    if overrides.gpus > 1:
+        changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
+    return changes
 
 
 def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
