@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import memplan
+from memplan.cli.grouped_command import add_command
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.documents.escaping import escaped_lines
 from memplan.documents.writing import guarded_streams, say, write_remark
@@ -70,7 +71,7 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            add_command(app, name, command)
     return app
 
 

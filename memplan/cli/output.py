@@ -6,30 +6,34 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import cast
 
-from memplan.cli.option_groups import OutputFormat, Unit
+from memplan.cli.option_groups import OutputOptions
 from memplan.documents.writing import write_answer, write_file
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
 
 
-def unit_text(units: Unit | None) -> str:
-    """Return the unit that was asked for, or nothing for the one that suits each figure."""
-    return "" if units is None else units.value
-
-
-def emit(document: Document, form: OutputFormat, as_json: bool, output: Path | None, quiet: bool) -> int:
+def emit(document: Document, options: OutputOptions) -> int:
     """Write a document and return the command's exit code.
 
     Raises:
         InvalidFileError: It cannot be written whole.
     """
-    chosen: Format = "json" if as_json else form.value
-    if quiet and chosen in ("table", "plain", "md"):
+    return emit_as(document, cast("Format", options.format_name(options.form)), options)
+
+
+def emit_as(document: Document, form: Format, options: OutputOptions) -> int:
+    """Write a document in a format and return the command's exit code.
+
+    Raises:
+        InvalidFileError: It cannot be written whole.
+    """
+    if options.quiet and form in ("table", "plain", "md"):
         last = [block for block in document.blocks if block and not isinstance(block, Table)][-1:]
         document = Document(document.data, tuple(last), document.exit_code)
-    terminal = sys.stdout.isatty() and output is None
-    text = render(document, chosen, terminal, color=terminal and _color(), width=_width())
-    deliver(text, output)
+    terminal = sys.stdout.isatty() and options.file is None
+    text = render(document, form, terminal, color=terminal and _color(), width=_width())
+    deliver(text, options.file)
     return document.exit_code
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from memplan.cli import option_groups as o
-from memplan.cli.output import emit
-from memplan.library.lookup import open_catalog
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import OutputOptions
+from memplan.cli.output import emit, emit_as
 
 
 class SchemaName(StrEnum):
@@ -42,27 +43,29 @@ class SchemaName(StrEnum):
     published = "published"
 
 
+@dataclass(frozen=True, slots=True)
+class SchemaOptions:
+    """Whose schema."""
+
+    name: Annotated[
+        SchemaName, typer.Argument(metavar="NAME", help=f"Whose schema to print: {', '.join(SchemaName)}.")
+    ] = SchemaName.plan
+
+
+@command(example="memplan schema training -o training.schema.json")
 def schema_command(
-    name: Annotated[SchemaName, typer.Argument(help="Whose schema to print.")] = SchemaName.plan,
-    as_json: o.JsonOption = False,
-    output: o.OutputOption = None,
-) -> None:
+    schema: SchemaOptions, output: Annotated[OutputOptions, without("form", "units", "quiet", "catalog_path")]
+) -> int:
     """Print a JSON Schema: of answers, of training configs, or of catalog entries."""
     from memplan.report.document import Document
     from memplan.report.json_schemas import schema_of
 
-    del as_json  # a schema is JSON in any case
-    raise typer.Exit(emit(Document(schema_of(name.value)), o.OutputFormat.json, True, output, False))
+    return emit_as(Document(schema_of(schema.name.value)), "json", output)
 
 
-def doctor_command(
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+@command(example="memplan doctor --json")
+def doctor_command(output: Annotated[OutputOptions, without("units")]) -> int:
     """Print versions, the catalog in use, and the device that is seen."""
     from memplan.cli.diagnosis import doctor_document
 
-    raise typer.Exit(emit(doctor_document(open_catalog(catalog_path)), form, as_json, output, quiet))
+    return emit(doctor_document(output.catalog()), output)

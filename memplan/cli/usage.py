@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import typer
 
@@ -42,20 +43,28 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
         return text
     text = re.sub(r"\.? Did you mean .*", "", " ".join(text.split()))
     text = text.replace("Value error, ", "").replace("argument(s)", "arguments")
-    return printable(text.rstrip("."), LONGEST_LINE) + printable(_hint(text, commands), LONGEST_LINE)
+    context = getattr(error, "ctx", None)
+    inner = getattr(getattr(context, "command", None), "commands", {}) or commands
+    return printable(text.rstrip("."), LONGEST_LINE) + printable(_hint(text, inner, _help_of(context)), LONGEST_LINE)
 
 
-def _hint(text: str, commands: Iterable[str]) -> str:
+def _help_of(context: Any) -> str:
+    """Return the command line that prints the help of what was typed."""
+    path = str(getattr(context, "command_path", "memplan"))
+    return f"memplan {path.removeprefix('python -m ').removeprefix('memplan').strip()} --help".replace("  ", " ")
+
+
+def _hint(text: str, commands: Iterable[str], where: str) -> str:
     if found := _CHOICES.search(text):
         return match_hint(found[1], re.findall(r"'([^']*)'", found[2]))
     if found := _COMMAND.search(text):
-        return f"{match_hint(found[1], commands)} (see: memplan --help)"
+        return f"{match_hint(found[1], commands)} (see: {where})"
     if found := _EXTRA.search(text):
-        return _extra_hint(next(iter(found[1].split()), ""))
-    return "" if "(see:" in text else " (see: --help)"
+        return _extra_hint(next(iter(found[1].split()), ""), where)
+    return "" if "(see:" in text else f" (see: {where})"
 
 
-def _extra_hint(word: str) -> str:
+def _extra_hint(word: str, where: str) -> str:
     """Return what a surplus word may have been meant as."""
     from memplan.library.lookup import open_catalog
 
@@ -63,6 +72,6 @@ def _extra_hint(word: str) -> str:
         catalog = open_catalog(None)
         if word in catalog.gpus:
             return f"; did you mean --gpu {word}?"
-        return f"; did you mean --config {word}?" if word in catalog.configs else " (see: --help)"
+        return f"; did you mean --config {word}?" if word in catalog.configs else f" (see: {where})"
     except MemplanError:
-        return " (see: --help)"
+        return f" (see: {where})"

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from memplan.cli.commands.check import CheckFormat
 from memplan.cli.main import COMMANDS
-from memplan.cli.option_groups import CheckFormat, OutputFormat
+from memplan.cli.option_groups import OutputFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 """The fork does nothing but run one command, in the thread that it was made in."""

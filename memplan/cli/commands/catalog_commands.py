@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from memplan.cli import option_groups as o
-from memplan.cli.output import emit, unit_text
-from memplan.library.lookup import open_catalog
+from memplan.cli.grouped_command import command
+from memplan.cli.option_groups import OutputOptions
+from memplan.cli.output import emit
 
 
 class Section(StrEnum):
@@ -23,33 +24,31 @@ class Section(StrEnum):
     configs = "configs"
 
 
-def list_command(
-    kind: Annotated[Section, typer.Argument(help="What to list.")],
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class ListOptions:
+    """What to list."""
+
+    kind: Annotated[Section, typer.Argument(metavar="KIND", help=f"What to list: {', '.join(Section)}.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowOptions:
+    """What to show."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name or alias of any kind, or any MODEL, files too.")]
+
+
+@command(example="memplan list gpus")
+def list_command(listed: ListOptions, output: OutputOptions) -> int:
     """List what the catalog holds of a kind."""
     from memplan.report.catalog_answer import list_document
 
-    catalog = open_catalog(catalog_path)
-    raise typer.Exit(emit(list_document(kind.value, catalog, unit_text(units)), form, as_json, output, quiet))
+    return emit(list_document(listed.kind.value, output.catalog(), output.unit), output)
 
 
-def show_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name or alias of any kind, or any MODEL, files too.")],
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+@command(example="memplan show q4-0")
+def show_command(shown: ShowOptions, output: OutputOptions) -> int:
     """Show one entry with its sources, or a model with its parameters by role."""
     from memplan.library.shown_document import show_document
 
-    catalog = open_catalog(catalog_path)
-    raise typer.Exit(emit(show_document(name, catalog, unit_text(units)), form, as_json, output, quiet))
+    return emit(show_document(shown.name, output.catalog(), output.unit), output)

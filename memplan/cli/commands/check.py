@@ -4,165 +4,140 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from memplan.budget.baseline import Baseline, baseline_text, read_baseline
-from memplan.budget.budget_files import BudgetFile, read_budget
+import memplan
+from memplan.budget.baseline import read_baseline
 from memplan.budget.budget_schema import DEFAULT_FILE
-from memplan.budget.evaluation import Result, worst_first
-from memplan.catalog.catalog import Catalog
-from memplan.cli import option_groups as o
-from memplan.cli.output import deliver, emit, unit_text
-from memplan.documents.opening import path_kind
-from memplan.documents.writing import append_file, say, write_file
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import OUTPUT, OutputFormat, OutputOptions, option
+from memplan.cli.output import deliver, emit, emit_as
+from memplan.documents.writing import append_file, say
+from memplan.errors import InvalidFileError
+
+if TYPE_CHECKING:
+    from memplan import Check
+    from memplan.budget.evaluation import Result
+    from memplan.report.document import Format
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
-
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Budget file, or -.", show_default=True)]
-UpdateOption = Annotated[
-    bool, typer.Option("--update-baseline", help="Write what every job needs now to the baseline.")
-]
-BaselineOption = Annotated[
-    Path | None,
-    typer.Option("--baseline", metavar="FILE", help="The baseline, instead of the one that the budget names."),
-]
-SummaryOption = Annotated[bool, typer.Option("--summary", help=f"Append Markdown to the file named by ${SUMMARY}.")]
-DiffArgument = Annotated[Path, typer.Argument(help="A baseline, or a saved answer of memplan check --json.")]
+_BUDGET = "Budget"
 
 
-def check_command(
-    file: FileArgument = Path(DEFAULT_FILE),
-    update: UpdateOption = False,
-    baseline: BaselineOption = None,
-    summary: SummaryOption = False,
-    as_json: o.JsonOption = False,
-    form: o.CheckFormatOption = o.CheckFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+def _side(name: str) -> Any:
+    return typer.Argument(
+        metavar=name, help="A baseline, or a saved answer of memplan check --json.", rich_help_panel=_BUDGET
+    )
+
+
+class CheckFormat(StrEnum):
+    """How the answer of a check is written: as any other, or for a forge or a test report."""
+
+    table = "table"
+    plain = "plain"
+    json = "json"
+    csv = "csv"
+    md = "md"
+    github = "github"
+    gitlab = "gitlab"
+    junit = "junit"
+    sarif = "sarif"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """The budget, and what is written besides the answer."""
+
+    budget: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help=f"Budget file, or -; {DEFAULT_FILE} by default.", rich_help_panel=_BUDGET),
+    ] = Path(DEFAULT_FILE)
+    update: Annotated[
+        bool, option(_BUDGET, "--update-baseline", help="Write what every job needs now to the baseline.")
+    ] = False
+    baseline: Annotated[
+        Path | None,
+        option(_BUDGET, "--baseline", metavar="FILE", help="The baseline, instead of the one that the budget names."),
+    ] = None
+    summary: Annotated[bool, option(OUTPUT, "--summary", help=f"Append Markdown to the file named by ${SUMMARY}.")] = (
+        False
+    )
+    form: Annotated[
+        CheckFormat | None,
+        option(OUTPUT, "--format", "-f", metavar="FORMAT", help=f"{', '.join(CheckFormat)}; a table by default."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """What is compared."""
+
+    base: Annotated[Path, _side("BASE")]
+    head: Annotated[Path, _side("HEAD")]
+
+
+@command(example="memplan check --format github")
+def check_command(check: CheckOptions, output: Annotated[OutputOptions, without("form")]) -> int:
     """Does every job of a budget file still fit its budget? All jobs, the worst first.
 
     Exit code 0: all within; 1: one over; 2: bad input; 3: one that cannot be evaluated, and none over.
     """
-    from memplan.library.lookup import open_catalog
-
-    catalog = open_catalog(catalog_path)
-    path = summary_path() if summary else None
-    chosen = o.CheckFormat.json if as_json else form
+    chosen = CheckFormat(output.format_name(check.form))
+    path = summary_path() if check.summary else None
     try:
-        results, name = checked(_from_here(file), baseline, update, catalog)
+        answer = memplan.check(
+            check.budget, baseline=check.baseline, update_baseline=check.update, catalog=output.catalog()
+        )
     except InvalidFileError as error:
-        _annotate(error, chosen, output)
+        _annotate(error, chosen, output.file)
         raise
-    code = _emit(results, name, chosen, output, unit_text(units), quiet, catalog)
+    if check.update:
+        say(f"baseline written: {answer.baseline}")
+    code = _emit(answer, chosen, output)
     if path is not None:
-        append_summary(path, results)
-    raise typer.Exit(code)
+        append_summary(path, answer.results)
+    return code
 
 
-def diff_command(
-    base: DiffArgument,
-    head: DiffArgument,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan diff base.json memplan-baseline.json")
+def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
     """What moved between two baselines, and did your config move it, or memplan's own figures?"""
     from memplan.report.checks.difference_answer import diff_document, diff_markdown
 
-    sides = read_baseline(base), read_baseline(head)
-    if form == "md" and not as_json and not quiet:
-        deliver(diff_markdown(*sides), output)
-        raise typer.Exit(0)
-    raise typer.Exit(emit(diff_document(*sides, unit_text(units)), form, as_json, output, quiet))
+    both = read_baseline(sides.base), read_baseline(sides.head)
+    if output.form == "md" and not output.quiet:
+        deliver(diff_markdown(*both), output.file)
+        return 0
+    return emit(diff_document(*both, output.unit), output)
 
 
-def checked(file: Path, baseline: Path | None, update: bool, catalog: Catalog) -> tuple[list[Result], str]:
-    """Return the results of a budget file, worst first, and its name; the baseline is written where asked.
-
-    Raises:
-        InvalidFileError: Bad input of any job.
-        CannotAnswerError: A baseline was to be written, but a job could not be evaluated.
-    """
-    from memplan.library.budget_plans import Workshop
-
-    budget = read_budget(file)
-    path = baseline or budget.baseline
-    workshop = Workshop(catalog)
-    before = None if update else _before(budget, path, given=baseline is not None)
-    results = workshop.results(budget, before)
-    if update:
-        now = _update(results, path, catalog)
-        results = workshop.results(budget, now)
-    return worst_first(results), budget.name
-
-
-def _from_here(path: Path) -> Path:
-    """Return a path as a repository names it, which is relative, where it lies below the working directory."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
-
-
-def _annotate(error: InvalidFileError, form: o.CheckFormat, output: Path | None) -> None:
+def _annotate(error: InvalidFileError, form: CheckFormat, output: Path | None) -> None:
     """Annotate the mistakes of a budget as GitHub shows them; all else is told on standard error alone."""
-    if form == o.CheckFormat.github:
+    if form == CheckFormat.github:
         from memplan.report.checks.github import problems_text
 
         deliver(problems_text(error.problems), output)
 
 
-def _before(budget: BudgetFile, path: Path, given: bool) -> Baseline | None:
-    """Return the baseline where it is needed or was given; a missing one is no mistake before it was first written."""
-    wanted = given or any(job.increase is not None for job in budget.jobs)
-    return read_baseline(path) if given or (wanted and path_kind(path) != "nothing") else None
-
-
-def _update(results: Sequence[Result], path: Path, catalog: Catalog) -> Baseline:
-    from memplan.budget.evaluation import baseline_of
-
-    missing = [result for result in results if result.figures is None]
-    if missing:
-        lines = (f"baseline not written: {r.label}: {f.message}" for r in missing for f in r.findings)
-        raise CannotAnswerError("\n".join(lines))
-    now = baseline_of(results, catalog.hash)
-    write_file(path, baseline_text(now))
-    say(f"baseline written: {path}")
-    return now
-
-
-def _emit(
-    results: Sequence[Result],
-    name: str,
-    form: o.CheckFormat,
-    output: Path | None,
-    unit: str,
-    quiet: bool,
-    catalog: Catalog,
-) -> int:
+def _emit(answer: Check, form: CheckFormat, output: OutputOptions) -> int:
     """Write the answer in its format and return the exit code."""
-    from memplan.report.checks.check_answer import check_document
-
-    wants_hash = form == o.CheckFormat.json
-    document = check_document(results, name, catalog.hash if wants_hash else "", unit)
-    if form.value in o.OutputFormat.__members__ and (quiet or form != o.CheckFormat.md):
-        return emit(document, o.OutputFormat(form.value), False, output, quiet)
-    deliver(_renderer(form)(results), output)
+    document = answer.document(output.unit, full=form == CheckFormat.json)
+    if form.value in OutputFormat.__members__ and (output.quiet or form != CheckFormat.md):
+        return emit_as(document, cast("Format", form.value), output)
+    deliver(_renderer(form)(answer.results), output.file)
     return document.exit_code
 
 
-def _renderer(form: o.CheckFormat) -> Callable[[Sequence[Result]], str]:
+def _renderer(form: CheckFormat) -> Callable[[Sequence[Result]], str]:
     """Return what writes a format that only checks have; it alone is imported."""
     from importlib import import_module
 
-    module = "markdown" if form == o.CheckFormat.md else form.value
+    module = "markdown" if form == CheckFormat.md else form.value
     render: Callable[[Sequence[Result]], str] = getattr(
         import_module(f"memplan.report.checks.{module}"), f"{module}_text"
     )

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import typer
+from typing import Annotated
 
-from memplan.cli import option_groups as o
-from memplan.cli.output import emit, unit_text
-from memplan.library.lookup import Overrides, catalog_model, find_devices, find_setup, open_catalog
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import DeviceOptions, OutputOptions, TrainingOptions
+from memplan.cli.output import emit
+from memplan.library.lookup import catalog_model, find_devices, find_setup
 
 
+@command(example="memplan recommend --gpu rtx4090")
 def recommend_command(
-    gpu: o.GpuOption = None,
-    gpu_memory: o.GpuMemoryOption = None,
-    gpus: o.GpusOption = 1,
-    batch: o.BatchOption = None,
-    length: o.LengthOption = None,
-    checkpointing: o.CheckpointingOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+    device: Annotated[DeviceOptions, without("profile")],
+    training: Annotated[
+        TrainingOptions, without("config", "qlora", "lora", "full", "lora_rank", "optimizer", "settings")
+    ],
+    output: OutputOptions,
+) -> int:
     """What should I train with on this GPU? The config that holds the most, and the precision of Newton-Schulz.
 
     Derived from the catalog and the evidence; what no measurement covers is said. Without --gpu: every GPU.
     """
-    catalog = open_catalog(catalog_path)
-    overrides = Overrides(batch, length, checkpointing, ())
-    devices = find_devices(gpu, gpu_memory, gpus, catalog)
+    catalog = output.catalog()
+    devices = find_devices(device.gpu, device.gpu_memory, device.gpus, catalog)
     names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
-    setups = [find_setup(name, overrides, catalog) for name in names]
+    setups = [find_setup(name, training.overrides(), catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
     from memplan.catalog.recorded_rows import Records
     from memplan.plan.recommended_configs import recommendations
@@ -41,5 +35,4 @@ def recommend_command(
     found = recommendations(models, setups, devices, Records(catalog.root).verdict)
     evidence = catalog.root / "configs" / "evidence"
     precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
-    document = recommend_document(found, setups[0], precision, on_gpu, unit_text(units))
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    return emit(recommend_document(found, setups[0], precision, on_gpu, output.unit), output)

@@ -3,146 +3,115 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from memplan.cli import option_groups as o
-from memplan.cli.output import emit, unit_text
+import memplan
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import (
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    TrainingOptions,
+    VerdictOptions,
+    job_options,
+    option,
+)
+from memplan.cli.output import emit
 from memplan.documents.escaping import json_text
 from memplan.documents.opening import is_folder, shown_path
 from memplan.documents.writing import make_folder, say, write_file
 from memplan.errors import InvalidFileError
-from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog, parallels
-from memplan.units import parse_bytes
+from memplan.solver.search.axes import AXES
 
 _SEARCH = "Search"
-BASE = "bf16-adamw"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
-KeepOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep",
-        metavar="AXIS",
-        help="Keep what the config says of: weights, master, gradients, lifetime, optimizer, offload, checkpointing, "
-        "kernels, batch, accumulation; repeatable. A key given by --set is kept anyway.",
-        rich_help_panel=_SEARCH,
-    ),
-]
-MinBatchOption = Annotated[
-    int, typer.Option("--min-batch", min=1, max=2**24, help="Least micro-batch.", rich_help_panel=_SEARCH)
-]
-MinStepBatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--min-step-batch",
-        min=1,
-        max=2**20,
-        help="Least sequences per optimizer step, accumulated; the config's own where --config is given.",
-        rich_help_panel=_SEARCH,
-    ),
-]
-MinSequenceOption = Annotated[
-    int, typer.Option("--min-sequence", min=1, max=2**30, help="Least tokens per sequence.", rich_help_panel=_SEARCH)
-]
-HostMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--host-memory",
-        metavar="SIZE",
-        help="Most host memory for optimizer states, such as 32GiB or 0B.",
-        rich_help_panel=_SEARCH,
-    ),
-]
-ExperimentalOption = Annotated[
-    bool, typer.Option("--experimental", help="Use experimental settings too.", rich_help_panel=_SEARCH)
-]
-MostOption = Annotated[
-    int, typer.Option("--most", min=1, max=100, help="How many answers at most.", rich_help_panel=_SEARCH)
-]
-SaveOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--save",
-        metavar="DIR|FILE",
-        help="Write the first answer to a .yaml or .json file, or all of them into a folder.",
-        rich_help_panel=_SEARCH,
-    ),
-]
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What may be changed, and what an answer must have."""
+
+    keep: Annotated[
+        list[str] | None,
+        option(
+            _SEARCH,
+            "--keep",
+            metavar="AXIS",
+            help=f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}. A key given by --set stays anyway.",
+        ),
+    ] = None
+    min_batch: Annotated[
+        int, option(_SEARCH, "--min-batch", min=1, max=2**24, metavar="N", help="Least micro-batch and sequence.")
+    ] = 1
+    min_sequence: Annotated[
+        int, option(_SEARCH, "--min-sequence", min=1, max=2**30, metavar="N", help="Least micro-batch and sequence.")
+    ] = 1
+    min_step_batch: Annotated[
+        int | None,
+        option(
+            _SEARCH,
+            "--min-step-batch",
+            min=1,
+            max=2**20,
+            metavar="N",
+            help="Least sequences per optimizer step.",
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        option(
+            _SEARCH,
+            "--host-memory",
+            metavar="SIZE",
+            help="Most host memory for optimizer states, as 32GiB.",
+        ),
+    ] = None
+    experimental: Annotated[bool, option(_SEARCH, "--experimental", help="Use experimental settings too.")] = False
+    most: Annotated[int, option(_SEARCH, "--most", min=1, max=100, metavar="N", help="How many answers at most.")] = 5
+    save: Annotated[
+        Path | None,
+        option(
+            _SEARCH,
+            "--save",
+            metavar="DIR|FILE",
+            help="Write the first config to a file, or all into a folder.",
+        ),
+    ] = None
 
 
+@command(example="memplan suggest llama-8b --gpu rtx4090 --save best.yaml")
 def suggest_command(
-    model: o.ModelArgument = None,
-    gpu: o.GpuOption = None,
-    gpu_memory: o.GpuMemoryOption = None,
-    gpus: o.GpusOption = 1,
-    config: o.ConfigOption = None,
-    keep: KeepOption = None,
-    min_batch: MinBatchOption = 1,
-    min_step_batch: MinStepBatchOption = None,
-    min_sequence: MinSequenceOption = 1,
-    host_memory: HostMemoryOption = None,
-    experimental: ExperimentalOption = False,
-    most: MostOption = 5,
-    save: SaveOption = None,
-    batch: o.BatchOption = None,
-    length: o.LengthOption = None,
-    checkpointing: o.CheckpointingOption = None,
-    settings: o.SetOption = None,
-    layers: o.LayersOption = None,
-    hidden: o.HiddenOption = None,
-    intermediate: o.IntermediateOption = None,
-    heads: o.HeadsOption = None,
-    kv_heads: o.KvHeadsOption = None,
-    head_dim: o.HeadDimOption = None,
-    vocab: o.VocabOption = None,
-    tied: o.TiedOption = None,
-    strict: o.StrictOption = False,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+    model: ModelOptions,
+    device: Annotated[DeviceOptions, without("profile")],
+    training: TrainingOptions,
+    search: SearchOptions,
+    verdict: VerdictOptions,
+    output: OutputOptions,
+) -> int:
     """Which settings should I use? The best that fit, ranked, each as a config that can be saved.
 
     Exit code 0: some fit; 1: none does, and the nearest miss is shown.
     """
-    if save is not None:
-        check_target(save)
-    catalog = open_catalog(catalog_path)
-    shapes = Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
-    found = find_model(model, shapes, catalog)
-    device = find_device(gpu, gpu_memory, 1, catalog)
-    overrides = Overrides(batch, length, checkpointing, tuple(settings or ()))
-    base = find_setup(BASE if config is None else config, overrides, catalog, found).config
-    from memplan.report.plans.suggest_answer import suggest_document
-    from memplan.solver.search.suggested_settings import Request, axes_of, suggestions
-
-    given = [tuple(setting.partition("=")[0].strip().split(".")) for setting in settings or ()]
-    given += [("micro_batch_size",)] if batch is not None else []
-    given += [("activation_checkpointing",)] if checkpointing is not None else []
-    shared = parallels(base.parallel, gpus, fixed=("parallel", "zero_stage") in given)
-    own = 1 if config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
-    request = Request(
-        base=base,
-        keep=tuple(dict.fromkeys((*(keep or ()), *axes_of(given)))),
-        min_batch=min_batch,
-        step_batch=own if min_step_batch is None else min_step_batch,
-        min_sequence=min_sequence,
-        experimental=experimental,
-        strict=strict,
-        most=most,
-        host_bytes=None if host_memory is None else parse_bytes(host_memory),
-        parallels=shared,
+    if search.save is not None:
+        check_target(search.save)
+    answer = memplan.suggest(
+        model.model,
+        keep=search.keep,
+        min_batch=search.min_batch,
+        min_step_batch=search.min_step_batch,
+        min_sequence=search.min_sequence,
+        host_memory=search.host_memory,
+        experimental=search.experimental,
+        strict=verdict.strict,
+        most=search.most,
+        **job_options(output, training, model, device),
     )
-    document = suggest_document(suggestions(found, request, device, catalog), catalog.hash, unit_text(units))
-    if save is not None:
-        save_configs(document.data["rows"], save)
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    document = answer.document(output.unit, full=output.whole)
+    if search.save is not None:
+        save_configs(document.data["rows"], search.save)
+    return emit(document, output)
 
 
 def check_target(target: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from memplan.cli import option_groups as o
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
-from memplan.library.lookup import open_catalog
 
 
 class Only(StrEnum):
@@ -18,18 +19,27 @@ class Only(StrEnum):
     wrong = "wrong"
 
 
-def tables_command(
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """Which tables, and which of their cells."""
+
     table: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="A table such as s000.t02, or a document such as s000.", show_default=False),
-    ] = None,
-    only: Annotated[Only | None, typer.Option("--only", help="Show only the cells that the notes got wrong.")] = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+        typer.Argument(
+            metavar="ID",
+            help="A table such as s000.t02, or a document such as s000.",
+            show_default=False,
+            rich_help_panel="Tables",
+        ),
+    ] = None
+    only: Annotated[
+        Only | None,
+        option("Tables", "--only", metavar="wrong", help="Show only the cells that the notes got wrong."),
+    ] = None
+
+
+@command(example="memplan tables s000.t15 --only wrong")
+def tables_command(tables: TableOptions, output: Annotated[OutputOptions, without("units")]) -> int:
     """Are the published tables right? As printed, recomputed by the notes' own rules, and corrected.
 
     Without an ID: a row for each table; as JSON or CSV every cell.
@@ -37,9 +47,7 @@ def tables_command(
     from memplan.published.judgement import judged_tables
     from memplan.report.tables_answer import tables_document
 
-    whole = as_json or form is o.OutputFormat.json
-    flat = form is o.OutputFormat.csv and not as_json
-    summary = table is None and only is None and not (flat or whole)
-    judged = judged_tables(table, open_catalog(catalog_path), remarks=not summary)
-    document = tables_document(judged, only is not None, flat, summary)
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    flat, wrong = output.format_name(output.form) == "csv", tables.only is not None
+    summary = tables.table is None and not (wrong or flat or output.whole)
+    judged = judged_tables(tables.table, output.catalog(), remarks=not summary)
+    return emit(tables_document(judged, wrong, flat, summary), output)

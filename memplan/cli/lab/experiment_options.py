@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from memplan.cli.output import deliver
+from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.output import deliver, emit
 from memplan.cli.progress import Progress
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.report.document import Document
@@ -24,70 +24,58 @@ if TYPE_CHECKING:
     from memplan.lab.experiment_record import Outcome
     from memplan.lab.experiment_record import Progress as Told
 
-PANEL = "Run"
-
-SeedsOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--seed", min=0, max=2**63 - 1, help="Seed, 0, 1 and 2 by default; repeatable.", rich_help_panel=PANEL
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="Write the record of the runs, as JSON.", rich_help_panel=PANEL),
-]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw the record, as SVG or PNG.", rich_help_panel=PANEL),
-]
+RUN = "Run"
 
 
-class Device(StrEnum):
+class LabDevice(StrEnum):
     """Where to run."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
-DeviceOption = Annotated[Device, typer.Option("--device", help="Where to run.", rich_help_panel=PANEL)]
-ThreadsOption = Annotated[
-    int, typer.Option("--threads", min=0, max=1024, help="Threads on the CPU; 0: torch's.", rich_help_panel=PANEL)
-]
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How an experiment is run, and what is written of it besides its answer."""
+
+    seed: Annotated[
+        list[int] | None,
+        option(RUN, "--seed", min=0, max=2**63 - 1, help="Seed, 0, 1 and 2 by default; repeatable."),
+    ] = None
+    device: Annotated[LabDevice, option(RUN, "--device", metavar="KIND", help="Where to run, cpu or cuda.")] = (
+        LabDevice.cpu
+    )
+    threads: Annotated[
+        int, option(RUN, "--threads", min=0, max=1024, help="Threads on the CPU; 0 leaves it to torch.")
+    ] = 0
+    out: Annotated[Path | None, option(RUN, "--out", metavar="FILE", help="Write the record of the runs, as JSON.")] = (
+        None
+    )
+    plot: Annotated[Path | None, option(RUN, "--plot", metavar="FILE", help="Draw the record, as SVG or PNG.")] = None
+
+    def seeds(self, default: tuple[int, ...] = (0, 1, 2)) -> tuple[int, ...]:
+        """Return the seeds that were given, each once."""
+        return tuple(dict.fromkeys(self.seed or default))
 
 
-def chosen_seeds(seeds: list[int] | None, default: tuple[int, ...] = (0, 1, 2)) -> tuple[int, ...]:
-    """Return the seeds that were asked for, each once."""
-    return tuple(dict.fromkeys(seeds or default))
-
-
-def experiment_document(
-    title: str,
-    parts: int,
-    run: Callable[[Told], Outcome],
-    *,
-    device: str,
-    threads: int,
-    out: Path | None,
-    plot: Path | None,
-    quiet: bool,
-) -> Document:
-    """Run an experiment with progress, write what was asked for, and return its answer.
+def run_experiment(
+    title: str, parts: int, run: Callable[[Told], Outcome], options: RunOptions, output: OutputOptions
+) -> int:
+    """Run an experiment with progress, write its record and its answer, and return the exit code.
 
     Args:
         title: What the progress bar says.
         parts: How often ``run`` reports.
         run: The experiment; it is given whom to tell of its progress, and imports torch only now.
-        device: ``cpu`` or ``cuda``.
-        threads: Threads on the CPU; 0 leaves it to torch.
-        out: Where the record goes.
-        plot: Where the picture goes.
-        quiet: Whether to keep progress to itself.
+        options: How to run it, and where record and picture go.
+        output: How to write the answer, and whether to show progress.
 
     Raises:
         CannotAnswerError: torch or matplotlib is missing, or there is no such device.
         InvalidFileError: A file cannot be written.
     """
     check_torch()
+    out, plot = options.out, options.plot
     if plot is not None:
         check_drawable(plot)
     if out is not None and not out.parent.is_dir():
@@ -95,17 +83,19 @@ def experiment_document(
     from memplan.lab.experiment_record import record
     from memplan.lab.training.device import prepare
 
-    prepare(device, threads)
+    device = options.device.value
+    prepare(device, options.threads)
     progress = Progress(title, parts)
-    outcome = run(_silent if quiet else progress)
-    if not quiet:
+    outcome = run(_silent if output.quiet else progress)
+    if not output.quiet:
         progress.end()
-    found = record(outcome, shlex.join(["memplan", *sys.argv[1:]]), date.today().isoformat(), device)
+    made = record(outcome, shlex.join(["memplan", *sys.argv[1:]]), date.today().isoformat(), device)
     if out is not None:
-        deliver(record_text(found), out)
+        deliver(record_text(made), out)
     if plot is not None:
-        save_figure(reporter_of(found).figure(found), plot)
-    return record_document(found)
+        save_figure(reporter_of(made).figure(made), plot)
+    document: Document = record_document(made)
+    return emit(document, output)
 
 
 def check_torch() -> None:

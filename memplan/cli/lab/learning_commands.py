@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from memplan.cli import option_groups as o
-from memplan.cli.lab.experiment_options import PANEL, OutOption, PlotOption, SeedsOption
-from memplan.cli.lab.learning_options import (
-    BatchOption,
-    Device,
-    DeviceOption,
-    GradientOption,
-    HeadsOption,
-    HiddenOption,
-    IntermediateOption,
-    LayersOption,
-    LearningRun,
-    LengthOption,
-    MomentOption,
-    MomentumOption,
-    StepsOption,
-    ThreadsOption,
-    WeightsOption,
-    answer,
-)
+from memplan.cli.grouped_command import add_command, command, with_defaults, without
+from memplan.cli.lab.experiment_options import RunOptions
+from memplan.cli.lab.learning_options import SizeOptions, answer, names_option
 from memplan.cli.lab.matched_command import matched_8bit
+from memplan.cli.option_groups import OutputOptions, option
 from memplan.library.lookup import open_catalog
 
 if TYPE_CHECKING:
+    import typer
+
     from memplan.lab.learning.variants import Task
+
+LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 
 
 class Problem(StrEnum):
@@ -41,173 +28,115 @@ class Problem(StrEnum):
     language_model = "language-model"
 
 
+@dataclass(frozen=True, slots=True)
+class MomentumOptions:
+    """What is compared."""
+
+    momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None
+    problem: Annotated[
+        list[Problem] | None,
+        option(
+            "Compared",
+            "--problem",
+            metavar="NAME",
+            help=f"{' or '.join(Problem)}; repeatable, both by default.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOptions:
+    """What is compared."""
+
+    weights: Annotated[list[str] | None, names_option("--weights", "A format of weights, beside fp32")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOptions:
+    """What is compared."""
+
+    gradient: Annotated[list[str] | None, names_option("--gradient", "A way to keep gradients, beside fp32")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MomentOptions:
+    """What is compared."""
+
+    moment: Annotated[list[str] | None, names_option("--moment", "A way to store the second moment, beside fp32")] = (
+        None
+    )
+
+
+@command(example="memplan lab dynamic-range --steps 20 --seed 0")
 def dynamic_range(
-    steps: StepsOption = 150,
-    seed: SeedsOption = None,
-    batch: BatchOption = 8,
-    length: LengthOption = 128,
-    layers: LayersOption = 4,
-    hidden: HiddenOption = 128,
-    heads: HeadsOption = 4,
-    intermediate: IntermediateOption = 352,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+    size: Annotated[SizeOptions, with_defaults(steps=150, layers=4)], run: RunOptions, output: LabOutput
+) -> int:
     """Measure what Adam's second moment, Muon's momentum and Newton-Schulz' X span while a model learns."""
 
     def task(seeds: tuple[int, ...]) -> Task:
         from memplan.lab.learning.dynamic_range import dynamic_range as experiment
-        from memplan.lab.learning.variants import Size
 
-        size = Size(layers, hidden, heads, intermediate, 256, batch, length, steps)
-        return experiment(open_catalog(None), size, seeds, device.value)
+        return experiment(open_catalog(None), size.size(), seeds, run.device.value)
 
-    answer("dynamic-range", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("dynamic-range", task, run, output)
 
 
-def momentum_bits(
-    momentum: MomentumOption = None,
-    problem: Annotated[
-        list[Problem] | None,
-        typer.Option("--problem", help="What to learn; repeatable, both by default.", rich_help_panel=PANEL),
-    ] = None,
-    steps: StepsOption = 120,
-    seed: SeedsOption = None,
-    batch: BatchOption = 8,
-    length: LengthOption = 128,
-    layers: LayersOption = 2,
-    hidden: HiddenOption = 128,
-    heads: HeadsOption = 4,
-    intermediate: IntermediateOption = 352,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan lab momentum-bits --momentum int4 --problem teacher-student")
+def momentum_bits(compared: MomentumOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, codebook, block and rounding of Muon's momentum, the notes' quantiser included."""
 
     def task(seeds: tuple[int, ...]) -> Task:
         from memplan.lab.learning.momentum_bits import momentum_bits as experiment
-        from memplan.lab.learning.variants import Size
 
-        size = Size(layers, hidden, heads, intermediate, 256, batch, length, steps)
-        problems = tuple(one.value for one in problem or ())
-        return experiment(open_catalog(None), size, seeds, tuple(momentum or ()), problems, device.value)
+        problems = tuple(one.value for one in compared.problem or ())
+        momentum = tuple(compared.momentum or ())
+        return experiment(open_catalog(None), size.size(), seeds, momentum, problems, run.device.value)
 
-    answer("momentum-bits", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("momentum-bits", task, run, output)
 
 
+@command(example="memplan lab weight-bits --steps 20 --seed 0")
 def weight_bits(
-    weights: WeightsOption = None,
-    steps: StepsOption = 100,
-    seed: SeedsOption = None,
-    batch: BatchOption = 8,
-    length: LengthOption = 128,
-    layers: LayersOption = 1,
-    hidden: HiddenOption = 256,
-    heads: HeadsOption = 4,
-    intermediate: IntermediateOption = 256,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+    compared: WeightsOptions,
+    size: Annotated[SizeOptions, with_defaults(steps=100, layers=1, hidden=256, intermediate=256)],
+    run: RunOptions,
+    output: LabOutput,
+) -> int:
     """Measure loss against format and rounding of the weights, which have no master copy."""
 
     def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.variants import Size
         from memplan.lab.learning.weight_bits import weight_bits as experiment
 
-        size = Size(layers, hidden, heads, intermediate, 256, batch, length, steps)
-        return experiment(open_catalog(None), size, seeds, tuple(weights or ()), device.value)
+        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.weights or ()), run.device.value)
 
-    answer("weight-bits", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("weight-bits", task, run, output)
 
 
-def gradient_dtype(
-    gradient: GradientOption = None,
-    steps: StepsOption = 120,
-    seed: SeedsOption = None,
-    batch: BatchOption = 8,
-    length: LengthOption = 128,
-    layers: LayersOption = 2,
-    hidden: HiddenOption = 128,
-    heads: HeadsOption = 4,
-    intermediate: IntermediateOption = 352,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan lab gradient-dtype --steps 20 --seed 0")
+def gradient_dtype(compared: GradientOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against the dtype of gradients between backward and step, with a scale and by a plain cast."""
 
     def task(seeds: tuple[int, ...]) -> Task:
         from memplan.lab.learning.gradient_dtype import gradient_dtype as experiment
-        from memplan.lab.learning.variants import Size
 
-        size = Size(layers, hidden, heads, intermediate, 256, batch, length, steps)
-        return experiment(open_catalog(None), size, seeds, tuple(gradient or ()), device.value)
+        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.gradient or ()), run.device.value)
 
-    answer("gradient-dtype", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("gradient-dtype", task, run, output)
 
 
-def adam_bits(
-    moment: MomentOption = None,
-    steps: StepsOption = 120,
-    seed: SeedsOption = None,
-    batch: BatchOption = 8,
-    length: LengthOption = 128,
-    layers: LayersOption = 2,
-    hidden: HiddenOption = 128,
-    heads: HeadsOption = 4,
-    intermediate: IntermediateOption = 352,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan lab adam-bits --steps 20 --seed 0")
+def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, levels and range of Adam's second moment, the notes' quantiser included."""
 
     def task(seeds: tuple[int, ...]) -> Task:
         from memplan.lab.learning.adam_bits import adam_bits as experiment
-        from memplan.lab.learning.variants import Size
 
-        size = Size(layers, hidden, heads, intermediate, 256, batch, length, steps)
-        return experiment(open_catalog(None), size, seeds, tuple(moment or ()), device.value)
+        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.moment or ()), run.device.value)
 
-    answer("adam-bits", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("adam-bits", task, run, output)
 
 
 def add_learning_commands(lab: typer.Typer) -> None:
     """Add the commands to ``memplan lab``."""
-    for name, command in (
-        ("dynamic-range", dynamic_range),
-        ("momentum-bits", momentum_bits),
-        ("weight-bits", weight_bits),
-        ("gradient-dtype", gradient_dtype),
-        ("adam-bits", adam_bits),
-        ("matched-8bit", matched_8bit),
-    ):
-        lab.command(name)(command)
+    for function in (dynamic_range, momentum_bits, weight_bits, gradient_dtype, adam_bits, matched_8bit):
+        add_command(lab, function.__name__.replace("_", "-"), function)

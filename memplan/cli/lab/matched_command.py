@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from memplan.cli import option_groups as o
-from memplan.cli.lab.experiment_options import PANEL, OutOption, PlotOption, SeedsOption
-from memplan.cli.lab.learning_options import (
-    MODEL_PANEL,
-    Device,
-    DeviceOption,
-    LearningRun,
-    MomentumOption,
-    ThreadsOption,
-    answer,
-)
+from memplan.cli.grouped_command import command, without
+from memplan.cli.lab.experiment_options import RUN, RunOptions
+from memplan.cli.lab.learning_options import answer, names_option
+from memplan.cli.option_groups import MODEL, OutputOptions, option
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import open_catalog
 
@@ -25,89 +17,68 @@ if TYPE_CHECKING:
     from memplan.lab.learning.variants import Task
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A shape by its name or its numbers."""
+def _number(flag: str, what: str, least: int = 1) -> Any:
+    return option(MODEL, flag, min=least, help=f"{what}; in place of --shape.")
 
-    name: str | None
-    numbers: dict[str, int | None]
+
+@dataclass(frozen=True, slots=True)
+class MatchedOptions:
+    """What is compared, on which model, and for how long."""
+
+    shape: Annotated[
+        str | None, option(MODEL, "--shape", metavar="NAME", help="tiny, notes-28m (default) or notes-282m.")
+    ] = None
+    layers: Annotated[int | None, _number("--layers", "Layers")] = None
+    hidden: Annotated[int | None, _number("--hidden", "Width")] = None
+    heads: Annotated[int | None, _number("--heads", "Attention heads")] = None
+    intermediate: Annotated[int | None, _number("--intermediate", "Width of the feed-forward part")] = None
+    vocab: Annotated[int | None, _number("--vocab", "Size of the vocabulary", 256)] = None
+    momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None
+    plan_only: Annotated[bool, option(RUN, "--plan-only", help="Plan the bytes; train nothing.")] = False
+    steps: Annotated[int | None, option(RUN, "--steps", min=1, help="Optimizer steps, 100 by default.")] = None
+    batch: Annotated[int | None, option(RUN, "--batch", "-b", min=1, help="Sequences per step.")] = None
+    length: Annotated[int | None, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = None
 
     def shapes(self) -> dict[str, int]:
-        """Return the numbers, all of them or none.
+        """Return the numbers of a shape, all of them or none.
 
         Raises:
             InvalidFileError: Some are missing, or there is a name too.
         """
-        given = {name: value for name, value in self.numbers.items() if value is not None}
-        if given and self.name is not None:
-            raise InvalidFileError([f"--shape {self.name}: give a name or {' '.join(_flags(given))}, not both"])
-        missing = _flags(self.numbers.keys() - given.keys()) if given else []
+        numbers = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "intermediate", "vocab")}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        if given and self.shape is not None:
+            raise InvalidFileError([f"--shape {self.shape}: give a name or {' '.join(_flags(given))}, not both"])
+        missing = _flags(numbers.keys() - given.keys()) if given else []
         if missing:
             raise InvalidFileError([f"a model by its shapes needs {' and '.join(missing)} too"])
         return given
 
 
-def _flags(names: object) -> list[str]:
-    return [f"--{name}" for name in sorted(names)]  # type: ignore[call-overload]
+def _flags(names: Iterable[str]) -> list[str]:
+    return [f"--{name}" for name in sorted(names)]
 
 
-def _number(flag: str, what: str, least: int = 1) -> object:
-    return typer.Option(flag, min=least, help=f"{what}; in place of --shape.", rich_help_panel=MODEL_PANEL)
-
-
+@command(example="memplan lab matched-8bit --shape tiny --plan-only")
 def matched_8bit(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape", metavar="NAME", help="tiny, notes-28m (default) or notes-282m.", rich_help_panel=MODEL_PANEL
-        ),
-    ] = None,
-    layers: Annotated[int | None, _number("--layers", "Layers")] = None,
-    hidden: Annotated[int | None, _number("--hidden", "Width")] = None,
-    heads: Annotated[int | None, _number("--heads", "Attention heads")] = None,
-    intermediate: Annotated[int | None, _number("--intermediate", "Width of the feed-forward part")] = None,
-    vocab: Annotated[int | None, _number("--vocab", "Size of the vocabulary", 256)] = None,
-    momentum: MomentumOption = None,
-    plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Plan the bytes; train nothing.", rich_help_panel=PANEL)
-    ] = False,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Optimizer steps, 100 by default.", rich_help_panel=PANEL)
-    ] = None,
-    seed: SeedsOption = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Sequences per step.", rich_help_panel=PANEL)
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option("--length", "-s", min=2, help="Tokens of each.", rich_help_panel=PANEL)
-    ] = None,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+    matched: MatchedOptions, run: RunOptions, output: Annotated[OutputOptions, without("units", "catalog_path")]
+) -> int:
     """Train one model with momentum in several formats, all else equal: loss, throughput, and bytes beside the plan.
 
     The notes compared 8-bit with fp32 momentum on two different models; here model, steps, data and
     seeds are the same. Their two shapes are always planned too.
     """
-    numbers = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": intermediate, "vocab": vocab}
-    shapes = _Asked(shape, numbers).shapes()
+    shapes = matched.shapes()
 
     def task(seeds: tuple[int, ...]) -> Task:
         from memplan.lab.learning.matched import matched_8bit as experiment
         from memplan.lab.learning.matched import shape_named, with_steps
         from memplan.lab.learning.variants import Size
 
-        name = "custom" if shapes else shape or "notes-28m"
+        name = "custom" if shapes else matched.shape or "notes-28m"
         size = Size(**shapes, batch=8, length=128, steps=100) if shapes else shape_named(name)
-        size = with_steps(size, steps, batch, length)
-        return experiment(
-            open_catalog(None), name, size, seeds, tuple(momentum or ()), device.value, train=not plan_only
-        )
+        size = with_steps(size, matched.steps, matched.batch, matched.length)
+        momentum, train = tuple(matched.momentum or ()), not matched.plan_only
+        return experiment(open_catalog(None), name, size, seeds, momentum, run.device.value, train=train)
 
-    answer("matched-8bit", task, LearningRun(seed, device, threads, out, plot, as_json, form, output, quiet))
+    return answer("matched-8bit", task, run, output)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from memplan.cli import option_groups as o
-from memplan.cli.lab.experiment_options import (
-    PANEL,
-    Device,
-    DeviceOption,
-    OutOption,
-    PlotOption,
-    SeedsOption,
-    ThreadsOption,
-    check_torch,
-    chosen_seeds,
-    experiment_document,
-)
-from memplan.cli.output import emit
+from memplan.cli.grouped_command import add_command, command, without
+from memplan.cli.lab.experiment_options import RunOptions, check_torch, run_experiment
+from memplan.cli.option_groups import OutputOptions, option
 from memplan.errors import UnitError
 
+if TYPE_CHECKING:
+    import typer
+
 MATRIX = "Matrices"
+LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 
 
 class Measure(StrEnum):
@@ -34,79 +26,80 @@ class Measure(StrEnum):
     largest_element = "largest-element"
 
 
-ShapesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--size",
-        metavar="ROWS[xCOLUMNS]",
-        help="The first is followed by iteration, others are looked at after five, with 3 seeds; repeatable.",
-        rich_help_panel=MATRIX,
-    ),
-]
-SchedulesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schedule", metavar="NAME", help="Coefficients, all by default; repeatable.", rich_help_panel=MATRIX
-    ),
-]
-ScheduleOption = Annotated[
-    str, typer.Option("--schedule", metavar="NAME", help="Coefficients.", rich_help_panel=MATRIX)
-]
-IterationsOption = Annotated[
-    int, typer.Option("--iterations", min=1, max=50, help="Of Newton-Schulz.", rich_help_panel=MATRIX)
-]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32.", rich_help_panel=MATRIX)]
-MeasureOption = Annotated[
-    Measure, typer.Option("--measure", help="Error that the picture shows; tables have both.", rich_help_panel=PANEL)
-]
-WidthsOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--width",
-        help="Side of the matrices, 1024 by default; repeatable: others take 2 seeds, and no fp16 and FP8.",
-        rich_help_panel=MATRIX,
-    ),
-]
-PrecisionsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--precision", metavar="NAME", help="Such as bf16, all by default; repeatable.", rich_help_panel=MATRIX
-    ),
-]
-ProductsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--products",
-        metavar="NAME",
-        help="What is rounded: input (X), gram (factors of X X^T), all, all-rows (a scale a row); all by default.",
-        rich_help_panel=MATRIX,
-    ),
-]
-WidthOption = Annotated[int, typer.Option("--width", help="Side of the gradients.", rich_help_panel=MATRIX)]
-SamplesOption = Annotated[
-    int, typer.Option("--samples", min=2, max=100_000, help="Gradients for each seed.", rich_help_panel=MATRIX)
-]
-NoiseOption = Annotated[
-    float, typer.Option("--noise", min=1e-6, max=1e6, help="Standard deviation.", rich_help_panel=MATRIX)
-]
+_ITERATIONS = option(MATRIX, "--iterations", min=1, max=50, help="Of Newton-Schulz.")
 
 
-def orthogonality(
-    size: ShapesOption = None,
-    schedule: SchedulesOption = None,
-    iterations: IterationsOption = 10,
-    dtype: DtypeOption = "bf16",
-    measure: MeasureOption = Measure.frobenius,
-    seed: SeedsOption = None,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class OrthogonalityOptions:
+    """Which matrices, under which schedules."""
+
+    size: Annotated[
+        list[str] | None,
+        option(
+            MATRIX,
+            "--size",
+            metavar="ROWS[xCOLUMNS]",
+            help="The first is followed by iteration, others are looked at after five, with 3 seeds; repeatable.",
+        ),
+    ] = None
+    schedule: Annotated[
+        list[str] | None,
+        option(MATRIX, "--schedule", metavar="NAME", help="Coefficients, all by default; repeatable."),
+    ] = None
+    iterations: Annotated[int, _ITERATIONS] = 10
+    dtype: Annotated[str, option(MATRIX, "--dtype", metavar="NAME", help="bf16, fp16 or fp32.")] = "bf16"
+    measure: Annotated[
+        Measure,
+        option(
+            MATRIX,
+            "--measure",
+            metavar="ERROR",
+            help="That the picture shows, frobenius or largest-element; tables have both.",
+        ),
+    ] = Measure.frobenius
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionOptions:
+    """Which matrices, in which precisions."""
+
+    width: Annotated[
+        list[int] | None,
+        option(
+            MATRIX,
+            "--width",
+            help="Side of the matrices, 1024 by default; repeatable: others take 2 seeds, and no fp16 and FP8.",
+        ),
+    ] = None
+    names: Annotated[
+        list[str] | None,
+        option(MATRIX, "--precision", metavar="NAME", help="Such as bf16, all by default; repeatable."),
+    ] = None
+    products: Annotated[
+        list[str] | None,
+        option(
+            MATRIX,
+            "--products",
+            metavar="NAME",
+            help="What is rounded: input (X), gram (factors of X X^T), all, all-rows (a scale a row); all by default.",
+        ),
+    ] = None
+    schedule: Annotated[str, option(MATRIX, "--schedule", metavar="NAME", help="Coefficients.")] = "keller-jordan"
+    iterations: Annotated[int, _ITERATIONS] = 5
+
+
+@dataclass(frozen=True, slots=True)
+class VarianceOptions:
+    """Which gradients, and their noise."""
+
+    width: Annotated[int, option(MATRIX, "--width", help="Side of the gradients.")] = 512
+    samples: Annotated[int, option(MATRIX, "--samples", min=2, max=100_000, help="Gradients for each seed.")] = 100
+    noise: Annotated[float, option(MATRIX, "--noise", min=1e-6, max=1e6, help="Standard deviation.")] = 0.5
+    iterations: Annotated[int, _ITERATIONS] = 5
+
+
+@command(example="memplan lab orthogonality --size 128 --seed 0")
+def orthogonality(matrices: OrthogonalityOptions, run: RunOptions, output: LabOutput) -> int:
     """How orthogonal Newton-Schulz makes a matrix: by iteration, schedule and shape, against time and QR.
 
     Two errors: Frobenius, norm(X X^T - I) / sqrt(rows), and the largest element of X X^T - I.
@@ -114,93 +107,58 @@ def orthogonality(
     check_torch()
     from memplan.lab.matrices import orthogonality as lab
 
-    seeds, shapes = chosen_seeds(seed), [_shape(text) for text in size or ()] or lab.SHAPES
-    names, key = schedule or lab.NAMES, measure.value.replace("-", "_")
-    document = experiment_document(
+    seeds, shapes = run.seeds(), [_shape(text) for text in matrices.size or ()] or lab.SHAPES
+    names, key = matrices.schedule or lab.NAMES, matrices.measure.value.replace("-", "_")
+    return run_experiment(
         "orthogonality",
         lab.parts(seeds, shapes),
-        lambda told: lab.run(seeds, told, shapes, names, iterations, dtype, key, device.value),
-        device=device.value,
-        threads=threads,
-        out=out,
-        plot=plot,
-        quiet=quiet,
+        lambda told: lab.run(seeds, told, shapes, names, matrices.iterations, matrices.dtype, key, run.device.value),
+        run,
+        output,
     )
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
 
 
-def precision(
-    width: WidthsOption = None,
-    names: PrecisionsOption = None,
-    products: ProductsOption = None,
-    schedule: ScheduleOption = "keller-jordan",
-    iterations: IterationsOption = 5,
-    seed: SeedsOption = None,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan lab precision --width 256 --precision bf16")
+def precision(matrices: PrecisionOptions, run: RunOptions, output: LabOutput) -> int:
     """Newton-Schulz in every precision: error, difference from fp32 and time; buffers and traffic beside."""
     check_torch()
     from memplan.lab.matrices import precision as lab
 
-    seeds, widths = chosen_seeds(seed), width or list(lab.WIDTHS)
-    chosen, which = names or list(lab.PRECISIONS), products or list(lab.PRODUCTS)
-    document = experiment_document(
+    seeds, widths = run.seeds(), matrices.width or list(lab.WIDTHS)
+    chosen, which = matrices.names or list(lab.PRECISIONS), matrices.products or list(lab.PRODUCTS)
+    return run_experiment(
         "precision",
         lab.parts(seeds, widths, chosen, which),
-        lambda told: lab.run(seeds, told, widths, chosen, which, iterations, schedule, device.value),
-        device=device.value,
-        threads=threads,
-        out=out,
-        plot=plot,
-        quiet=quiet,
+        lambda told: lab.run(
+            seeds, told, widths, chosen, which, matrices.iterations, matrices.schedule, run.device.value
+        ),
+        run,
+        output,
     )
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
 
 
-def variance(
-    width: WidthOption = 512,
-    samples: SamplesOption = 100,
-    noise: NoiseOption = 0.5,
-    iterations: IterationsOption = 5,
-    seed: SeedsOption = None,
-    device: DeviceOption = Device.cpu,
-    threads: ThreadsOption = 0,
-    out: OutOption = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+@command(example="memplan lab variance --width 128 --samples 20")
+def variance(matrices: VarianceOptions, run: RunOptions, output: LabOutput) -> int:
     """What orthogonalising noisy gradients does to their variance: the notes' table, and what it leaves out."""
     check_torch()
     from memplan.lab.matrices import variance as lab
 
-    seeds = chosen_seeds(seed)
-    document = experiment_document(
+    seeds = run.seeds()
+    return run_experiment(
         "variance",
         lab.parts(seeds),
-        lambda told: lab.run(seeds, told, width, samples, iterations, noise, device.value),
-        device=device.value,
-        threads=threads,
-        out=out,
-        plot=plot,
-        quiet=quiet,
+        lambda told: lab.run(
+            seeds, told, matrices.width, matrices.samples, matrices.iterations, matrices.noise, run.device.value
+        ),
+        run,
+        output,
     )
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
 
 
 def add_matrix_commands(lab: typer.Typer) -> None:
     """Add the commands to ``memplan lab``."""
-    for command in (orthogonality, precision, variance):
-        lab.command(command.__name__)(command)
+    for function in (orthogonality, precision, variance):
+        add_command(lab, function.__name__, function)
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memplan.cli import option_groups as o
-from memplan.cli.lab.experiment_options import PlotOption
-from memplan.cli.output import emit, unit_text
+from memplan.cli.grouped_command import add_command, command, without
+from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.output import emit
 from memplan.errors import InvalidFileError, MemplanError, printable
 from memplan.library.lookup import open_catalog
 from memplan.report.document import Document, Table
 
 
-def show_record(
-    asked: Annotated[
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """Which record, and its picture."""
+
+    record: Annotated[
         str | None,
-        typer.Argument(metavar="RECORD", help="A file, or the name of a record that is shipped.", show_default=False),
-    ] = None,
-    plot: PlotOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-) -> None:
+        typer.Argument(
+            metavar="RECORD",
+            help="A file, or the name of a record that is shipped.",
+            show_default=False,
+            rich_help_panel="Record",
+        ),
+    ] = None
+    plot: Annotated[Path | None, option("Record", "--plot", metavar="FILE", help="Draw the record, as SVG or PNG.")] = (
+        None
+    )
+
+
+@command(example="memplan lab show precision")
+def show_record(shown: RecordOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
     """Show a record of training or of an experiment; with --plot, draw it again. Without RECORD: all that are shipped.
 
     Needs no torch.
@@ -37,24 +47,25 @@ def show_record(
     from memplan.report.figures import check_drawable, save_figure
     from memplan.report.training_records import list_document, training_record_document
 
+    name, plot = shown.record, shown.plot
     folder = open_catalog(None).root / "configs" / "evidence"
-    if asked is None:
+    if name is None:
         if plot is not None:
             raise InvalidFileError(["--plot: draws one record; name it"])
-        raise typer.Exit(emit(list_document(folder), form, as_json, output, quiet))
-    record = read_record(asked, folder)
+        return emit(list_document(folder), output)
+    record = read_record(name, folder)
     trained = record["schema"] == SCHEMA
     if plot is not None:
         if trained:
-            raise InvalidFileError([f"--plot: {asked} is a record of training, which has no picture"])
+            raise InvalidFileError([f"--plot: {name} is a record of training, which has no picture"])
         check_drawable(plot)
-        with _as_written(asked):
+        with _as_written(name):
             figure = reporter_of(record).figure(record)
         save_figure(figure, plot)
-    with _as_written(asked):
-        document = training_record_document(record, unit_text(units)) if trained else record_document(record)
+    with _as_written(name):
+        document = training_record_document(record, output.unit) if trained else record_document(record)
         _require_text(document)
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    return emit(document, output)
 
 
 def _require_text(document: Document) -> None:
@@ -66,7 +77,7 @@ def _require_text(document: Document) -> None:
 
 
 @contextmanager
-def _as_written(asked: str) -> Iterator[None]:
+def _as_written(name: str) -> Iterator[None]:
     """Refuse a record that lacks what memplan writes into one; each experiment has figures of its own.
 
     Raises:
@@ -78,9 +89,9 @@ def _as_written(asked: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = printable(f"{type(error).__name__}: {error}", 200)
-        raise InvalidFileError([f"{printable(asked, 300)}: not as memplan writes such records: {problem}"]) from None
+        raise InvalidFileError([f"{printable(name, 300)}: not as memplan writes such records: {problem}"]) from None
 
 
 def add_show_command(lab: typer.Typer) -> None:
     """Add the command to ``memplan lab``."""
-    lab.command("show")(show_record)
+    add_command(lab, "show", show_record)

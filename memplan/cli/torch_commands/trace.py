@@ -2,103 +2,104 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+import memplan
+from memplan.allocator.settings import parse_alloc_conf
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import (
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    TrainingOptions,
+    job_options,
+    option,
+)
+from memplan.cli.output import emit
+from memplan.documents.writing import say, write_file
+from memplan.errors import InvalidFileError
+from memplan.library.answers.traced_step import require_torch
 
-from memplan.cli import option_groups as o
-from memplan.cli.output import emit, unit_text
-from memplan.library.lookup import Overrides, Shapes, open_catalog
-
+ONE = "give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"
 _TRACE = "Trace"
 
-HfOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--hf", metavar="DIR", help="Trace transformers' own code for the config.json in DIR.", rich_help_panel=_TRACE
-    ),
-]
-ModuleOption = Annotated[
-    str | None,
-    typer.Option("--module", metavar="PKG.MOD:FACTORY", help="Trace your own nn.Module.", rich_help_panel=_TRACE),
-]
-HistoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--history", metavar="FILE", help="Replay a memory history exported as JSON instead.", rich_help_panel=_TRACE
-    ),
-]
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--timeline", metavar="FILE", help="Write the step's timeline to an .svg or .json file.", rich_help_panel=_TRACE
-    ),
-]
-AllocatorOption = Annotated[
-    str,
-    typer.Option(
-        "--alloc-conf",
-        metavar="CONF",
-        help="As PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.",
-        rich_help_panel=_TRACE,
-    ),
-]
-LargestOption = Annotated[
-    int, typer.Option("--largest", min=0, max=1000, help="Tensors to list at the peak.", rich_help_panel=_TRACE)
-]
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What is traced in place of MODEL, and what is shown of it."""
+
+    hf: Annotated[
+        Path | None,
+        option(_TRACE, "--hf", metavar="DIR", help="Trace transformers' own code for the config.json in DIR."),
+    ] = None
+    module: Annotated[
+        str | None, option(_TRACE, "--module", metavar="PKG.MOD:FACTORY", help="Trace your own nn.Module.")
+    ] = None
+    history: Annotated[
+        Path | None,
+        option(_TRACE, "--history", metavar="FILE", help="Replay a memory history exported as JSON instead."),
+    ] = None
+    timeline: Annotated[
+        Path | None,
+        option(_TRACE, "--timeline", metavar="FILE", help="Write the step's timeline to an .svg or .json file."),
+    ] = None
+    alloc_conf: Annotated[
+        str,
+        option(
+            _TRACE,
+            "--alloc-conf",
+            metavar="CONF",
+            help="As PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.",
+        ),
+    ] = ""
+    largest: Annotated[
+        int, option(_TRACE, "--largest", min=0, max=1000, metavar="N", help="Tensors to list at the peak.")
+    ] = 10
 
 
+@command(example="memplan trace llama-8b --config qlora --gpu rtx4090")
 def trace_command(
-    model: o.ModelArgument = None,
-    config: o.ConfigOption = None,
-    hf: HfOption = None,
-    module: ModuleOption = None,
-    history: HistoryOption = None,
-    timeline: TimelineOption = None,
-    alloc_conf: AllocatorOption = "",
-    largest: LargestOption = 10,
-    gpu: o.GpuOption = None,
-    gpu_memory: o.GpuMemoryOption = None,
-    batch: o.BatchOption = None,
-    length: o.LengthOption = None,
-    checkpointing: o.CheckpointingOption = None,
-    settings: o.SetOption = None,
-    layers: o.LayersOption = None,
-    hidden: o.HiddenOption = None,
-    intermediate: o.IntermediateOption = None,
-    heads: o.HeadsOption = None,
-    kv_heads: o.KvHeadsOption = None,
-    head_dim: o.HeadDimOption = None,
-    vocab: o.VocabOption = None,
-    tied: o.TiedOption = None,
-    as_json: o.JsonOption = False,
-    form: o.FormatOption = o.OutputFormat.table,
-    output: o.OutputOption = None,
-    units: o.UnitsOption = None,
-    quiet: o.QuietOption = False,
-    catalog_path: o.CatalogOption = None,
-) -> None:
+    model: ModelOptions,
+    traced: TraceOptions,
+    device: Annotated[DeviceOptions, without("gpus", "profile")],
+    training: TrainingOptions,
+    output: OutputOptions,
+) -> int:
     """What would torch do, exactly? A real training step on tensors without memory; no GPU needed.
 
     Shows formula beside trace. Without --config: bf16-adamw. Needs torch (pip install memplan[torch]).
     """
-    from memplan.cli.torch_commands.tracing import TraceRequest, trace_document
-
-    request = TraceRequest(
-        model=model,
-        shapes=Shapes(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied),
-        hf=hf,
-        module=module,
-        history=history,
-        config=config or "bf16-adamw",
-        overrides=Overrides(batch, length, checkpointing, tuple(settings or ())),
-        gpu=gpu,
-        gpu_memory=gpu_memory,
-        alloc_conf=alloc_conf,
-        timeline=timeline,
-        largest=largest,
-        quiet=quiet,
+    if traced.history is not None:
+        given = [model.model, traced.hf, traced.module, *model.shapes.given()]
+        if any(value is not None for value in given):
+            raise InvalidFileError([ONE])
+        return emit(memplan.replay(traced.history, alloc_conf=traced.alloc_conf).document(output.unit), output)
+    timeline = _timeline(traced.timeline)
+    parse_alloc_conf(traced.alloc_conf)
+    answer = memplan.trace(
+        model.model,
+        hf=traced.hf,
+        module=traced.module,
+        alloc_conf=traced.alloc_conf,
+        largest=traced.largest,
+        progress=None if output.quiet else say,
+        **job_options(output, training, model, device),
     )
-    document = trace_document(request, open_catalog(catalog_path), unit_text(units))
-    raise typer.Exit(emit(document, form, as_json, output, quiet))
+    if traced.timeline is not None and timeline is not None:
+        write_file(traced.timeline, answer.timeline(timeline))
+    return emit(answer.document(output.unit), output)
+
+
+def _timeline(path: Path | None) -> Literal["svg", "json"] | None:
+    """Return what a timeline is written as.
+
+    Raises:
+        CannotAnswerError: Nothing can be traced here.
+        InvalidFileError: The file's name says nothing that a timeline can be.
+    """
+    require_torch()
+    if path is not None and path.suffix not in (".svg", ".json"):
+        raise InvalidFileError([f"--timeline {path}: expected a name that ends in .svg or .json"])
+    return None if path is None else "svg" if path.suffix == ".svg" else "json"

@@ -1,0 +1,182 @@
+"""Commands whose options are declared in groups: frozen values, whose fields are the options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from memplan.errors import InvalidFileError
+
+WIDEST_NAMES = 26
+"""Columns that an option's names take at most before its help starts on a line of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How one command's group differs from the group as declared."""
+
+    left_out: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def without(*names: str) -> Variation:
+    """Return a mark for a group that lacks some of its options; they have their defaults.
+
+    Example:
+        >>> without("strict").left_out
+        ('strict',)
+    """
+    return Variation(left_out=names)
+
+
+def with_defaults(**defaults: Any) -> Variation:
+    """Return a mark for a group that has other defaults."""
+    return Variation(defaults=defaults)
+
+
+def command(example: str) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
+    """Return a decorator for a command that takes groups of options and returns an exit code.
+
+    Args:
+        example: A command line to show in its help.
+    """
+
+    def declared(function: Callable[..., int]) -> Callable[..., NoReturn]:
+        hints = get_type_hints(function, include_extras=True)
+        groups = {name: _parted(hint) for name, hint in hints.items() if name != "return"}
+        parameters = [one for group, variations in groups.values() for one in _parameters(group, variations)]
+
+        def run(**given: Any) -> NoReturn:
+            values = {}
+            for name, (group, variations) in groups.items():
+                own = [parameter.name for parameter in _parameters(group, variations)]
+                values[name] = group(**{key: given[key] for key in own})
+            raise typer.Exit(function(**values))
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        vars(run).update(__signature__=Signature(parameters), example=example)
+        return run
+
+    return declared
+
+
+def add_command(app: typer.Typer, name: str, function: Callable[..., Any]) -> None:
+    """Add a command to an application."""
+    doc = " ".join((function.__doc__ or "").split())
+    first = re.match(r".*?[.?!](?= |$)", doc)
+    epilog = f"Example: {vars(function)['example']}"
+    app.command(name, cls=GroupedCommand, epilog=epilog, short_help=first[0] if first else doc)(function)
+
+
+class GroupedCommand(TyperCommand):
+    """A command that shows its options in groups, and refuses one given twice where only one counts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        if not ctx.resilient_parsing and not set(args) & set(ctx.help_option_names):
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            _refuse_repeated(order)
+            self.params = [one for one in self.params if one in order or one.required or one.envvar]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the headings of their groups."""
+        formatter.write_paragraph()
+        sections: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx)[:-1]:  # the last is --help itself
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(parameter)
+        for heading, parameters in sections.items():
+            rows = _rows(parameters)
+            widest = max((len(names) for names, _ in rows if len(names) <= WIDEST_NAMES), default=WIDEST_NAMES)
+            formatter.write(f"{heading}:\n")
+            with formatter.indentation():
+                formatter.write_dl(rows, col_max=widest)
+
+
+def _refuse_repeated(order: Iterable[Any]) -> None:
+    """Refuse options given twice, but for repeatable ones and for a plain flag, which says the same twice."""
+    seen = set()
+    for parameter in order:
+        plain = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
+        repeatable = parameter.param_type_name == "argument" or parameter.multiple or plain
+        names = [one for one in (*parameter.opts, *parameter.secondary_opts) if one.startswith("--")]
+        if parameter.name in seen and not repeatable:
+            raise InvalidFileError([f"{'/'.join(names)}: given more than once, and only one counts"])
+        seen.add(parameter.name)
+
+
+# ------------------------------------------------------------------ groups
+def _parted(hint: Any) -> tuple[Any, tuple[Variation, ...]]:
+    """Return a group, and how a command's own differs from it."""
+    if get_origin(hint) is Annotated:
+        group, *marks = get_args(hint)
+        return group, tuple(mark for mark in marks if isinstance(mark, Variation))
+    return hint, ()
+
+
+def _parameters(group: Any, variations: tuple[Variation, ...]) -> list[Parameter]:
+    """Return the options of a group as parameters of a function."""
+    hints = get_type_hints(group, include_extras=True)
+    left_out = {name for variation in variations for name in variation.left_out}
+    defaults = {name: value for variation in variations for name, value in variation.defaults.items()}
+    unknown = (left_out | defaults.keys()) - {one.name for one in fields(group)}
+    assert not unknown, f"{group.__name__} has no {unknown}"
+    return [
+        Parameter(
+            one.name,
+            Parameter.KEYWORD_ONLY,
+            default=defaults.get(one.name, Parameter.empty if one.default is MISSING else one.default),
+            annotation=hints[one.name],
+        )
+        for one in fields(group)
+        if one.name not in left_out
+    ]
+
+
+# ------------------------------------------------------------------ help
+def _rows(parameters: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return names and help; neighbours that share their help share a row."""
+    rows: list[tuple[list[str], Any]] = []
+    for parameter in parameters:
+        if rows and rows[-1][1].help == parameter.help:
+            rows[-1] = ([*rows[-1][0], *_names(parameter)], parameter)
+        else:
+            rows.append((_names(parameter), parameter))
+    return [(f"{', '.join(names)}{_value(last)}", _help(last)) for names, last in rows]
+
+
+def _names(parameter: Any) -> list[str]:
+    """Return an argument's word, or an option's letter and name, and what turns a flag off."""
+    if parameter.param_type_name == "argument":
+        return [parameter.metavar or parameter.name.upper()]
+    short = [name for name in parameter.opts if not name.startswith("--")]
+    return [*short, *_long(parameter)[:1], *parameter.secondary_opts]
+
+
+def _long(parameter: Any) -> list[str]:
+    return [name for name in parameter.opts if name.startswith("--")]
+
+
+def _value(parameter: Any) -> str:
+    """Return the word for an option's value."""
+    if parameter.param_type_name == "argument" or parameter.is_flag:
+        return ""
+    return f" {parameter.metavar or 'N'}"
+
+
+def _help(parameter: Any) -> str:
+    """Return an option's help, with its other names, its default and its environment variable."""
+    option = parameter.param_type_name == "option"
+    notes = [f"also {', '.join(_long(parameter)[1:])}"] if option and _long(parameter)[1:] else []
+    shown = option and not parameter.is_flag and parameter.default not in (None, (), "") and parameter.show_default
+    notes += [f"default {getattr(parameter.default, 'value', parameter.default)}"] if shown else []
+    notes += [f"or ${parameter.envvar}"] if parameter.envvar else []
+    text = (parameter.help or "").removesuffix(".")
+    return f"{text} ({'; '.join(notes)})." if notes else f"{text}."
