@@ -90,7 +90,7 @@ def _exit_code() -> int:
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         refuse_undecodable(sys.argv)
-        code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False)
+        code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False, prog_name="memplan")
         return code if isinstance(code, int) else 0
     except MemplanError as error:
         for line in str(error).split("\n"):

@@ -312,17 +312,14 @@ class VerdictOptions:
     strict: Annotated[bool, option(OUTPUT, "--strict", help="Treat TIGHT as NO.")] = False
 
 
-_FORMATS = "Format: table (default), plain, json, csv or md."
-
-
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """How an answer is written, and where to."""
 
-    as_json: Annotated[bool, option(OUTPUT, "--json", help=_FORMATS)] = False
+    as_json: Annotated[bool, option(OUTPUT, "--json", help="Same as --format json.")] = False
     form: Annotated[
         OutputFormat | None,
-        option(OUTPUT, "--format", "-f", metavar="FORMAT", help=_FORMATS),
+        option(OUTPUT, "--format", "-f", metavar="FORMAT", help="table (default), plain, json, csv or md."),
     ] = None
     file: Annotated[
         Path | None, option(OUTPUT, "--output", "-o", metavar="FILE", help="Write the answer to a file.")

@@ -50,8 +50,8 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
 
 def _help_of(context: Any) -> str:
     """Return the command line that prints the help of what was typed."""
-    path = str(getattr(context, "command_path", "memplan"))
-    return f"memplan {path.removeprefix('python -m ').removeprefix('memplan').strip()} --help".replace("  ", " ")
+    path = re.sub(r" *[\[{].*?[\]}](\.\.\.)?", "", str(getattr(context, "command_path", "memplan")))
+    return f"{path} --help"
 
 
 def _hint(text: str, commands: Iterable[str], where: str) -> str:

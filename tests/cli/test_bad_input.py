@@ -170,9 +170,66 @@ def test_contradictions_are_refused(refused):
     assert "clipping needs" in refused(*ONE, "--set", "gradients.lifetime=layer", "--set", "clip_gradients=true")
 
 
-def test_a_setting_given_twice_takes_its_last_value(cli):
-    ran = cli(*ONE, "--json", "--set", "micro_batch_size=2", "--set", "micro_batch_size=3")
-    assert ran.data["training"]["micro_batch_size"] == 3
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("--gpu", "h100"), "--gpu: given more than once"),
+        (("-g", "rtx4090"), "--gpu: given more than once"),
+        (("-c", "qlora"), "--config: given more than once"),
+        (("-b", 1, "--batch-size", 1), "--micro-batch-size/--batch-size: given more than once"),
+        (("--tied", "--untied"), "--tied/--untied: given more than once"),
+        (("--json", "--format", "md"), "--json contradicts --format md"),
+        (("--json", "-f", "table"), "--json contradicts --format table"),
+        (("--qlora",), "--qlora and --config: give one of them"),
+        (("--set", "micro_batch_size=4", "-b", 1), "--set micro_batch_size contradicts --micro-batch-size"),
+        (("--set", "sequence_length=4", "-s", "4k"), "--set sequence_length contradicts --sequence-length"),
+        (("--set", "activation_checkpointing=full", "--checkpointing", "none"), "contradicts --checkpointing"),
+        (("--set", "optimizer=sgd", "--optimizer", "adamw"), "--set optimizer contradicts --optimizer"),
+        (("--set", "adapter={rank: 4}", "--lora-rank", 8), "--set adapter contradicts --lora-rank"),
+        (("--set", "micro_batch_size=2", "--set", "micro_batch_size=3"), "micro_batch_size: given more than once"),
+        (("--set", "weights.norm=fp32", "--set", "weights=q4-0"), "--set weights contradicts --set weights.norm"),
+        (("--lora-rank", 8), "--lora-rank: bf16-adamw has no adapter; give --lora"),
+        (("-s", "4x"), "expected tokens, such as 4096 or 4k, got '4x'"),
+        (("-s", "0k"), "expected tokens"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_what_counts_once_is_not_given_twice(refused, arguments, match):
+    assert match in refused(*ONE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        (("--qlora",), ("--config", "qlora")),
+        (("--lora",), ("--config", "lora")),
+        (("--full",), ("--config", "bf16-adamw")),
+        (("--qlora", "--batch-size", 2, "--seq-len", "1k"), ("--config", "qlora", "-b", 2, "-s", 1024)),
+        (("--qlora", "-s", "4k"), ("--config", "qlora", "-s", 4096)),
+        (("--lora", "--lora-rank", 64), ("--config", "lora", "--set", "adapter.rank=64")),
+        (("--full", "--optimizer", "sgd"), ("--config", "bf16-adamw", "--set", "optimizer=sgd")),
+        (("--full", "-q", "-q"), ("--config", "bf16-adamw", "-q")),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_what_people_type_is_what_it_stands_for(cli, arguments, same):
+    job = ("fit", "llama-3.2-1b", *GPU, "--json")
+    assert cli(*job, *arguments).data == cli(*job, *same).data
+
+
+@pytest.mark.parametrize(
+    "command", ["fit", "max", "where", "explain", "compare", "recommend", "frontier", "check", "trace"]
+)
+def test_help_is_a_screen_in_groups_with_an_example(cli, command):
+    lines = cli(command, "--help").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 46
+    assert "Output:" in lines
+    assert lines[-1].startswith(f"  Example: memplan {command} ")
+
+
+def test_a_command_of_the_lab_that_is_none_points_to_the_labs_help(refused):
+    assert refused("lab", "trian").endswith("did you mean 'train'? (see: memplan lab --help)")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_what_is_not_modelled_or_not_there_exits_with_3_and_its_reason(refused, 
     ids=str,
 )
 def test_states_that_cannot_lie_in_host_memory_exit_with_3_and_the_reason(refused, arguments, reason):
-    job = (*ASK, "--gpu", "h100", "--config", "bf16-adamw", "--set", "offload.optimizer_states=cpu")
+    defaults = {"--gpu": "h100", "--config": "bf16-adamw"}
+    others = [word for name, value in defaults.items() if name not in arguments for word in (name, value)]
+    job = ("fit", "pythia-160m", *others, "--set", "offload.optimizer_states=cpu")
     assert reason in refused(*job, *arguments, code=3)
 
 
@@ -118,7 +120,8 @@ def test_states_that_cannot_lie_in_host_memory_exit_with_3_and_the_reason(refuse
     ids=str,
 )
 def test_what_several_gpus_are_not_planned_with_exits_with_3_and_what_can_be_done(refused, arguments, reason):
-    assert reason in refused("fit", "pythia-160m", "--gpu", "h100", "--config", "bf16-adamw", *arguments, code=3)
+    config = () if "--config" in arguments else ("--config", "bf16-adamw")
+    assert reason in refused("fit", "pythia-160m", "--gpu", "h100", *config, *arguments, code=3)
 
 
 def test_several_gpus_are_planned_by_data_parallelism(cli):

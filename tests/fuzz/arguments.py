@@ -63,7 +63,8 @@ OPTIONS: Mapping[str, Words] = {
     "--min-sequence": NUMBERS, "--host-memory": SIZES, "--price": ("prices.yaml", "-"), "--profile": ("x.json", "-"),
     "--for": ("parameters", "batch", "sequence", "lora-rank", "layers"), "--accounting": ("sum", "notes"),
     "--baseline": ("x.json", "-"), "--json": (), "--quiet": (), "--strict": (), "--tied": (), "--experimental": (),
-    "--no-such-option": NUMBERS,
+    "--qlora": (), "--lora": (), "--full": (), "--lora-rank": NUMBERS, "--optimizer": SET_VALUES,
+    "--batch-size": NUMBERS, "--seq-len": (*NUMBERS, "4k", "128K", "k"), "--no-such-option": NUMBERS,
 }  # fmt: skip
 """Options and their words; none of them writes a file or starts torch."""
 

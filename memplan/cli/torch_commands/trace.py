@@ -32,18 +32,18 @@ class TraceOptions:
 
     hf: Annotated[
         Path | None,
-        option(_TRACE, "--hf", metavar="DIR", help="Trace transformers' own code for the config.json in DIR."),
+        option(_TRACE, "--hf", metavar="DIR", help="transformers' own code for the config.json in DIR."),
     ] = None
-    module: Annotated[
-        str | None, option(_TRACE, "--module", metavar="PKG.MOD:FACTORY", help="Trace your own nn.Module.")
-    ] = None
+    module: Annotated[str | None, option(_TRACE, "--module", metavar="PKG.MOD:FACTORY", help="Your own nn.Module.")] = (
+        None
+    )
     history: Annotated[
         Path | None,
-        option(_TRACE, "--history", metavar="FILE", help="Replay a memory history exported as JSON instead."),
+        option(_TRACE, "--history", metavar="FILE", help="Replay a memory history exported as JSON."),
     ] = None
     timeline: Annotated[
         Path | None,
-        option(_TRACE, "--timeline", metavar="FILE", help="Write the step's timeline to an .svg or .json file."),
+        option(_TRACE, "--timeline", metavar="FILE", help="The step's timeline, as .svg or .json."),
     ] = None
     alloc_conf: Annotated[
         str,
@@ -51,7 +51,7 @@ class TraceOptions:
             _TRACE,
             "--alloc-conf",
             metavar="CONF",
-            help="As PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.",
+            help="As PYTORCH_CUDA_ALLOC_CONF.",
         ),
     ] = ""
     largest: Annotated[
