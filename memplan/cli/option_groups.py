@@ -406,5 +406,5 @@ def job_options(
         options["shapes"] = model.shapes
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
-        options["gpus"] = device.gpus
+        options["gpus"] = device.gpus if device.gpus > 1 else None
     return options

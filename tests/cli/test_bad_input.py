@@ -142,7 +142,7 @@ def test_suggestions_are_not_saved_into_a_folder_that_is_named_like_a_file(refus
         ("compute_dtype=fp16", "compute in bf16, not in fp16"),
         ("kernels=fused", "kernels: expected"),
         ("micro_batch_size.x=1", "micro_batch_size"),
-        ("status=perfect", "status: expected proven, works, experimental or diverges"),
+        ("status=perfect", "status: expected proven, works, experimental, untried or diverges"),
         ("description=[1]", "description: expected text"),
         ("weights=[a: b", "not valid YAML"),
         ("no-equals-sign", "expected KEY=VALUE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -77,6 +78,8 @@ def trace_command(
             raise InvalidFileError([ONE])
         return emit(memplan.replay(traced.history, alloc_conf=traced.alloc_conf).document(output.unit), output)
     timeline = _timeline(traced.timeline)
+    if traced.module is not None:
+        sys.path.insert(0, "")  # as python -m has it, so that modules in the working directory are there
     parse_alloc_conf(traced.alloc_conf)
     answer = memplan.trace(
         model.model,
