@@ -28,7 +28,7 @@ _GROWTH = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1
 
 @dataclass(frozen=True, slots=True)
 class HistoryDifference:
-    """Where the simulator first did something else than the run.
+    """Where the simulator first differed from the run.
 
     Attributes:
         index: Place of the event in the device's trace.
@@ -89,7 +89,7 @@ class HistoryComparison:
 
 
 def compare_history(history: MemoryHistory, settings: AllocatorSettings | None = None) -> HistoryComparison:
-    """Return how the simulator fares on the run: same segments, same places, same totals.
+    """Return how closely the simulator follows the run: segments, addresses, totals.
 
     New segments get the addresses they had in the run, because ties between free blocks of one size
     go to the lower address. Where the run gave memory back, the simulator gives back all it can.
@@ -126,7 +126,7 @@ def compare_history(history: MemoryHistory, settings: AllocatorSettings | None =
 
 
 class _Comparison:
-    """Feeds one allocator with a run's events and notes where it does something else."""
+    """Feeds one allocator with a run's events and notes where it differs."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.allocator = CachingAllocator(settings, place=self._place)

@@ -1,4 +1,4 @@
-"""What a simulated run of the caching allocator ends with: its peaks, or why it failed."""
+"""The result of a simulated run of the caching allocator: its peaks, or why it failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OutOfMemory:
 
     Attributes:
         requested_bytes: What the program asked for.
-        block_bytes: The same, rounded as the allocator rounds it.
+        block_bytes: The same, rounded up to a block.
         segment_bytes: What the allocator asked of the driver.
         free_bytes: Left on the card.
         allocated_bytes: In blocks that the program holds.
@@ -55,7 +55,7 @@ class AllocationError(MemplanError):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """What a stream of allocations did.
+    """The peaks of a stream of allocations.
 
     Attributes:
         requested_peak_bytes: Most bytes asked for and not yet freed.

@@ -138,7 +138,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidFileError([f"{shown_path(path)}: is no file any more"])
+                raise InvalidFileError([f"{shown_path(path)}: is no longer a regular file"])
             yield file
     except OSError as error:
         raise InvalidFileError([f"{shown_path(path)}: cannot be read: {error.strerror or error}"]) from None
@@ -158,7 +158,7 @@ def require_file(path: Path) -> None:
     kind = path_kind(path)
     if kind != "file":
         reasons = {"nothing": "no such file", "folder": "is a directory"}
-        raise InvalidFileError([f"{shown_path(path)}: {reasons.get(kind, f'is a {kind}, and memplan reads files')}"])
+        raise InvalidFileError([f"{shown_path(path)}: {reasons.get(kind, f'is a {kind}, not a regular file')}"])
 
 
 @contextmanager

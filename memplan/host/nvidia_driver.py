@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says, by way of its own program."""
+"""Queries of the NVIDIA driver through ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TIMEOUT_SECONDS = 20
 
 
 def nvidia_smi_rows(query: str) -> list[list[str]] | None:
-    """Return the rows that ``nvidia-smi`` answers, sizes in MiB; None where there is no driver or it knows no such query.
+    """Return the rows of an ``nvidia-smi`` query, sizes in MiB; None without a driver or for an unknown query.
 
     Args:
         query: An option of ``nvidia-smi``, such as ``--query-gpu=name,memory.total``.

@@ -1,4 +1,4 @@
-"""What reproduces and explores: experiments, training runs, and formula against trace."""
+"""Reproduction and exploration: experiments, training runs, and formula against trace."""
 
 from memplan.host.torch_warnings import ignore_missing_numpy
 

@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: rows of measurements over several seeds, and how they came about."""
+"""The record of an experiment: rows of measurements over several seeds, and the settings behind them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DIGITS = 6
 
 Row = dict[str, Any]
 Progress = Callable[[int, str], None]
-"""Is told of parts done, and what the last one was."""
+"""Called with the parts done and a description of the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an experiment found.
+    """The result of an experiment.
 
     Attributes:
         experiment: Its name, that of its command.
@@ -48,8 +48,8 @@ def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, 
     """Return the record of an experiment, as a file holds it.
 
     Args:
-        outcome: What was found.
-        command: What was typed.
+        outcome: The result.
+        command: The command line.
         date: Of the run, ISO 8601.
         device: ``cpu`` or ``cuda``.
     """

@@ -1,10 +1,10 @@
-"""What the caching allocator needs beyond what it has handed out: ``python -m memplan.lab.reserve``.
+"""The reserve of the caching allocator beyond allocated bytes: ``python -m memplan.lab.reserve``.
 
-Traced steps of released models, whole, are replayed through the simulated allocator twice over:
-without a limit, which gives what it holds where memory is plenty, and on ever smaller cards, which
-gives the least it can live with, since it empties its cache before it fails. The shares in
-:mod:`memplan.plan.allowances` are the median and the 95th percentile of the latter for the native
-allocator, which is torch's default.
+Traced steps of whole released models are replayed through the simulated allocator in two ways: without
+a memory limit, which gives the reserved bytes where memory is plentiful, and on ever smaller cards, which
+gives the smallest card that the step survives on, since the allocator empties its cache before it fails.
+The shares in :mod:`memplan.plan.allowances` are the median and the 95th percentile of the latter for the
+native allocator, torch's default.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
         high = quantiles(shares, n=20)[-1]
         write_answer(
             f"{kind}, {len(rows)} steps: needed over allocated: median {median(shares):.1%}, 95th percentile {high:.1%}, "
-            f"largest {max(shares):.1%}; held where memory is plenty: median {median(plenty):.1%}, largest {max(plenty):.1%}; "
+            f"largest {max(shares):.1%}; reserved without a limit: median {median(plenty):.1%}, largest {max(plenty):.1%}; "
             f"allocated over requested: median {median(blocks):.2%}\n"
         )
 

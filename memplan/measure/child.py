@@ -1,7 +1,7 @@
 """The process that measures: ``python -m memplan.measure.child``, started by ``process``.
 
-Its task comes pickled through standard input, from the process that started it; what it finds goes
-out as lines of JSON. When its standard input ends, whoever started it is gone, and it ends too.
+Its task comes pickled through standard input, from the process that started it; its results go
+out as lines of JSON. When its standard input ends, its parent is gone, and it ends too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Measure the task that comes in, and say how it goes."""
+    """Measure the task from standard input, and report progress and result."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

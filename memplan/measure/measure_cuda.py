@@ -47,7 +47,7 @@ class PeakReader(GradientCounter):
         self._now = name
 
     def read(self) -> None:
-        """Book the peaks since the last call, and begin anew."""
+        """Record the peaks since the last call, and reset the counters."""
         stats = torch.cuda.memory_stats()
         for name, key in PEAKS.items():
             self.totals[name] = max(self.totals[name], int(stats[key]))
@@ -57,23 +57,23 @@ class PeakReader(GradientCounter):
         torch.cuda.reset_peak_memory_stats()
 
     def forget(self) -> None:
-        """Drop what was read: the next step counts."""
+        """Discard what was read: only the last step is reported."""
         self.read()
         self._now = ""
         self.instants = {}
 
     def forget_totals(self) -> None:
-        """Drop the first step, whose tensors are made."""
+        """Discard the first step, which creates persistent tensors."""
         self.forget()
         self.totals = dict.fromkeys(PEAKS, 0)
 
 
 def measure_cuda(task: Task, say: Say) -> Measurement:
-    """Return what some steps take of a CUDA device's memory; the first makes what stays, and does not count."""
+    """Return what some steps take of a CUDA device's memory; the first, which creates persistent tensors, does not count."""
     torch.manual_seed(0)
     if task.history:
         torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY_ENTRIES)
-    say("making a CUDA context")
+    say("creating a CUDA context")
     others = used_bytes()
     _, total = torch.cuda.mem_get_info()
     reader = PeakReader()

@@ -14,7 +14,7 @@ from memplan.units import MAXIMUM_BYTES
 
 SIZE_COUNTERS = ("context_bytes", "total_bytes", "cublas_workspace_bytes")
 HISTORY_COUNTERS = ("simulated_reserved_peak_bytes", "measured_reserved_peak_bytes")
-"""Counters that comparisons are made from; all others are only kept."""
+"""Counters that comparisons are made from; all others are only recorded."""
 
 _CAPABILITY = re.compile(r"[1-9][0-9]?\.[0-9]")
 

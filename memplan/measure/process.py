@@ -55,7 +55,7 @@ def measure(task: Task, say: Say, silence_seconds: float = SILENCE_SECONDS, modu
         if isinstance(outcome, Measurement):
             return outcome
         if outcome == "hung":
-            return Measurement("hung", f"no progress for {silence_seconds:.0f} s; the process was ended")
+            return Measurement("hung", f"no progress for {silence_seconds:.0f} s; the process was killed")
         return _ended(process.wait(), complaints)
 
 
@@ -110,6 +110,6 @@ def _ended(code: int, complaints: IO[bytes]) -> Measurement:
     if code < 0:
         from signal import Signals
 
-        why = "a system that runs out of memory ends processes so" if code == -9 else last
+        why = "the system may have run out of memory" if code == -9 else last
         return Measurement("killed", f"ended by {Signals(-code).name}: {why}")
     return Measurement("failed", f"exit code {code}: {last}")

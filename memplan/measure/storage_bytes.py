@@ -1,4 +1,4 @@
-"""What a training session holds, as distinct storages."""
+"""Bytes of a training session by component, as distinct storages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def component_bytes(session: Session) -> dict[str, int]:
-    """Return the bytes of weights, buffers, master weights and optimizer states that are held between steps.
+    """Return the bytes of weights, buffers, master weights and optimizer states that live between steps.
 
     States in host memory, step counters included, are ``host``, where there are any.
     """
@@ -38,7 +38,7 @@ def component_bytes(session: Session) -> dict[str, int]:
 
 
 def gradient_bytes(session: Session) -> int:
-    """Return the bytes of the gradients that are kept now."""
+    """Return the bytes of the gradients that are stored now."""
     return distinct_bytes(_gradients(session))
 
 
@@ -53,7 +53,7 @@ def _gradients(session: Session) -> Iterator[Tensor]:
 
 
 def _states(session: Session) -> Iterator[Tensor]:
-    """Yield optimizer states that lie on the device; step counters of all but fused kernels lie on the host."""
+    """Yield optimizer states on the device; step counters of all but fused kernels are on the host."""
     for _, update in session.updates:
         if update.on_host:
             continue

@@ -238,7 +238,7 @@ class ModelSpec:
 
     Attributes:
         name: What people call it.
-        architecture: Name of the family, which is that of its file in ``architectures/``.
+        architecture: Name of the family, which is that of its file in ``model/families/``.
         vocab_size: Rows of the embedding, padding included.
         hidden_size: Width of the residual stream.
         runs: Layers, in order.

@@ -1,4 +1,4 @@
-"""Make other people's modules take CUDA's kernels on ``meta`` tensors.
+"""Run CUDA's kernels on ``meta`` tensors in modules of users and other libraries.
 
 A CPU build of torch decides for itself how a composite operator runs. The overrides here are
 registered with the dispatcher at ``AutogradMeta``, so they also hold where a checkpointed part

@@ -1,4 +1,4 @@
-"""Trace somebody's own module, or the real implementation behind a ``config.json``."""
+"""Trace a user's module, or the real implementation behind a ``config.json``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def imported_factory(name: str) -> Factory:
     """
     module, separator, attribute = name.partition(":")
     if not separator or not module or not attribute:
-        raise CannotAnswerError(f"{name!r} names no factory: write package.module:function")
+        raise CannotAnswerError(f"{name!r} is not a factory: write package.module:function")
     try:
         imported: Any = import_module(module)
         for part in attribute.split("."):
@@ -60,7 +60,7 @@ def imported_factory(name: str) -> Factory:
     except Exception as error:
         raise CannotAnswerError(f"cannot import {name}: {_one_line(error)}; check the name and PYTHONPATH") from error
     if not callable(imported):
-        raise CannotAnswerError(f"{name} is no function: it must take no arguments and return a torch.nn.Module")
+        raise CannotAnswerError(f"{name} is not callable: it must take no arguments and return a torch.nn.Module")
     factory: Factory = imported
     return factory
 
@@ -161,7 +161,7 @@ def _to_dtype(module: nn.Module, setup: TrainingSetup) -> None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn any failure of somebody else's code into one line."""
+    """Turn any failure of a user's code into one line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

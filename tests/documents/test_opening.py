@@ -142,7 +142,7 @@ def test_nothing_but_a_regular_file_is_opened(hostile):
 def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "late")
     monkeypatch.setattr(opening, "path_kind", lambda path: "file")
-    assert "is no file any more" in refusal(read_text, tmp_path / "late")
+    assert "is no longer a regular file" in refusal(read_text, tmp_path / "late")
 
 
 def test_a_link_to_a_file_is_read(tmp_path, write):

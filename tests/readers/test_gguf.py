@@ -171,7 +171,7 @@ def test_the_header_of_a_large_model_has_its_published_parameters(tmp_path, layo
     norms = 65 * 4096
     assert model.storage is not None
     assert dict(model.storage.bytes_by_format) == {"fp32": 4 * norms, "q4-0": (8_030_261_248 - norms) // 32 * 18}
-    assert model.notes == ("only the header of f.gguf is here: sizes are as it states them",)
+    assert model.notes == ("only the header of f.gguf is present: sizes are taken from it",)
 
 
 # --- every architecture -----------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ HOSTILE = {
     "nested-arrays": (header([NESTED], []), "nested more than 8 deep"),
     "array-type": (header([text("a") + struct.pack("<I", 9) + array(77, 0) + bytes(9)], []), "unknown array type 77"),
     "value-type": (header([text("a") + struct.pack("<I", 99) + bytes(9)], []), "unknown value type 99"),
-    "same-key-twice": (header([LLAMA, LLAMA], []), "stands twice"),
+    "same-key-twice": (header([LLAMA, LLAMA], []), "appears twice"),
     "key-not-text": (header([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(20)], []), "not UTF-8"),
     "alignment": (header([text("general.alignment") + struct.pack("<II", 4, 24)], []), "power of two"),
     "no-architecture": (header([text("a") + struct.pack("<II", 4, 1)], []), "no general.architecture"),
@@ -473,7 +473,7 @@ HOSTILE = {
     "unknown-type": (header([LLAMA], [tensor("t", [32], kind=255)]), "has unknown type 255"),
     "removed-type": (header([LLAMA], [tensor("t", [32], kind=31)]), "Q4_0_4_4, which GGUF no longer allows"),
     "broken-rows": (header([LLAMA], [tensor("t", [48, 2], kind=2)]), "rows of 48 elements"),
-    "same-tensor-twice": (header([LLAMA], [tensor("t", [8]), tensor("t", [8], offset=32)]), "'t' stands twice"),
+    "same-tensor-twice": (header([LLAMA], [tensor("t", [8]), tensor("t", [8], offset=32)]), "'t' appears twice"),
     "overlap": (header([LLAMA], [tensor("t", [16]), tensor("u", [8], offset=32)]), "'u' overlaps"),
     "misaligned": (header([LLAMA], [tensor("t", [8], offset=8)]), "no multiple of 32"),
     "offset-beyond": (header([LLAMA], [tensor("t", [8], offset=2**62)]) + bytes(64), "the file has"),

@@ -156,7 +156,7 @@ def test_a_header_alone_is_read_with_a_note(released):
     model = read_safetensors(path)
     assert model.storage is not None
     assert model.storage.total_bytes == sum(array.nbytes for array in weights().values())
-    assert "only the header of model.safetensors is here: sizes are as it states them" in model.notes
+    assert "only the header of model.safetensors is present: sizes are taken from it" in model.notes
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "mixtral", "qwen2-moe", "gemma2", "gpt2", "falcon-grouped", "gpt-oss"])
@@ -260,14 +260,14 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     write_index(tmp_path, {"a.safetensors": arrays, "b.safetensors": arrays | {"u": arrays["t"]}})
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"t": "a.safetensors", "u": "b.safetensors"}}))
-    with pytest.raises(InvalidFileError, match="'t' stands in another shard too"):
+    with pytest.raises(InvalidFileError, match="'t' also appears in another shard"):
         stored_tensors(path)
 
 
 def test_two_models_in_one_directory_are_refused(released):
     save_file(weights(), released / "other.safetensors")
     (released / "model.safetensors").rename(released / "first.safetensors")
-    with pytest.raises(InvalidFileError, match="several models lie here, name one"):
+    with pytest.raises(InvalidFileError, match="several models in this folder, name one"):
         stored_tensors(released)
 
 

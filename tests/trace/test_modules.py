@@ -87,8 +87,8 @@ def test_a_factory_is_found_by_its_name():
         (raising, "building raising failed at test_modules.py"),
         ("no_such_package.module:factory", "cannot import no_such_package.module:factory"),
         ("collections:no_such_name", "cannot import collections:no_such_name"),
-        ("collections", "names no factory"),
-        ("math:pi", "is no function"),
+        ("collections", "is not a factory"),
+        ("math:pi", "is not callable"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_in_one_line(make_setup, factory, words):

@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came out of one job.
+    """The outcome of one job.
 
     Attributes:
         reason: Why it was refused, or how it crashed.

@@ -1,4 +1,4 @@
-"""The smallest job that fails as a given one does: keys are left out, and sizes made small, one after the other."""
+"""Shrinking: the smallest job that fails as a given one does, by dropping keys and reducing sizes one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALLER: Mapping[str, Any] = {"micro_batch_size": 1, "sequence_length": 64, "num
 
 
 def shrunk(failing: Verdict, catalog: Catalog) -> Verdict:
-    """Return the verdict on the smallest job found that has the same outcome."""
+    """Return the verdict on the smallest job that still has the same outcome."""
     changed = True
     while changed:
         changed = False

@@ -1,4 +1,4 @@
-"""Bytes of a model in training: as planned, and as the tensors that are there."""
+"""Bytes of a model in training: as planned, and as measured on the tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Comparison:
 
 
 def planned_bytes(model: Model, setup: TrainingSetup) -> dict[str, int]:
-    """Return the planned bytes of each component; step counters lie on the host and count as states."""
+    """Return the planned bytes of each component; step counters, which are on the host, count as states."""
     states = model_states(setup, model.inventory, ())
     whole_step = setup.config.gradients.lifetime == "step"
     return {

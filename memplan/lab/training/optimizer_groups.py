@@ -67,7 +67,7 @@ def _wide_tables(setup: TrainingSetup) -> bool:
 
 
 def refuse_unused_formats(model: Model, setup: TrainingSetup) -> None:
-    """Raise where every matrix of a role falls back from its block format: the run would show nothing of it.
+    """Raise where no matrix of a role can be stored in its block format: the run would not test it.
 
     Raises:
         CannotAnswerError: The role, the format, and the width that would do.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memplan.model.spec import ModelSpec
 
 MAXIMUM_PARAMETERS = 10**15
-"""Larger models are refused: none is within a factor of a hundred, so it is a slip."""
+"""Larger models are refused: none is within a factor of a hundred."""
 MAXIMUM_RUNS = 128
 """Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
 model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
@@ -80,7 +80,7 @@ def read_config(
         raise CannotAnswerError(f"{source}: {kinds}")
     parameters = parameter_count(inventory_of(spec))
     if parameters > MAXIMUM_PARAMETERS:
-        raise InvalidFileError([f"{source}: {parameters:,} parameters follow from these shapes, which no model has"])
+        raise InvalidFileError([f"{source}: these shapes give {parameters:,} parameters, more than any model has"])
     return spec, values.notes()
 
 

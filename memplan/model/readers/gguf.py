@@ -135,7 +135,7 @@ def _architecture(path: Path, metadata: Mapping[str, Any]) -> str:
         raise InvalidFileError([f"{path}: no general.architecture in its metadata; is it the first part of a model?"])
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise CannotAnswerError(f"{path}: holds no model: general.type is {kind!r:.60}")
+        raise CannotAnswerError(f"{path}: not a model: general.type is {kind!r:.60}")
     return value
 
 
@@ -150,7 +150,7 @@ def _tensors(headers: Iterable[Header]) -> dict[str, TensorInfo]:
     for header in headers:
         for tensor in header.tensors:
             if tensor.name in tensors:
-                problems.append(f"{header.path}: tensor {tensor.name!r:.80} stands twice")
+                problems.append(f"{header.path}: tensor {tensor.name!r:.80} appears twice")
             tensors[tensor.name] = tensor
     if problems:
         raise InvalidFileError(problems)
@@ -199,7 +199,7 @@ def _position_problems(header: Header, sizes: Mapping[str, int]) -> list[str]:
         if header.has_data and header.data_start + end > header.file_bytes:
             problems.append(
                 f"{where} ends at byte {header.data_start + end:,}, and the file has {header.file_bytes:,}: "
-                "it is cut off, or its header wrong"
+                "the file is cut off or its header is wrong"
             )
     return problems
 
@@ -223,17 +223,17 @@ def _quantization(storage: Storage) -> str | None:
 def _header_notes(headers: Sequence[Header]) -> Iterable[str]:
     bare = [header.path.name for header in headers if header.tensors and not header.has_data]
     if bare:
-        yield f"only the header of {', '.join(bare[:3])} is here: sizes are as it states them"
+        yield f"only the header of {', '.join(bare[:3])} is present: sizes are taken from it"
 
 
 def _count_notes(values: GgufValues, expected: int) -> Iterable[str]:
-    """Yield in what the file's parameters differ from those that follow from its shapes."""
+    """Yield how the parameters that the file stores differ from those that its shapes give."""
     apart = [tensor for name, tensor in values.tensors.items() if _NO_PARAMETERS.fullmatch(name)]
     if apart:
         elements = sum(tensor.elements for tensor in apart)
         first = text(apart[0].name)
         more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        yield f"tensors that are no parameters are counted apart: {first}{more}, {elements:,} elements"
+        yield f"tensors that are not parameters are counted separately: {first}{more}, {elements:,} elements"
     stored = sum(tensor.elements for tensor in values.tensors.values()) - sum(tensor.elements for tensor in apart)
     head = values.tensors.get("output.weight")
     if head is not None and values.architecture in TIED_ALWAYS:
@@ -243,5 +243,5 @@ def _count_notes(values: GgufValues, expected: int) -> Iterable[str]:
         more = "more" if stored > expected else "fewer"
         yield (
             f"the file holds {stored:,} parameters, {abs(stored - expected):,} {more} than the {expected:,} "
-            "that follow from its shapes"
+            "that its shapes give"
         )

@@ -43,7 +43,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A metadata value that is too long to keep: of an array its length, of a text its bytes."""
+    """A metadata value that is too long to read: the length of an array, the bytes of a text."""
 
     length: int
 
@@ -91,7 +91,7 @@ class Header:
 
     @property
     def has_data(self) -> bool:
-        """Whether anything follows the header; people download headers alone."""
+        """Whether anything follows the header; headers are downloaded alone."""
         return self.file_bytes > self.data_start
 
 
@@ -140,7 +140,7 @@ class _HeaderReader:
         for _ in range(count):
             key = self.name("metadata key")
             if key in values:
-                raise self.error(f"metadata key {key!r} stands twice")
+                raise self.error(f"metadata key {key!r} appears twice")
             values[key] = self.value(self.scalar(_U32), key, 0)
         return values
 
@@ -196,7 +196,7 @@ class _HeaderReader:
         return tuple(item for (item,) in form.iter_unpack(self.data[start : self.position]))
 
     def skip_strings(self, count: int) -> None:
-        """Step over ``count`` strings; a vocabulary has 10**5 of them, so this loop is kept bare."""
+        """Step over ``count`` strings; a vocabulary has 10**5 of them, so this loop does as little as it can."""
         data, position, read = self.data, self.position, _U64.unpack_from
         try:
             for _ in range(count):

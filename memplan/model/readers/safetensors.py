@@ -135,7 +135,9 @@ def _resolve(path: Path) -> Path:
         raise InvalidFileError([f"{path}: neither a .safetensors file nor {_INDEX} in this directory"])
     models = {match["stem"] if (match := _SHARD.fullmatch(item.name)) else item.name for item in files}
     if len(models) > 1:
-        raise InvalidFileError([f"{path}: several models lie here, name one: {listed([item.name for item in files])}"])
+        raise InvalidFileError(
+            [f"{path}: several models in this folder, name one: {listed([item.name for item in files])}"]
+        )
     return files[0]
 
 
@@ -161,14 +163,14 @@ def _merged(paths: Sequence[Path]) -> StoredTensors:
     for path in paths:
         header = read_header(path)
         twice = [tensor.name for tensor in header.tensors if tensor.name in seen]
-        problems += [f"{path}: tensor {name!r:.80} stands in another shard too" for name in twice]
+        problems += [f"{path}: tensor {name!r:.80} also appears in another shard" for name in twice]
         seen.update(tensor.name for tensor in header.tensors)
         tensors += header.tensors
         if not header.has_data and any(tensor.stored_bytes for tensor in header.tensors):
             bare.append(path.name)
     if problems:
         raise InvalidFileError(problems)
-    notes = (f"only the header of {listed(bare)} is here: sizes are as it states them",) if bare else ()
+    notes = (f"only the header of {listed(bare)} is present: sizes are taken from it",) if bare else ()
     return StoredTensors(tuple(tensors), notes)
 
 
@@ -203,7 +205,7 @@ def _with_stated_bytes(model: Model, index: _Index, config: Path) -> Model:
     if index.total_bytes is None:
         raise InvalidFileError([f"{index.path}: {missing}, and metadata.total_size is not stated"])
     form = _config_format(config)
-    note = f"{missing}: the {index.total_bytes:,} bytes that {index.path.name} states are taken to be all {form}"
+    note = f"{missing}: the {index.total_bytes:,} bytes that {index.path.name} states are taken as {form}"
     storage = Storage({form: index.total_bytes}, len(index.shard_of))
     return replace(model, storage=storage, notes=(*model.notes, note))
 
@@ -219,16 +221,16 @@ def _config_format(config: Path) -> str:
 
 
 def _count_notes(model: Model, tensors: Sequence[StoredTensor]) -> Iterable[str]:
-    """Yield in what the stored parameters differ from those that follow from the config."""
+    """Yield how the stored parameters differ from those of the config."""
     packed = sorted({tensor.format for tensor in tensors} & _PACKED_FORMATS)
     if packed:
-        yield f"parameters are not compared: what is stored as {', '.join(packed)} may be packed quantised weights"
+        yield f"parameters are not compared: tensors in {', '.join(packed)} may be packed quantised weights"
         return
     buffers = [tensor for tensor in tensors if _is_buffer(tensor)]
     if buffers:
         elements = sum(tensor.elements for tensor in buffers)
         names = listed([tensor.name for tensor in buffers])
-        yield f"tensors that are no parameters are counted apart: {names}, {elements:,} elements"
+        yield f"tensors that are not parameters are counted separately: {names}, {elements:,} elements"
     stored = sum(tensor.elements for tensor in tensors) - sum(tensor.elements for tensor in buffers)
     head = f"{model.spec.names.head}.weight"
     copies = [tensor for tensor in tensors if tensor.name == head] if model.spec.tie_word_embeddings else []

@@ -157,7 +157,7 @@ def _gaps(path: Path, ranges: Sequence[tuple[int, int, StoredTensor]], data_byte
     for start, stop, tensor in ranges:
         if start != end:
             where = f"{path}: tensor {tensor.name!r:.80}"
-            problems.append(f"{where} begins at {start:,}, and the one before it ends at {end:,}")
+            problems.append(f"{where} begins at {start:,}, but the one before it ends at {end:,}")
         end = max(end, stop)
     if not problems and data_bytes and end != data_bytes:
         problems.append(f"{path}: tensors take {end:,} bytes, and {data_bytes:,} follow the header: cut off or wrong")

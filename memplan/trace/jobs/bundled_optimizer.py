@@ -27,7 +27,7 @@ from memplan.muon.updates.handles import Handle
 from memplan.trace.jobs.gradient_lifetimes import Trained
 
 TURNS = 2
-"""Turns of a loop over chunks that are traced: the second runs while what the first has left is there."""
+"""Turns of a loop over chunks that are traced: the second runs with the tensors that the first has left alive."""
 
 
 def short_loops() -> AbstractContextManager[None]:
@@ -36,7 +36,7 @@ def short_loops() -> AbstractContextManager[None]:
 
 
 class MetaMuon(Muon):
-    """The bundled optimizer without what needs numbers: the check for overflow and random seeds.
+    """The bundled optimizer without what needs values: the check for overflow and random seeds.
 
     Where tensors have no memory, only the first of several weights of one shape is updated:
     the others would take and give back the same memory again. Offloaded states then pass through
@@ -110,12 +110,12 @@ class BundledUpdate:
 
 
 def _gradient_dtype(weight: Trained) -> torch.dtype:
-    """Return the dtype in which a gradient is kept: unless told otherwise that in which it is formed."""
+    """Return the dtype in which a gradient is stored: by default that in which it is formed."""
     return weight.keeps or (weight.tensor.dtype if weight.weight is None else weight.weight.run.options.compute_dtype)
 
 
 def _default_gradient_dtype(weight: Trained) -> torch.dtype:
-    """Return the dtype in which the library keeps a gradient unless told otherwise: bf16 for coded weights."""
+    """Return the dtype in which the library stores a gradient by default: bf16 for coded weights."""
     return weight.tensor.dtype if weight.weight is None else torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""How gradients are kept between backward and the step."""
+"""How gradients are stored between backward and the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Marks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Trained:
-    """One weight that is trained, and its gradient as it is kept.
+    """One weight that is trained, and its gradient as it is stored.
 
     Attributes:
         name: Its name in the model.
@@ -32,10 +32,10 @@ class Trained:
         shape: Its dimensions.
         tensor: The parameter, or the codes of a coded weight.
         weight: The coded weight, or None for a parameter.
-        keeps: Dtype of kept gradients, or None to keep what autograd forms.
-        gradient: What is kept of the gradient where ``keeps`` is given.
-        store: Where the bundled library keeps the gradient instead, or None.
-        fills_store: Whether no optimizer does that, as beside master weights.
+        keeps: Dtype of stored gradients, or None for the dtype that autograd forms.
+        gradient: The stored gradient where ``keeps`` is given.
+        store: The gradient store of the bundled library, or None.
+        fills_store: Whether the job fills the store itself, as beside master weights.
     """
 
     name: str
@@ -114,13 +114,13 @@ class Trained:
         marks.mark(self.gradient, "gradients", self.name)
 
     def stored_gradient(self) -> Tensor | None:
-        """Return the gradient as it is kept."""
+        """Return the gradient as it is stored."""
         if self.store is not None and self.store.codes is not None:
             return self.store.codes
         return self.tensor.grad if self.gradient is None else self.gradient
 
     def release(self, *, fill: bool) -> None:
-        """Let the gradient go, or fill it with zeros."""
+        """Free the gradient, or fill it with zeros."""
         if fill:
             for gradient in (self.tensor.grad, self.gradient):
                 if gradient is not None:

@@ -1,4 +1,4 @@
-"""The training job of somebody's own module."""
+"""The training job of a user's module."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Update(Protocol):
     """What steps some of the weights.
 
     Attributes:
-        note: What of it is not traced.
+        note: What is not traced, in a sentence.
         on_host: Whether all its states lie in host memory, whatever device their tensors name.
     """
 
@@ -47,7 +47,7 @@ class Update(Protocol):
         """Update the weights from their gradients."""
 
     def states(self) -> Iterator[tuple[Tensor, str]]:
-        """Yield every tensor that is kept, with its name."""
+        """Yield every state tensor, with its name."""
 
 
 @contextmanager
@@ -117,7 +117,7 @@ class StatesOnly:
     on_host = False
 
     def __init__(self, name: str, entry: entries.Optimizer, tensors: Sequence[Tensor]) -> None:
-        self.note = f"temporaries of the {name} update are not traced"
+        self.note = f"scratch of the {name} update is not traced"
         self._states = [item for tensor in tensors for item in _state_tensors(entry, tensor)]
         if entry.shared_bytes and not all(is_exempt(entry, tuple(tensor.shape)) for tensor in tensors):
             shared = torch.empty(entry.shared_bytes, dtype=torch.uint8, device=tensors[0].device)

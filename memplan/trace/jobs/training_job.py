@@ -37,7 +37,7 @@ class Watcher(Probe, Protocol):
 
 
 class _Graded:
-    """Stands for a parameter whose gradient is kept elsewhere, for functions that read ``.grad``."""
+    """Stands for a parameter whose gradient is stored elsewhere, for functions that read ``.grad``."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.grad = gradient
@@ -49,7 +49,7 @@ class _Graded:
 
 
 class Job:
-    """Everything a training job holds, but for its model, which a subclass has.
+    """A training job without its model, which a subclass has.
 
     Args:
         model: What is trained.
@@ -158,7 +158,7 @@ class Job:
             self.model.state_dict()
 
     def _backward(self, loss: Tensor) -> None:
-        """Run backward from the loss, divided and scaled where asked."""
+        """Run backward from the loss, divided and scaled as configured."""
         accumulated = self.config.gradient_accumulation_steps
         if accumulated > 1:
             loss = loss / accumulated
@@ -179,7 +179,7 @@ class Job:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
 
     def _update(self, watcher: Watcher) -> None:
-        """Clip where asked, step, and let the gradients go."""
+        """Clip where configured, step, and free the gradients."""
         if self.config.gradients.lifetime == "layer":
             return
         if self.config.clip_gradients:
@@ -203,7 +203,7 @@ class Job:
         clip_grads_with_norm_(_Graded.all(plain), 1.0, get_total_norm(plain))
 
     def _apply(self, update: Update, items: list[Trained], watcher: Watcher) -> None:
-        """Step ``items``, by way of their master weights where they have some."""
+        """Step ``items``, through their master weights where there are any."""
         index = {id(item): position for position, item in enumerate(self.trained)}
         masters = [(self.masters[index[id(item)]], item) for item in items if self.masters]
         for master, item in masters:

@@ -1,4 +1,4 @@
-"""From what a recorder saw to a :class:`Trace`: components, instants, peaks."""
+"""A :class:`Trace` from a recorder's events: components, instants, peaks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _storage(recorder: Recorder, record: Record, outlives: bool, vocab_size: int
 
 
 def _component(record: Record, outlives: bool, vocab_size: int) -> Component:
-    """Return where a storage belongs that nobody booked: logits, activations or temporaries."""
+    """Return the component of a storage that was not marked: logits, activations or temporaries."""
     shape = record.shape
     if shape and shape[-1] == vocab_size and len(shape) > 1 and shape[0] != vocab_size:
         return "logits"

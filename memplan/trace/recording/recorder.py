@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._with_workspace: set[tuple[bool, str]] = set()
         self._operators = RepeatedOperators()
 
-    # What the step says.
+    # Reports of the step.
 
     def next_step(self) -> None:
         """Begin a step; the last one is reported."""
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def on_host(self, tensor: Tensor) -> None:
         """Leave the storage of ``tensor`` out: it stands for host memory, whatever its device is called.
 
-        The storage is held, so that no other can take its place.
+        A reference to the storage is kept, so that no other takes its address.
         """
         storage = tensor.untyped_storage()
         self._host[storage._cdata] = storage
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of optimizer states in host memory."""
         return sum(storage.nbytes() for storage in self._host.values())
 
-    # What the operators say.
+    # Results of operators.
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,4 @@
-"""Memory that no tensor shows: what CUDA's kernels and libraries take for themselves."""
+"""Workspaces of CUDA's kernels and libraries, which no tensor shows."""
 
 from __future__ import annotations
 
