@@ -7,7 +7,9 @@ reference model of the lab are all derived from these values and from nothing el
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu", "gelu-tanh", "relu", "clamped-swiglu"]
@@ -188,6 +190,17 @@ class LayerRun:
     layer: Layer
     count: int
     first: int = 0
+
+
+def layer_runs(layers: Iterable[Layer]) -> tuple[LayerRun, ...]:
+    """Return ``layers`` as runs of equal neighbours."""
+    runs: list[LayerRun] = []
+    first = 0
+    for layer, group in groupby(layers):
+        count = len(list(group))
+        runs.append(LayerRun(layer, count, first))
+        first += count
+    return tuple(runs)
 
 
 class TensorNames(NamedTuple):

@@ -8,15 +8,14 @@ so it is bisected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import mul
 
 from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.model.spec import LayerRun, ModelSpec
+from memplan.model.spec import ModelSpec, layer_runs
 from memplan.plan.planner import CompiledPlan
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
 
@@ -114,16 +113,5 @@ def with_layers(model: Model, count: int) -> Model:
     if not layers:
         raise CannotAnswerError(f"{model.spec.name} has no layers")
     chosen = [*layers[:count], *[layers[-1]] * (count - len(layers))]
-    spec: ModelSpec = replace(model.spec, runs=_runs(chosen))
+    spec: ModelSpec = replace(model.spec, runs=layer_runs(chosen))
     return Model.from_spec(spec, model.source)
-
-
-def _runs(layers: Sequence[object]) -> tuple[LayerRun, ...]:
-    """Return equal neighbours as runs."""
-    runs: list[LayerRun] = []
-    first = 0
-    for layer, group in groupby(layers):
-        size = len(list(group))
-        runs.append(LayerRun(layer, size, first))  # type: ignore[arg-type]
-        first += size
-    return tuple(runs)

@@ -204,7 +204,7 @@ def test_packed_quantised_tensors_are_noted_and_not_compared(released):
     model = read_safetensors(released)
     assert model.storage is not None
     assert model.storage.bytes_by_format["uint8"] == 512 * 256 // 2
-    assert "parameters are not compared: what is stored as uint8 may be packed quantised weights" in model.notes
+    assert "parameters are not compared: tensors in uint8 may be packed quantised weights" in model.notes
 
 
 # --- several files ----------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ HOSTILE = {
     "offsets-reversed": (file_of({"a": entry("F32", [2], 8, 0)}), "data_offsets in order"),
     "three-offsets": (file_of({"a": entry("F32", [2], 0, 8) | {"data_offsets": [0, 8, 9]}}), "data_offsets in order"),
     "size-of-range": (file_of({"a": entry("F32", [3], 0, 8)}, 8), "takes 96 bits, and its range has 64"),
-    "gap": (file_of(TWO | {"b": entry("F32", [2], 12, 20)}, 20), "'b' begins at 12, and the one before it ends at 8"),
+    "gap": (file_of(TWO | {"b": entry("F32", [2], 12, 20)}, 20), "'b' begins at 12, but the one before it ends at 8"),
     "overlap": (file_of(TWO | {"b": entry("F32", [2], 4, 12)}, 12), "'b' begins at 4"),
     "starts-late": (file_of({"a": entry("F32", [2], 4, 12)}, 12), "begins at 4"),
     "cut": (file_of(TWO, 15), "tensors take 16 bytes, and 15 follow"),

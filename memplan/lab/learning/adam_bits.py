@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
+from memplan.lab.experiment_record import Row, row_of
 from memplan.lab.learning.variants import (
-    LIMITS,
     Size,
     Task,
     Variant,
     chosen,
-    compared,
+    comparison_task,
     lab_setup,
     percent_text,
 )
 from memplan.lab.training.loop import Trainer, TrainingOptions
-from memplan.lab.training.text import library_text
 
 BLOCK = 128
 ADAMW_RATE = 0.002
@@ -122,18 +120,12 @@ def adam_bits(
     """
     names = chosen("quantiser of the second moment", moments, ("fp32", *QUANTISERS), "fp32")
     variants = [variant_of(name, catalog, size, device) for name in names]
-
-    def run(told: Progress) -> Outcome:
-        rows = compared(variants, size, seeds, told)
-        settings = {
-            **size.settings(library_text()),
-            "block_elements": BLOCK,
-            "adamw_lr": ADAMW_RATE,
-            "stored": "second moments of all matrices are rounded to their codes after every step; the rest is fp32",
-        }
-        return Outcome("adam-bits", settings, seeds, rows, findings(rows), LIMITS)
-
-    return Task(len(variants) * len(seeds), run)
+    settings = {
+        "block_elements": BLOCK,
+        "adamw_lr": ADAMW_RATE,
+        "stored": "second moments of all matrices are rounded to their codes after every step; the rest is fp32",
+    }
+    return comparison_task("adam-bits", variants, size, seeds, settings, findings)
 
 
 def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:

@@ -1,4 +1,4 @@
-"""Loss against the dtype in which gradients wait between backward and step, with a scale and without."""
+"""Loss against the dtype in which gradients are stored between backward and step, with a scale and without."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from typing import Any
 import torch
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
+from memplan.lab.experiment_record import Row, row_of
 from memplan.lab.learning.variants import (
-    LIMITS,
     Size,
     Task,
     Variant,
     chosen,
-    compared,
+    comparison_task,
     lab_setup,
     percent_text,
 )
 from memplan.lab.training.loop import Trainer, TrainingOptions
-from memplan.lab.training.text import library_text
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 
 
 @dataclass(frozen=True, slots=True)
 class GradientStorage:
-    """A way to keep gradients."""
+    """A way to store gradients."""
 
     dtype: str
     scaled: bool = False
@@ -60,17 +58,11 @@ def gradient_dtype(
     """
     names = chosen("gradient", gradients, tuple(GRADIENTS), "fp32")
     variants = [variant_of(name, catalog, size, device) for name in names]
-
-    def run(told: Progress) -> Outcome:
-        rows = compared(variants, size, seeds, told)
-        settings = {
-            **size.settings(library_text()),
-            "scaled": "the bundled optimizer's store, one fp32 scale for each tensor",
-            "unscaled": "cast to FP8 and back before the step, which the bundled optimizer does not offer",
-        }
-        return Outcome("gradient-dtype", settings, seeds, rows, findings(rows), LIMITS)
-
-    return Task(len(variants) * len(seeds), run)
+    settings = {
+        "scaled": "the bundled optimizer's store, one fp32 scale for each tensor",
+        "unscaled": "cast to FP8 and back before the step, which the bundled optimizer does not offer",
+    }
+    return comparison_task("gradient-dtype", variants, size, seeds, settings, findings)
 
 
 def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:

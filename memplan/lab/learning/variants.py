@@ -144,6 +144,33 @@ def compared(variants: Sequence[Variant], size: Size, seeds: Sequence[int], told
     return rows
 
 
+def comparison_task(
+    experiment: str,
+    variants: Sequence[Variant],
+    size: Size,
+    seeds: Sequence[int],
+    settings: Mapping[str, Any],
+    findings: Callable[[Sequence[Row]], list[str]],
+) -> Task:
+    """Return the task that trains every variant on every seed.
+
+    Args:
+        experiment: Its name, that of its command.
+        variants: Ways to train, the baseline first.
+        size: The model and its steps.
+        seeds: Of all runs.
+        settings: What the record says besides the size.
+        findings: Sentences that follow from the rows.
+    """
+
+    def run(told: Progress) -> Outcome:
+        rows = compared(variants, size, seeds, told)
+        record = {**size.settings(library_text()), **settings}
+        return Outcome(experiment, record, seeds, rows, findings(rows), LIMITS)
+
+    return Task(len(variants) * len(seeds), run)
+
+
 def one_run(variant: Variant, model: Model, text: Text, seed: int) -> Run:
     """Train a fresh model once."""
     with warnings.catch_warnings():

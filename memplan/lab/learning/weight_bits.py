@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
-from memplan.lab.experiment_record import Outcome, Progress, Row, row_of
+from memplan.lab.experiment_record import Row, row_of
 from memplan.lab.learning.variants import (
-    LIMITS,
     Size,
     Task,
     Variant,
     chosen,
-    compared,
+    comparison_task,
     lab_setup,
     percent_text,
 )
 from memplan.lab.training.loop import Rounding, TrainingOptions
-from memplan.lab.training.text import library_text
 from memplan.training.resolved import TrainingSetup
 
 WEIGHTS = ("fp32", "bf16", "q8-0", "q4-0", "iq3-xxs", "iq2-xxs")
@@ -49,19 +47,13 @@ def weight_bits(
         for name in names
         for rounding in (ROUNDINGS if name != WEIGHTS[0] else ("none",))
     ]
-
-    def run(told: Progress) -> Outcome:
-        rows = compared(variants, size, seeds, told)
-        settings = {
-            **size.settings(library_text()),
-            "momentum": "fp32",
-            "gradients": "bf16",
-            "master_weights": "none",
-            "formats_apply_to": "hidden matrices; bf16 to embedding and head too",
-        }
-        return Outcome("weight-bits", settings, seeds, rows, findings(rows), LIMITS)
-
-    return Task(len(variants) * len(seeds), run)
+    settings = {
+        "momentum": "fp32",
+        "gradients": "bf16",
+        "master_weights": "none",
+        "formats_apply_to": "hidden matrices; bf16 to embedding and head too",
+    }
+    return comparison_task("weight-bits", variants, size, seeds, settings, findings)
 
 
 def variant_of(name: str, rounding: str, catalog: Catalog, size: Size, device: str) -> Variant:

@@ -19,7 +19,7 @@ from memplan.lab.training.optimizer_groups import (
     refuse_unused_formats,
     with_momentum,
 )
-from memplan.lab.training.text import Text, even_windows, random_windows
+from memplan.lab.training.text import VOCABULARY, Text, even_windows, random_windows
 from memplan.lab.training.trained_model import TrainedModel, trained_model
 from memplan.model.model import Model
 from memplan.muon import Muon
@@ -111,8 +111,8 @@ class Trainer:
     """
 
     def __init__(self, model: Model, setup: TrainingSetup, options: TrainingOptions, text: Text, seed: int) -> None:
-        if model.spec.vocab_size < 256:
-            raise InvalidFileError([f"vocab_size: {model.spec.vocab_size}: text is bytes, which need 256 tokens"])
+        if model.spec.vocab_size < VOCABULARY:
+            raise InvalidFileError([f"vocab_size: {model.spec.vocab_size}: text is bytes, which need {VOCABULARY} tokens"])
         refuse_unsupported(setup)
         refuse_unused_formats(model, setup)
         self.setup = with_momentum(setup, options.momentum_format)

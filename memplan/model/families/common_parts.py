@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.spec import (
     Attention,
     Layer,
-    LayerRun,
     MixtureOfExperts,
     Mlp,
     ModelSpec,
     Norm,
+    layer_runs,
 )
 
 if TYPE_CHECKING:
@@ -128,17 +127,6 @@ def experts(config: ConfigValues, mixture: MixtureOfExperts) -> MixtureOfExperts
     if mixture.experts_per_token > mixture.num_experts:
         config.conflict("num_experts_per_tok", f"{mixture.experts_per_token} of {mixture.num_experts} experts")
     return mixture
-
-
-def layer_runs(layers: Sequence[Layer]) -> tuple[LayerRun, ...]:
-    """Return ``layers`` as runs of equal neighbours."""
-    runs: list[LayerRun] = []
-    first = 0
-    for layer, group in groupby(layers):
-        count = len(list(group))
-        runs.append(LayerRun(layer, count, first))
-        first += count
-    return tuple(runs)
 
 
 def model(
