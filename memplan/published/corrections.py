@@ -68,7 +68,7 @@ class Corrections:
             "gap": self.gap,
             "status": self.status,
             "training": self.training,
-            "recommendation": self.recommendation,
+            "recommendation": self.suggestion,
         }
 
     def value(self, inputs: CellInputs) -> Value | None:
@@ -83,13 +83,13 @@ class Corrections:
             return None
         return self.by_name[inputs.origin.truth](inputs)
 
-    def recommendation(self, inputs: CellInputs) -> None:
-        """Return nothing: a recommendation is a remark, worked out where it is shown."""
+    def suggestion(self, inputs: CellInputs) -> None:
+        """Return nothing: a suggestion is a remark, computed where it is shown."""
 
     def remark(self, inputs: CellInputs) -> str:
-        """Return what to say beside a correction, or in place of one: a model that fits, a recommendation."""
+        """Return what to say beside a correction, or in place of one: the largest model that fits, or a suggestion."""
         if inputs.origin.truth == "recommendation":
-            return self.planned.recommended(inputs.named("gpu"), inputs.named("quantity"), self.records.verdict)
+            return self.planned.suggested(inputs.named("gpu"), inputs.named("quantity"), self.records.verdict)
         if inputs.origin.truth != "max-parameters":
             return ""
         largest = self.planned.largest_fitting(inputs.named("config"), self._device(inputs))

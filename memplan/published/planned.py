@@ -16,7 +16,7 @@ from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.largest_model import fewest_devices, upper_bytes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.recommended_configs import Recommendation, recommendations
+from memplan.plan.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolved import TrainingSetup, resolve
@@ -48,7 +48,7 @@ CARDS: dict[str, tuple[str, int]] = {
 }
 """The notes' cards -> catalog GPU and how many."""
 
-RECOMMENDED = ("rtx3060", "rtx4090", "a100-sxm-80gb", "h100-sxm-80gb", "b200-sxm-180gb")
+SUGGESTED_CARDS = ("rtx3060", "rtx4090", "a100-sxm-80gb", "h100-sxm-80gb", "b200-sxm-180gb")
 """The cards that the notes recommend something for; Blackwell is a B200."""
 
 
@@ -65,7 +65,7 @@ class Planned:
         self._setups: dict[str, TrainingSetup] = {}
         self._plans: dict[tuple[str, str], CompiledPlan] = {}
         self._requested: dict[tuple[str, str], int | None] = {}
-        self._recommended: dict[str, Recommendation] = {}
+        self._suggested: dict[str, SuggestedConfigs] = {}
 
     def model(self, name: str) -> Model:
         """Return a model of the catalog."""
@@ -128,21 +128,21 @@ class Planned:
         sizes = ((entry.expected_parameters, name) for name, entry in self.catalog.models.entries.items())
         return sorted(sizes, key=lambda item: (-item[0], item[1]))
 
-    def recommended(self, gpu: str, quantity: str, verdict: Callable[[str], str]) -> str:
-        """Return what memplan recommends for a card: configs with their models, or the precision of Newton-Schulz.
+    def suggested(self, gpu: str, quantity: str, verdict: Callable[[str], str]) -> str:
+        """Return what memplan suggests for a card: configs with their models, or the precision of Newton-Schulz.
 
         Args:
             gpu: Of the catalog.
             quantity: ``config`` or ``precision``.
             verdict: Says what the record of that name found.
         """
-        if gpu not in self._recommended:
+        if gpu not in self._suggested:
             setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
             models = [(name, self.model(name)) for name in self.catalog.models.entries]
-            cards = [self.device(name, 1) for name in RECOMMENDED]
-            rows = recommendations(models, setups, cards, verdict)
-            self._recommended.update(zip(RECOMMENDED, rows, strict=True))
-        row = self._recommended[gpu]
+            cards = [self.device(name, 1) for name in SUGGESTED_CARDS]
+            rows = suggested_configs(models, setups, cards, verdict)
+            self._suggested.update(zip(SUGGESTED_CARDS, rows, strict=True))
+        row = self._suggested[gpu]
         if quantity == "precision":
             narrow = " and ".join(name for name, _ in row.faster)
             return row.precision + (f"; {narrow} not measured" if narrow else "")

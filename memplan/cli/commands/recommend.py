@@ -28,11 +28,11 @@ def recommend_command(
     setups = [find_setup(name, training.overrides(), catalog) for name in names]
     models = [(name, catalog_model(name, catalog)) for name in catalog.models]
     from memplan.catalog.recorded_rows import Records
-    from memplan.plan.recommended_configs import recommendations
+    from memplan.plan.suggested_configs import suggested_configs
     from memplan.report.experiments import shipped_record
     from memplan.report.plans.recommend_answer import recommend_document
 
-    found = recommendations(models, setups, devices, Records(catalog.root).verdict)
+    found = suggested_configs(models, setups, devices, Records(catalog.root).verdict)
     evidence = catalog.root / "configs" / "evidence"
     precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
     return emit(recommend_document(found, setups[0], precision, on_gpu, output.unit), output)

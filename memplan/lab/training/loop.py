@@ -112,7 +112,9 @@ class Trainer:
 
     def __init__(self, model: Model, setup: TrainingSetup, options: TrainingOptions, text: Text, seed: int) -> None:
         if model.spec.vocab_size < VOCABULARY:
-            raise InvalidFileError([f"vocab_size: {model.spec.vocab_size}: text is bytes, which need {VOCABULARY} tokens"])
+            raise InvalidFileError(
+                [f"vocab_size: {model.spec.vocab_size}: text is bytes, which need {VOCABULARY} tokens"]
+            )
         refuse_unsupported(setup)
         refuse_unused_formats(model, setup)
         self.setup = with_momentum(setup, options.momentum_format)

@@ -11,7 +11,7 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.largest_model import LargestModel
-    from memplan.plan.recommended_configs import Recommendation
+    from memplan.plan.suggested_configs import SuggestedConfigs
     from memplan.training.resolved import TrainingSetup
 
 TIMED_BY = "memplan lab precision --device cuda --width 4096"
@@ -32,22 +32,22 @@ POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing r
 
 
 def recommend_document(
-    recommendations: Sequence[Recommendation],
+    suggestions: Sequence[SuggestedConfigs],
     setup: TrainingSetup,
     precision: Mapping[str, Any] | None,
     on_gpu: Mapping[str, Any] | None,
     unit: str,
 ) -> Document:
-    """Return the recommendations.
+    """Return the suggestions.
 
     Args:
-        recommendations: One for each GPU.
+        suggestions: One for each GPU.
         setup: Any of the setups: its batch, sequence and checkpointing are said.
         precision: The record of the experiment on precisions, or None where it is not at hand.
         on_gpu: That of the same experiment on a GPU.
         unit: Of bytes; empty for the one that suits each.
     """
-    rows = sorted(recommendations, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
+    rows = sorted(suggestions, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
     config = setup.config
     head = (
         f"What to train with, by GPU, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, "
@@ -116,7 +116,7 @@ def _errors(record: Mapping[str, Any]) -> dict[str, float]:
     return {row["precision"]: row["frobenius"]["mean"] for row in shown if row["rows"] == width}
 
 
-def _row(row: Recommendation, unit: str) -> tuple[str, ...]:
+def _row(row: SuggestedConfigs, unit: str) -> tuple[str, ...]:
     count = "" if row.device.count == 1 else f"{row.device.count} x "
     return (
         f"{count}{row.device.name}",
@@ -134,7 +134,7 @@ def _pair(row: LargestModel | None) -> tuple[str, str]:
     return row.setup.label, f"{row.largest_fitting} ({format_count(row.largest_fitting_parameters)})"
 
 
-def _data(row: Recommendation) -> dict[str, Any]:
+def _data(row: SuggestedConfigs) -> dict[str, Any]:
     return {
         "gpu": row.device.name,
         "count": row.device.count,
@@ -161,7 +161,7 @@ def _choice(row: LargestModel | None) -> dict[str, Any] | None:
     }
 
 
-def _sentence(rows: Sequence[Recommendation]) -> str:
+def _sentence(rows: Sequence[SuggestedConfigs]) -> str:
     if len(rows) != 1:
         return f"{len(rows)} GPUs. Settings beyond the shipped configs: memplan suggest MODEL --gpu NAME"
     row = rows[0]

@@ -8,7 +8,7 @@ import pytest
 from memplan.catalog.recorded_rows import Records
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.plan.memory_plan import Device
-from memplan.plan.recommended_configs import SOUND, recommendations
+from memplan.plan.suggested_configs import SOUND, suggested_configs
 from memplan.report.json_schemas import schema_of
 from memplan.report.plans.recommend_answer import precision_text
 
@@ -23,7 +23,7 @@ def answered(catalog):
     devices = [Device(catalog.gpus[name], name) for name in GPUS]
     records = Records(catalog.root)
     verdicts = {setup.name: records.verdict(setup.config.evidence) for setup in setups}
-    return setups, verdicts, dict(zip(GPUS, recommendations(models, setups, devices, records.verdict), strict=True))
+    return setups, verdicts, dict(zip(GPUS, suggested_configs(models, setups, devices, records.verdict), strict=True))
 
 
 def test_what_is_established_is_proven_or_works(answered):

@@ -24,8 +24,8 @@ NARROW_PRECISIONS = ("fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
-    """What a GPU is best used with.
+class SuggestedConfigs:
+    """The suggested configs of a GPU.
 
     Attributes:
         device: The GPU, or several with their memory pooled.
@@ -44,13 +44,13 @@ class Recommendation:
     faster: tuple[tuple[str, Fraction], ...]
 
 
-def recommendations(
+def suggested_configs(
     models: Sequence[tuple[str, Model]],
     setups: Sequence[TrainingSetup],
     devices: Sequence[Device],
     verdict: Callable[[str], str],
-) -> list[Recommendation]:
-    """Return one recommendation for each device.
+) -> list[SuggestedConfigs]:
+    """Return the suggested configs of each device.
 
     Args:
         models: Catalog names and models.
@@ -60,15 +60,15 @@ def recommendations(
     """
     answers = [largest_models(models, setup, devices) for setup in setups if _sound(setup, verdict)]
     rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
-    return [_recommendation(device, rows) for device, rows in rows_by_device]
+    return [_suggested_configs(device, rows) for device, rows in rows_by_device]
 
 
-def _recommendation(device: Device, rows: Sequence[LargestModel]) -> Recommendation:
-    """Return what a device is best used with, given what it holds with each setup."""
+def _suggested_configs(device: Device, rows: Sequence[LargestModel]) -> SuggestedConfigs:
+    """Return the suggested configs of a device, given the largest model under each setup."""
     established, bold = _best(rows, ESTABLISHED), _best(rows, TRIED)
     least = 0 if established is None else established.largest_fitting_parameters
     larger = bold if bold is not None and bold.largest_fitting_parameters > least else None
-    return Recommendation(device, established, larger, *_precision(device))
+    return SuggestedConfigs(device, established, larger, *_precision(device))
 
 
 def _sound(setup: TrainingSetup, verdict: Callable[[str], str]) -> bool:
