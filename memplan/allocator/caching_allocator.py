@@ -32,7 +32,7 @@ class CachingAllocator:
         place: Gives the address of a new segment; for replaying a run whose addresses are known.
 
     Attributes:
-        requested_bytes: Asked for and not freed; ``requested_peak_bytes`` is the most it has been.
+        requested_bytes: Requested and not freed; ``requested_peak_bytes`` is its peak.
         allocated_bytes: Size of the blocks that hold them; likewise ``allocated_peak_bytes``.
         retries: torch's ``num_alloc_retries``.
         driver: Counts segments and reserved bytes, and keeps each exchange with the driver.

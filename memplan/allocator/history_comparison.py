@@ -59,7 +59,7 @@ class HistoryComparison:
         simulated_allocated_bytes: In the simulator's blocks.
         older_blocks: Blocks from before the history, known by their free or from the snapshot.
             They are allocated first, in order of address, so that totals hold; places then differ.
-        older_block_bytes: As the program asked for them.
+        older_block_bytes: Their requested bytes.
         older_segment_bytes: Reserved before the history began.
         unknown_frees: Frees of addresses that no event of the history allocated.
         out_of_memory: Requests that failed in the run.

@@ -46,7 +46,7 @@ class HistoryEvent(NamedTuple):
 
     Attributes:
         place: Index in the device's trace.
-        size_bytes: As asked for by the program (``alloc`` and frees), or of the segment or pages.
+        size_bytes: As requested by the program (``alloc`` and frees), or of the segment or pages.
     """
 
     place: int

@@ -13,12 +13,12 @@ class OutOfMemory:
     """Why a request failed, after everything cached that could be released was released.
 
     Attributes:
-        requested_bytes: What the program asked for.
+        requested_bytes: What the program requested.
         block_bytes: The same, rounded up to a block.
-        segment_bytes: What the allocator asked of the driver.
+        segment_bytes: What the allocator requested from the driver.
         free_bytes: Left on the card.
-        allocated_bytes: In blocks that the program holds.
-        reserved_bytes: In segments that the allocator holds.
+        allocated_bytes: In blocks in use.
+        reserved_bytes: In segments of the allocator.
         largest_free_block_bytes: Largest cached block, too small or on another stream.
     """
 
@@ -58,7 +58,7 @@ class AllocatorResult:
     """The peaks of a stream of allocations.
 
     Attributes:
-        requested_peak_bytes: Most bytes asked for and not yet freed.
+        requested_peak_bytes: Most bytes requested and not yet freed.
         allocated_peak_bytes: Most bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts.
         reserved_peak_bytes: Most bytes in segments, as ``torch.cuda.max_memory_reserved`` counts.
         segments: Most segments held at once; an expandable one counts once, however large.

@@ -76,7 +76,7 @@ def parse_document(text: str, name: str) -> Document:
     Numbers that are none (NaN, infinity, 10,000 digits) stay text, which strict types refuse.
 
     Raises:
-        InvalidFileError: Not YAML, or nested or expanded beyond any honest file.
+        InvalidFileError: Not YAML, or nested or expanded beyond the limits.
     """
     import yaml
 

@@ -1,6 +1,6 @@
 """The one way in: whatever memplan reads is opened here, within bounds, or refused in one line that names it.
 
-A path may name anything: a pipe nobody writes to, a device without an end, a folder, a name that no
+A path may name anything: a pipe without a writer, a device without an end, a folder, a name that no
 file can have. Nothing but a regular file is opened, and no more of it is read than its kind can need.
 """
 

@@ -1,4 +1,4 @@
-"""JSON to plain values, read as strictly as its grammar is and within bounds: Python's own reader takes far more."""
+"""JSON to plain values, read strictly by its grammar and within limits: Python's own reader accepts far more."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse_json(text: str, name: str) -> Any:
 
     Raises:
         InvalidFileError: Not JSON, a key given twice, NaN, an infinity, a number of more than 40 digits,
-            half of a surrogate pair, or nested or long beyond any honest file.
+            half of a surrogate pair, or nested or long beyond the limits.
     """
     try:
         _refuse_long(text)

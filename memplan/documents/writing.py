@@ -1,4 +1,4 @@
-"""The one writer: whatever memplan prints or saves is there whole, or there is an error that says why not."""
+"""The one writer: whatever memplan prints or saves is written whole, or an error says why not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Stream(io.TextIOBase):
         self._put(self._stream, text)
 
     def isatty(self) -> bool:
-        """Whether a person is looking."""
+        """Whether it is a terminal."""
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def fileno(self) -> int:
@@ -77,12 +77,12 @@ def write_answer(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Tell something besides the answer, on a line of standard error."""
+    """Write a remark besides the answer, on a line of standard error."""
     write_remark(f"memplan: {printable(text, LONGEST_PROBLEM)}\n")
 
 
 def write_remark(text: str) -> None:
-    """Write an escaped text to standard error; where that is closed or full, there is nobody to tell."""
+    """Write an escaped text to standard error; where that is closed or full, the text is dropped."""
     if isinstance(sys.stderr, _Stream):
         sys.stderr.put(text)
     else:
@@ -208,7 +208,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return what is there now, or nothing; a file that may not be written is refused, though it could be replaced."""
+    """Return the status of the present file, or None; a file that may not be written is refused, though it could be replaced."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

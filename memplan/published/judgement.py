@@ -18,11 +18,11 @@ IN_WORDS = frozenset(("status", "training", "gap"))
 """Corrections that say something about a cell and give no other figure for it."""
 
 TRAINS = frozenset(("learns", "level", "indistinct", "close"))
-"""Verdicts of a record of training that bear out a claim that it works."""
+"""Verdicts of a record of training that support a claim that it works."""
 
 
 class Judge:
-    """Judges tables; nothing is worked out before it is asked for.
+    """Judges tables; every figure is computed on first use.
 
     Args:
         catalog: Where data, models, configs and GPUs come from.

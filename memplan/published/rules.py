@@ -1,7 +1,7 @@
 """The named rules behind printed cells: from what the data says of a cell to the figure that follows.
 
 Each rule is one sentence and one function. It raises ``LookupError`` where a cell asks it for
-something that it does not have, which is a slip in our data that the tests find.
+an input that it does not have, an error in our data that the tests find.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The data files of ``configs/published``: what the notes print, and how each cell comes about.
 
 What holds for a whole table, row or column is said once; a cell may override it. A cell never holds
-a recomputed value: those are worked out when they are asked for.
+a recomputed value: those are computed on demand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Origin:
         unit: Unit of the printed number where the text does not carry it.
         reason: Why the cell follows no rule, or not the one named.
         says: What is so instead, where that is a statement and not a figure to work out.
-        holds: False for a claim that our runs bear out in the notes' own setting and not beyond it.
+        holds: False for a claim that our runs support in the notes' own setting and not beyond it.
         standing: What a cell without a rule is, where it is not merely out of reach.
         quantity: Which figure of a rule or correction.
         config, model, gpu, count, dtype, batch, sequence, iteration, column_of: Inputs of rules.

@@ -138,7 +138,7 @@ def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:
 
 
 def rounding(quantiser: Quantiser) -> Callable[[Trainer], None]:
-    """Return what makes a trainer round every matrix' second moment after each step."""
+    """Return a hook that rounds every matrix's second moment after each step."""
 
     @torch.no_grad()
     def store(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -154,7 +154,7 @@ def rounding(quantiser: Quantiser) -> Callable[[Trainer], None]:
 
 
 def stored(moment: Tensor, quantiser: Quantiser) -> Tensor:
-    """Return the numbers that remain of a second moment, of the same shape, once it has been stored in blocks."""
+    """Return a second moment, of the same shape, after it has been stored in blocks and read back."""
     flat = moment.reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     parts = [quantiser.rounded(flat[:whole].view(-1, BLOCK), quantiser.bits).view(-1)]

@@ -66,7 +66,7 @@ def gradient_dtype(
 
 
 def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:
-    """Return the model with its gradients kept in one way."""
+    """Return the model with its gradients stored in one way."""
     storage = GRADIENTS[name]
     stored = storage.dtype if storage.scaled or storage.dtype == "bf16" else None
     setup = lab_setup(catalog, size, gradient=stored)
@@ -94,7 +94,7 @@ def bytes_per_parameter(storage: GradientStorage, size: Size) -> float:
 
 
 def casting(dtype: torch.dtype) -> Callable[[Trainer], None]:
-    """Return what makes a trainer cast every gradient to ``dtype`` and back before it is used."""
+    """Return a hook that casts every gradient to ``dtype`` and back before it is used."""
 
     @torch.no_grad()
     def cast(optimizer: torch.optim.Optimizer, *_: Any) -> None:

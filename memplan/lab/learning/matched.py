@@ -191,7 +191,7 @@ def planned_row(catalog: Catalog, name: str, size: Size, momentum: str) -> Row:
 def _savings(
     now: Mapping[str, int], before: Mapping[str, int], momentum: int, momentum_before: int
 ) -> dict[str, float]:
-    """Return what a format saves, in percent of momentum, of all optimizer states, and of all that is kept."""
+    """Return what a format saves, in percent of momentum, of all optimizer states, and of all persistent bytes."""
     states, total = before["optimizer_states"], sum(before.values())
     return {
         "momentum": round(100 * (1 - momentum / momentum_before), 2),
@@ -235,6 +235,6 @@ def _saving(row: Row) -> str:
 
 
 def with_steps(size: Size, steps: int | None, batch: int | None, length: int | None) -> Size:
-    """Return a size with what was asked for in place of its own."""
+    """Return a size with the given steps, batch and length in place of its own."""
     overrides = {"steps": steps, "batch": batch, "length": length}
     return replace(size, **{name: value for name, value in overrides.items() if value is not None})

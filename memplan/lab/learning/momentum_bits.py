@@ -33,7 +33,7 @@ BASELINE = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """A way to keep momentum in the language model."""
+    """A way to store momentum in the language model."""
 
     format: str
     block: int = DEFAULT_BLOCK

@@ -28,7 +28,7 @@ LEARNED_BELOW = 0.9
 
 
 NAMED = ("momentum", "weights", "gradient", "second_moment")
-"""Keys of a row that say what a run is, to whoever waits."""
+"""Keys of a row that name a run in progress messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def lab_setup(
 
 
 def chosen(kind: str, requested: Sequence[str], known: Sequence[str], baseline: str) -> tuple[str, ...]:
-    """Return the names that were asked for, all by default, in the order of ``known`` and with the baseline.
+    """Return the requested names, all by default, in the order of ``known`` and with the baseline.
 
     Raises:
         UnknownNameError: One of them is not known.
@@ -129,7 +129,7 @@ def compared(variants: Sequence[Variant], size: Size, seeds: Sequence[int], told
         variants: Ways to train.
         size: The model, and the steps.
         seeds: Of weights, batches and rounding.
-        told: Whom to tell of each run.
+        told: Called after each run.
         done: Parts that were done before.
     """
     text, rows = library_text(), []
@@ -174,7 +174,7 @@ def comparison_task(
 def one_run(variant: Variant, model: Model, text: Text, seed: int) -> Run:
     """Train a fresh model once."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a format diverges is what is to be seen here
+        warnings.simplefilter("ignore")  # that a format diverges is the result here
         trainer = Trainer(model, variant.setup, variant.options, text, seed)
     if variant.prepare is not None:
         variant.prepare(trainer)
@@ -182,7 +182,7 @@ def one_run(variant: Variant, model: Model, text: Text, seed: int) -> Run:
 
 
 def said(run: Run, variant: Variant) -> str:
-    """Return a word on a run for whoever waits."""
+    """Return the progress message of a run."""
     names = [str(variant.keys[key]) for key in NAMED if key in variant.keys]
     if variant.keys.get("scaled"):
         names.append("scaled")
@@ -190,7 +190,7 @@ def said(run: Run, variant: Variant) -> str:
 
 
 def measurements(runs: Sequence[Run], baseline: Sequence[Run]) -> Row:
-    """Return what the runs of one variant gave."""
+    """Return the measurements of one variant's runs."""
     losses = [run.validation_loss for run in runs]
     return {
         "loss": interval(losses),

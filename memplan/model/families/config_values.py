@@ -1,4 +1,4 @@
-"""A released config as checked values; every problem is gathered and none is raised at once."""
+"""A released config as checked values; problems are gathered and raised together."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class ConfigValues:
         return isinstance(value, dict) and value.get("partial_rotary_factor") not in (None, 1)
 
     def notes(self) -> tuple[str, ...]:
-        """Return the notes, with one for all keys that were ignored though nobody knows them."""
+        """Return the notes, with one for all unknown keys that were ignored."""
         left_out = [f"{key}: {NOTED_KEYS[key]}" for key, value in self._unread() if key in NOTED_KEYS and value]
         known = HARMLESS_KEYS | NOTED_KEYS.keys()
         unknown = [

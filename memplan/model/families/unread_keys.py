@@ -110,7 +110,7 @@ ARITHMETIC_KEYS = frozenset(
 )
 ARITHMETIC_PARTS = ("multiplier", "softcap")
 """Keys, and parts of keys, that change what is computed: a family that does not read one refuses a config that
-sets it, for the tensors of an operation that nobody models are in no figure. A factor of 1 means nothing."""
+sets it, since the tensors of an operation that is not modelled are in no figure. A factor of 1 has no effect."""
 
 NOTED_KEYS: Mapping[str, str] = {
     "num_nextn_predict_layers": "multi-token prediction modules are left out, as transformers leaves them out",

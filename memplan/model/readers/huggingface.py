@@ -90,7 +90,7 @@ def _text_part(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any
 
 
 def _locator(text: str, source: str) -> Callable[[str], str]:
-    """Return what turns a key into ``file:line: key``, at the key's last line, which is the innermost."""
+    """Return a function from a key to ``file:line: key``, at the key's last line, which is the innermost."""
 
     def locate(key: str) -> str:
         position = text.rfind(f'"{key}"')

@@ -30,7 +30,7 @@ class Stager(Protocol):
 
 
 class InPlace:
-    """State lies where the update runs: nothing to do."""
+    """State on the device of the update: nothing to do."""
 
     def fetch(self, state: State, start: int, count: int) -> tuple[State, int]:
         """Return the state itself."""
@@ -45,7 +45,7 @@ class InPlace:
 
 
 class Offloaded:
-    """State lies on the CPU; buffers on the device take turns, so that the next copy runs meanwhile.
+    """State on the CPU; buffers on the device alternate, so that the next copy overlaps with the update.
 
     On CUDA copies run in a stream of their own, from and to pinned memory. The buffers are taken
     with the first stretch and given back by ``finish``: however far the host runs ahead of the
@@ -143,14 +143,14 @@ def buffers_on(device: torch.device) -> int:
 
 
 def stager_of(handle: Handle, state: State, codec: Codec, length: int, buffers: int) -> Stager:
-    """Return what brings the state of a parameter to its device.
+    """Return the stager of a parameter's state.
 
     Args:
         handle: The parameter.
         state: Its state; the step and the other half of a split weight stay where they are.
         codec: Format of the state.
         length: Elements of a stretch, whole blocks.
-        buffers: How many take turns; 0 where the state lies on the device.
+        buffers: How many alternate; 0 where the state is on the device.
     """
     if not buffers:
         return InPlace()
@@ -172,7 +172,7 @@ def finish_copies(device: torch.device) -> None:
 
 
 def home_of(device: torch.device) -> torch.device:
-    """Return where the offloaded state of a parameter on ``device`` lies; tensors without memory lie nowhere."""
+    """Return the device of the offloaded state of a parameter on ``device``; ``meta`` stays ``meta``."""
     return device if device.type == "meta" else torch.device("cpu")
 
 

@@ -37,7 +37,7 @@ class Update(Protocol):
 
     Attributes:
         note: What is not traced, in a sentence.
-        on_host: Whether all its states lie in host memory, whatever device their tensors name.
+        on_host: Whether all its states are in host memory, whatever device their tensors name.
     """
 
     note: str
@@ -157,7 +157,7 @@ def update_of(
         weights: The weights that it takes.
         setup: Says which of torch's implementations runs.
         masters: Master weights, which are updated in the weights' place; empty for none.
-        staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they lie on the device.
+        staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they are on the device.
 
     Raises:
         CannotAnswerError: Nothing updates them so.

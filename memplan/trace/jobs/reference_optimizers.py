@@ -1,4 +1,4 @@
-"""Optimizers of other packages, told in the order in which those allocate, for traces that need no such package.
+"""Optimizers of other packages, with allocations in their order, for traces without those packages.
 
 Each does what its package does with its default options, weight decay left out, which none of them
 allocates for. A test runs the packages beside them where they are installed.
@@ -70,7 +70,7 @@ class AdamMini(_Plain):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter; what a variable names stays until the next parameter's replaces it."""
+        """Update every parameter; a variable's tensor lives until the next parameter's replaces it."""
         del closure
         beta1, beta2, epsilon = 0.9, 0.999, 1e-8
         for parameter, gradient, state, rate in self._with_gradients():
@@ -97,7 +97,7 @@ class AdamMini(_Plain):
 class BlockwiseAdamw(_Plain):
     """The tensors of bitsandbytes' 8-bit AdamW, whose kernels write where they are: no update is computed here.
 
-    Two lookup tables serve all parameters of an optimizer; its host copies of them are gone by then.
+    Two lookup tables serve all parameters of an optimizer; its host copies are freed before a step.
 
     Source:
         bitsandbytes/optim/optimizer.py (0.50.2), ``Optimizer2State.init_state`` and ``update_step``;

@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
         """Tell whether the engine would add a second gradient into the first, and not form their sum.
 
-        It does where nobody else holds the first gradient, unless a dispatch mode is active: then it
+        It does where nothing else references the first gradient, unless a dispatch mode is active: then it
         takes every tensor for a subclass. The counts are those of a tensor that only the engine
         holds, seen from here (four for the call itself), and of a storage with one tensor and one
         Python object; a view of a gradient shares its storage and is never added into.

@@ -1,4 +1,4 @@
-"""Operations that have several implementations, each with the memory behaviour of the one asked for.
+"""Operations with more than one implementation, each with the memory behaviour of the chosen one.
 
 On ``meta`` tensors a CPU build of torch would take other kernels than CUDA does, so the kernels
 are named here and not left to the dispatcher.
