@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 MAXIMUM_SHOWN = 20
 """Problems of a file that its message lists; nobody reads on."""
@@ -39,6 +40,10 @@ class InvalidFileError(MemplanError, ValueError):
         more = len(self.problems) - MAXIMUM_SHOWN
         shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
         super().__init__("\n".join(printable(problem, LONGEST_PROBLEM) for problem in shown))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        """Return what makes this error anew in another process."""
+        return type(self), (self.problems, self.paths)
 
 
 class CatalogError(MemplanError, ValueError):

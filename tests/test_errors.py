@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from memplan import errors
@@ -29,6 +31,12 @@ from memplan.errors import (
 )
 def test_an_error_also_is_the_built_in_that_it_refines(error, parent):
     assert issubclass(error, parent)
+
+
+@pytest.mark.parametrize("error", [InvalidFileError(["a: b", "c"], [("weights", 0)]), CannotAnswerError("one reason")])
+def test_an_error_of_another_process_says_what_it_said_there(error):
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
 
 
 def test_bad_input_exits_with_2_and_no_answer_with_3():

@@ -13,12 +13,14 @@ pytest.importorskip("torch")
 import memplan.step.instants
 from memplan.errors import InvalidFileError
 from memplan.measure.records.comparison_rows import STATES
-from memplan.measure.records.measurement_records import read_data, read_record, record_files, replayed
+from memplan.measure.records.measurement_records import read_data, read_record, record_files
+from memplan.measure.records.record_replay import replay_records, replayed
 from memplan.step.tapes.linear_forms import ZERO
 
 RECORDS = Path(__file__).parent.parent / "records"
 FILES = record_files(RECORDS)
 FAST = {"fp32-adamw", "bf16-adamw", "mixed-adamw", "muon", "tier1", "tier3", "lora"}
+CUDA_SAMPLE = RECORDS / "cuda" / "cuda-smollm2-135m-bf16-adamw-b2-s1024.json"
 SAMPLE = RECORDS / "cpu" / "cpu-llama-3.2-1b-small-fp32-adamw-b2-s128.json"
 
 
@@ -40,6 +42,16 @@ def test_every_figure_of_a_record_is_within_its_tolerance(path, catalog):
     assert all(row.difference_bytes == 0 for row in states)
 
 
+@pytest.mark.slow
+def test_records_that_are_replayed_side_by_side_compare_as_alone_and_in_order(catalog, monkeypatch):
+    monkeypatch.setattr("memplan.measure.records.record_replay.RECORDS_PER_PROCESS", 1)
+    monkeypatch.setattr("memplan.measure.records.record_replay._cores", lambda: 2)
+    files, said = [SAMPLE, *(RECORDS / "boundary").glob("*smollm2-135m*-b[68]-*.json"), CUDA_SAMPLE], []
+    together = list(replay_records(files, catalog, said.append))
+    assert said == [f"replaying {path}" for path in files]
+    assert together == [replayed(read_record(path, catalog)) for path in files]
+
+
 def test_every_shipped_config_has_a_record(catalog):
     recorded = {read_data(path)["task"]["config"] for path in FILES}
     assert recorded >= set(catalog.configs.entries)
@@ -56,9 +68,6 @@ def test_a_record_that_is_changed_by_a_percent_disagrees(place, catalog):
     changed = replace(record, measurement=replace(record.measurement, **{section: figures}))
     assert replayed(record).agrees
     assert not replayed(changed).agrees
-
-
-CUDA_SAMPLE = RECORDS / "cuda" / "cuda-smollm2-135m-bf16-adamw-b2-s1024.json"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,8 @@ def _compared(task: Task, measurement: Measurement, unit: str) -> Document:
 
 # ------------------------------------------------------------------ many
 def _replayed(request: ValidateRequest, place: Path, catalog: Catalog, unit: str) -> Document:
-    from memplan.measure.records.measurement_records import record_files, replay_records
+    from memplan.measure.records.measurement_records import record_files
+    from memplan.measure.records.record_replay import replay_records
 
     found = [
         (_facts(item.record.task, item.record.measurement), Path(item.record.name).stem, item.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +16,7 @@ from memplan.documents.strict_json import read_json
 from memplan.documents.writing import write_file
 from memplan.errors import InvalidFileError
 from memplan.measure.measured import Measurement, measurement_of
-from memplan.measure.records.comparison_rows import Row, rows_of
-from memplan.measure.records.completeness import missing_figures, other_instants
-from memplan.measure.records.prediction import predict
+from memplan.measure.records.completeness import missing_figures
 from memplan.measure.task import Task, task_data, task_of
 
 SCHEMA = "memplan/record/1"
@@ -44,19 +42,6 @@ class Record:
     measurement: Measurement
     date: str
     command: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A record and how today's predictions compare."""
-
-    record: Record
-    rows: tuple[Row, ...]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether every row does, and there is at least one."""
-        return bool(self.rows) and all(row.agrees for row in self.rows)
 
 
 def record_data(task: Task, measurement: Measurement, command: str) -> dict[str, Any]:
@@ -121,27 +106,3 @@ def read_record(path: Path, catalog: Catalog) -> Record:
         names = ", ".join(missing)
         raise InvalidFileError([f"{shown_path(path)}: measurement: a record of such a run has {names}; this has not"])
     return Record(str(path), task, measurement, *(str(data.get(key, "")) for key in ("date", "command")))
-
-
-def replay_records(
-    files: Iterable[Path], catalog: Catalog, say: Callable[[str], None] = lambda _: None
-) -> Iterator[Replayed]:
-    """Yield each record with what formula, trace and simulated allocator say of it today."""
-    for path in files:
-        record = read_record(path, catalog)
-        say(f"replaying {record.name}")
-        yield replayed(record)
-
-
-def replayed(record: Record) -> Replayed:
-    """Return a record beside today's predictions.
-
-    Raises:
-        InvalidFileError: An instant of the step was not recorded, or one that the step does not have was.
-    """
-    prediction = predict(record.task, record.measurement)
-    if names := list(other_instants(prediction, record.measurement)):
-        raise InvalidFileError(
-            [f"{record.name}: measurement.instants: {', '.join(names)}: not both in the record and in a step"]
-        )
-    return Replayed(record, tuple(rows_of(record.task, prediction, record.measurement)))
