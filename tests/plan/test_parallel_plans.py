@@ -64,13 +64,13 @@ def test_a_shard_is_what_torch_gives_the_first_rank():
 
 def test_a_unit_is_gathered_in_the_compute_dtype_and_reduced_in_the_weights_own(catalog):
     tensors = (ParameterTensor("a", (10, 4), "hidden_matrix"), ParameterTensor("b", (6,), "norm"))
-    found = unit(tensors, setup_of(catalog, Parallel(4, 3), **MIXED))
+    layer = unit(tensors, setup_of(catalog, Parallel(4, 3), **MIXED))
     elements = 3 * 4 + 2
-    assert found.gathered_bytes == 4 * elements * 2
-    assert found.reduced_bytes == 4 * elements * 4
-    assert found.kept_bytes == elements * 4
-    assert found.cast_bytes == elements * 2
-    assert found.last_bytes == 10 * 4 * 2
+    assert layer.gathered_bytes == 4 * elements * 2
+    assert layer.reduced_bytes == 4 * elements * 4
+    assert layer.kept_bytes == elements * 4
+    assert layer.cast_bytes == elements * 2
+    assert layer.last_bytes == 10 * 4 * 2
     assert unit(tensors, setup_of(catalog, Parallel(4, 3))).cast_bytes == 0
 
 

@@ -69,8 +69,10 @@ def dominant(instants: Sequence[Instant]) -> list[Instant]:
     return [instant for group in groups.values() for instant in _highest(group)]
 
 
-def _highest(instants: Sequence[Instant]) -> list[Instant]:
+def _highest(instants: Sequence[Instant]) -> Sequence[Instant]:
     """Return the instants of one name that none of the others covers."""
+    if len(instants) == 1:
+        return instants
     distinct = {(instant.form.totals(), instant.reduces): instant for instant in reversed(instants)}
     chosen: list[tuple[Coefficients, Reduction | None]] = []
     for key in sorted(distinct, key=itemgetter(0), reverse=True):
