@@ -13,6 +13,7 @@ from memplan.errors import InvalidFileError, normalised_name, unknown_name
 from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
+from memplan.model.readers import is_model_file, read_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def _catalog_model(text: str, catalog: Catalog) -> Model | None:
 def _model_file(text: str, catalog: Catalog) -> Model:
     path = usable_path(text)
     there = path_kind(path) != "nothing"
-    if text == "-" or there or path.suffix in (".json", ".gguf", ".safetensors"):
+    if text == "-" or there or is_model_file(path.name):
         return read_model_file(path, catalog)
     if len(path.parts) > 2 or text.startswith((".", "/", "~")):
         raise InvalidFileError([f"{shown_path(path)}: no such file or directory"])
@@ -94,19 +95,13 @@ def _model_file(text: str, catalog: Catalog) -> Model:
 
 def read_model_file(path: Path, catalog: Catalog) -> Model:
     """Return the model in a file or directory, told apart by name and content."""
-    if path.suffix == ".gguf":
-        from memplan.model.readers.gguf import BlockLayout, read_gguf
 
-        layouts = {
-            entry.ggml_type: BlockLayout(name, entry.block_elements, entry.block_bytes)
-            for name, entry in catalog.formats.entries.items()
+    def layouts() -> dict[int, tuple[str, int, int]]:
+        formats = catalog.formats.entries.items()
+        return {
+            entry.ggml_type: (name, entry.block_elements, entry.block_bytes)
+            for name, entry in formats
             if entry.ggml_type is not None
         }
-        return read_gguf(path, layouts)
-    if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
-        from memplan.model.readers.safetensors import read_safetensors
 
-        return read_safetensors(path)
-    from memplan.model.readers.huggingface import read_huggingface
-
-    return read_huggingface(path)
+    return read_model(path, layouts)

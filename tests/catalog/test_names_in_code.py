@@ -1,0 +1,111 @@
+"""No dispatch over a catalog name, or over an algorithm's, outside the module that owns it: an entry carries its behaviour."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+import memplan
+from memplan.catalog.catalog import data_directory
+
+PACKAGE = Path(memplan.__file__).parent
+DTYPES = frozenset(("fp32", "bf16", "fp16"))
+"""torch's own dtypes, which compute_dtype, master_weights and kernels.loss name too."""
+
+OWNERS = {
+    "catalog/entries.py": "the fields of an entry and what they mean",
+    "step/states/update_algorithms.py": "the forms of scratch memory, by name",
+    "trace/reference/run_options.py": "names of dtypes -> torch's",
+}
+"""Module -> what it owns that has a catalog name."""
+
+OWN_NAMES = {
+    "muon": "the bundled library names its formats and algorithms itself, and imports no catalog",
+    "lab": "experiments are of named configs, formats and optimizers",
+    "published": "the notes' tables are of named configs and cards",
+    "report/experiments": "records of the lab, by what they measured",
+}
+"""Folder -> why its names are its own."""
+
+
+@cache
+def names() -> frozenset[str]:
+    root = data_directory()
+    found = {path.stem for path in (root / "configs" / "training").glob("*.yaml")}
+    for file in ("gpu_catalog.yaml", *(f"configs/{kind}.yaml" for kind in ("weight_formats", "gradient_dtypes"))):
+        found |= set(yaml.safe_load((root / file).read_text(encoding="utf-8")))
+    optimizers = yaml.safe_load((root / "configs" / "optimizers.yaml").read_text(encoding="utf-8"))
+    return frozenset(found | set(optimizers) | {entry["algorithm"] for entry in optimizers.values()}) - DTYPES
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    """Yield the strings that a value is compared with: itself, or those of a tuple, list or set."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+        for item in node.elts:
+            yield from strings(item)
+    elif isinstance(node, ast.Call):
+        for item in node.args:
+            yield from strings(item)
+
+
+def dispatched(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield what is compared with, matched against, or the key of a dictionary; and reads of ``.algorithm``."""
+    for node in ast.walk(tree):
+        values: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            values = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Attribute) and side.attr == "algorithm" for side in values):
+                yield node.lineno, ".algorithm"
+        elif isinstance(node, ast.Dict):
+            values = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.MatchValue):
+            values = [node.value]
+        for value in values:
+            yield from ((node.lineno, text) for text in strings(value))
+
+
+FILES = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not any(path.is_relative_to(PACKAGE / folder) for folder in (*OWN_NAMES, "data"))
+]
+READERS_OF_OTHERS = "model/readers"
+"""Names in other people's files, which happen to be ours too."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_dispatches_over_names_that_are_not_its_own(path):
+    place = path.relative_to(PACKAGE).as_posix()
+    if place in OWNERS or place.startswith(READERS_OF_OTHERS):
+        return
+    found = [
+        f"{place}:{line}: {text}"
+        for line, text in dispatched(ast.parse(path.read_text(encoding="utf-8")))
+        if text in names() or text == ".algorithm"
+    ]
+    assert found == [], "say it in the entry, and read that"
+
+
+def test_every_owner_still_owns_something():
+    for place in OWNERS:
+        tree = ast.parse((PACKAGE / place).read_text(encoding="utf-8"))
+        assert [text for _, text in dispatched(tree) if text in names()], place
+    assert all((PACKAGE / folder).is_dir() for folder in OWN_NAMES)
+
+
+def test_the_search_finds_what_it_is_for():
+    for text in (
+        'x == "muon-int8"',
+        'x in ("lion", "b")',
+        '{"q4-0": 1}',
+        'e.algorithm != "y"',
+        'frozenset(("lion",)) == x',
+    ):
+        assert [found for _, found in dispatched(ast.parse(text)) if found in names() or found == ".algorithm"], text
