@@ -1,0 +1,1 @@
+"""JSON Schemas of answers, a module for each kind of them."""

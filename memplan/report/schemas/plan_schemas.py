@@ -1,0 +1,118 @@
+"""The JSON Schemas of plans, and of the rows that searches and the like are made of."""
+
+from __future__ import annotations
+
+from memplan.plan.bytes_per_parameter import BytesPerParameter
+from memplan.plan.components import Component
+from memplan.report.schemas import schema_terms as t
+
+LEARNING: t.Schema = {
+    "enum": ["proven", "works", "experimental", "untried", "diverges"],
+    "description": "How training learns with these formats, dtypes and optimizers, as the evidence says; not whether it fits.",
+}
+TOTALS = ("requested_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "upper_bytes")
+
+
+def plan_schema() -> t.Schema:
+    """Return the schema of one plan."""
+    per_parameter = t.value_schema(BytesPerParameter)
+    return t.object_schema(
+        {
+            "schema": {"const": "memplan/plan/1"},
+            **t.same(t.TEXT, "memplan_version", "catalog_hash", "config"),
+            "verdict": t.VERDICT,
+            "answer": t.TEXT,
+            "model": _model(),
+            "gpu": t.object_schema(
+                {"name": t.TEXT, "count": t.COUNT, **t.same(t.BYTES, "memory_bytes", "usable_bytes")}
+            ),
+            "training": t.OBJECT,
+            "bytes_per_parameter": t.object_schema({**per_parameter["properties"], "total": t.NUMBER}),
+            "components": t.array_schema(t.value_schema(Component)),
+            "instants": t.array_schema(t.object_schema({"name": t.TEXT, "requested_bytes": t.BYTES})),
+            "peak": t.object_schema({"instant": t.TEXT, **t.same(t.BYTES, *TOTALS)}),
+            "persistent_bytes": t.BYTES,
+            "host": t.object_schema({"bytes": t.BYTES}),
+            "suggestions": t.array_schema(_suggestion()),
+            "assumptions": t.array_schema(t.TEXT),
+            "not_modelled": t.array_schema(t.TEXT),
+        }
+    )
+
+
+def _model() -> t.Schema:
+    counts = t.same(t.BYTES, "parameters", "active_parameters")
+    return t.object_schema({"name": t.TEXT, **counts, **t.same(t.TEXT, "architecture", "source")})
+
+
+def _suggestion() -> t.Schema:
+    return t.object_schema({"change": t.TEXT, "saves_bytes": t.INTEGER, "flips_verdict": t.FLAG, "cost": t.TEXT})
+
+
+def suggested_schema() -> t.Schema:
+    """Return the schema of a row of ``memplan suggest``: a plan, and what the search says of it."""
+    estimate = t.object_schema({**t.same(t.NUMBER, "step_seconds", "tokens_per_second"), "rates_of": t.TEXT})
+    plan, own = (
+        plan_schema(),
+        {"parts_status": LEARNING, "quality_risk": t.BYTES, "gives_up": t.TEXT, "estimate": estimate},
+    )
+    return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
+
+
+def frontier_row() -> t.Schema:
+    """Return the schema of a cell of ``memplan frontier``."""
+    sizes = t.same(t.BYTES, "requested_bytes", "device_bytes", "upper_bytes")
+    return t.object_schema({**t.same(t.BYTES, "micro_batch_size", "sequence_length"), "verdict": t.VERDICT, **sizes})
+
+
+def largest_row() -> t.Schema:
+    """Return the schema of a row of ``memplan max --for``: a value that fits, and what one more would need."""
+    return t.object_schema(
+        {
+            "gpu": t.TEXT,
+            **t.same(t.BYTES, "count", "usable_bytes", "value", "tight_value"),
+            "bounded": t.FLAG,
+            **t.same(t.BYTES_OR_NULL, "device_bytes", "upper_bytes", "next_upper_bytes"),
+        }
+    )
+
+
+def max_row() -> t.Schema:
+    """Return the schema of a row of ``memplan max``: a bound for a GPU and a config, and a model that fits."""
+    return t.object_schema(
+        {
+            "gpu": t.TEXT,
+            "count": t.BYTES,
+            "config": t.TEXT,
+            "bytes_per_parameter": t.NUMBER,
+            "max_parameters": t.BYTES,
+            "largest_fitting_model": t.TEXT_OR_NULL,
+            "largest_fitting_parameters": t.BYTES,
+        },
+        {"notes_max_parameters": t.BYTES, "accounting": t.TEXT},
+    )
+
+
+def where_row() -> t.Schema:
+    """Return the schema of a row of ``memplan where``: the fewest GPUs of a kind."""
+    sizes = t.same(t.BYTES, "usable_bytes", "device_bytes", "upper_bytes")
+    return t.object_schema(
+        {"gpu": t.TEXT, "count": t.BYTES, "pooled": t.FLAG, **sizes, "verdict": t.TEXT}, {"accounting": t.TEXT}
+    )
+
+
+def recommend_row() -> t.Schema:
+    """Return the schema of a row of ``memplan recommend``."""
+    words = t.same(t.TEXT, "config", "status", "model")
+    model = t.or_null(t.object_schema({**words, "evidence": t.TEXT_OR_NULL, "parameters": t.BYTES}))
+    return t.object_schema(
+        {
+            "gpu": t.TEXT,
+            **t.same(t.BYTES, "count", "usable_bytes"),
+            **t.same(model, "established", "experimental"),
+            "newton_schulz": t.TEXT,
+            "faster_on_paper": {"type": "object", "additionalProperties": t.NUMBER},
+            "measured": t.FLAG,
+            "timed_by": t.TEXT,
+        }
+    )
