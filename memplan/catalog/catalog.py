@@ -182,6 +182,16 @@ class Catalog:
         """Return what may have been meant by a kernel preset that there is none of."""
         return match_hint(given, self.kernel_presets, f"; known: {', '.join(self.kernel_presets)}")
 
+    def check_own_entries(self) -> None:
+        """Read every section of a user's catalog, so that what is wrong with it is said once, and as its own.
+
+        Raises:
+            InvalidFileError: What is wrong with each section in turn.
+        """
+        if self.extra is not None:
+            for name in SECTIONS:
+                self.section(name)
+
     def section(self, name: str) -> Shelf[Any]:
         """Return the shelf of a section by its name in :data:`SECTIONS`."""
         shelf: Shelf[Any] = getattr(self, name)

@@ -1,6 +1,5 @@
 """Options that several commands share, declared once: in frozen groups, whose fields are the options."""
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,18 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
-    from memplan.library.job_options import JobOptions
-    from memplan.library.lookup import Overrides, Shapes
+    from memplan.library.lookup import Shapes
 
 MODEL, DEVICE, TRAINING, OUTPUT = "Model", "Device", "Training", "Output"
 """Headings of help."""
-
-PRESETS = {"qlora": "qlora", "lora": "lora", "full": "bf16-adamw"}
-"""Flag -> the shipped config that it means."""
 
 
 class OutputFormat(StrEnum):
@@ -40,14 +35,6 @@ class Unit(StrEnum):
     GB = "GB"
     MiB = "MiB"
     bytes = "bytes"
-
-
-class CheckpointingChoice(StrEnum):
-    """What a layer keeps for backward."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
 
 
 def option(heading: str, *names: str, help: str, **settings: Any) -> Any:
@@ -139,171 +126,6 @@ class DeviceOptions:
     ] = None
 
 
-# ------------------------------------------------------------------ training configs
-_NUMBER = re.compile(r"(\d{1,12})(k?)", re.ASCII | re.IGNORECASE)
-
-
-def whole_number(text: str) -> int:
-    """Return a number that may be counted in k, which is 1024; 0 for what is none.
-
-    Example:
-        >>> whole_number("4k"), whole_number("512"), whole_number("many")
-        (4096, 512, 0)
-    """
-    number = _NUMBER.fullmatch(text.strip())
-    return int(number[1]) * (1024 if number[2] else 1) if number else 0
-
-
-def _tokens(text: str) -> int:
-    """Return a length in tokens, at least one."""
-    length = whole_number(text)
-    if not length:
-        raise typer.BadParameter(f"expected tokens, such as 4096 or 4k, got {printable(text)!r}")
-    return length
-
-
-_SHORTHANDS = {
-    "batch": ("--micro-batch-size", "micro_batch_size"),
-    "length": ("--sequence-length", "sequence_length"),
-    "checkpointing": ("--checkpointing", "activation_checkpointing"),
-    "lora_rank": ("--lora-rank", "adapter.rank"),
-    "optimizer": ("--optimizer", "optimizer"),
-}
-"""Field -> its option, and the key of a training config that it sets."""
-
-
-def _preset(name: str) -> Any:
-    return option(TRAINING, f"--{name}", help="For --config qlora, lora or bf16-adamw.")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOptions:
-    """A training config, and what the command line changes in it."""
-
-    config: Annotated[
-        str | None,
-        option(
-            TRAINING,
-            "--config",
-            "-c",
-            metavar="NAME|FILE",
-            help="A catalog name, a YAML or JSON file, or -.",
-        ),
-    ] = None
-    qlora: Annotated[bool, _preset("qlora")] = False
-    lora: Annotated[bool, _preset("lora")] = False
-    full: Annotated[bool, _preset("full")] = False
-    batch: Annotated[
-        int | None,
-        option(
-            TRAINING,
-            "--micro-batch-size",
-            "--batch-size",
-            "-b",
-            min=1,
-            metavar="N",
-            help="Sequences per device and pass.",
-        ),
-    ] = None
-    length: Annotated[
-        int | None,
-        option(
-            TRAINING,
-            "--sequence-length",
-            "--seq-len",
-            "-s",
-            parser=_tokens,
-            metavar="N",
-            help="Tokens per sequence; 4k is 4096.",
-        ),
-    ] = None
-    checkpointing: Annotated[
-        CheckpointingChoice | None,
-        option(TRAINING, "--checkpointing", metavar="KIND", help="Of activations: none, selective or full."),
-    ] = None
-    lora_rank: Annotated[
-        int | None, option(TRAINING, "--lora-rank", min=1, metavar="N", help="Rank of a config's adapter.")
-    ] = None
-    optimizer: Annotated[
-        str | None,
-        option(TRAINING, "--optimizer", metavar="NAME", help="Of all parameters; see memplan list optimizers."),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        option(
-            TRAINING,
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key of a training config, such as kernels.optimizer=fused; repeatable.",
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            InvalidFileError: Two configs, or one key set twice.
-        """
-        configs = [f"--{name}" for name in PRESETS if getattr(self, name)]
-        configs += ["--config"] if self.config is not None else []
-        if len(configs) > 1:
-            raise InvalidFileError([f"{' and '.join(configs)}: give one of them"])
-        given = [(key, name) for name, key in self._shorthands()]
-        for setting in self.settings or ():
-            key, option_name = _key(setting), f"--set {_key(setting)}"
-            for other, other_name in given:
-                if key == other or other.startswith(f"{key}."):
-                    raise InvalidFileError([_contradiction(option_name, other_name, other)])
-            given.append((key, option_name))
-
-    def _shorthands(self) -> list[tuple[str, str]]:
-        """Return the options that stand for keys and were given, each with its key."""
-        return [pair for name, pair in _SHORTHANDS.items() if getattr(self, name) is not None]
-
-    @property
-    def chosen(self) -> str | None:
-        """The config that was named, by ``--config`` or by a flag of its own."""
-        return next((config for flag, config in PRESETS.items() if getattr(self, flag)), self.config)
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """What was set by ``--set``, and by shorthands that are written in a config in more than one way."""
-        rank = () if self.lora_rank is None else (f"adapter.rank={self.lora_rank}",)
-        optimizer = () if self.optimizer is None else (f"optimizer={self.optimizer}",)
-        return (*rank, *optimizer, *(self.settings or ()))
-
-    def refuse_rank_without_adapter(self, config: str | None, catalog: "Catalog") -> None:
-        """Refuse ``--lora-rank`` for a config that has no adapter.
-
-        Raises:
-            InvalidFileError: It has none.
-        """
-        if self.lora_rank is None or any(_key(setting).startswith("adapter") for setting in self.settings or ()):
-            return
-        from memplan.library.lookup import Overrides, find_setup
-
-        if config is None or find_setup(config, Overrides(), catalog).config.adapter is None:
-            what = "no config with an adapter is named" if config is None else f"{printable(config)} has no adapter"
-            raise InvalidFileError([f"--lora-rank: {what}; give --lora, --qlora or a config that has one"])
-
-    def overrides(self) -> "Overrides":
-        """Return what the command line changes in a config."""
-        from memplan.library.lookup import Overrides
-
-        return Overrides(self.batch, self.length, self.checkpointing, self.given)
-
-
-def _key(setting: str) -> str:
-    """Return the key that ``--set`` names."""
-    return ".".join(part.strip() for part in setting.partition("=")[0].split("."))
-
-
-def _contradiction(name: str, other_name: str, other_key: str) -> str:
-    if name == other_name:
-        return f"{printable(name)}: given more than once, and only one counts"
-    return f"{printable(name)} contradicts {printable(other_name)}: both set {printable(other_key)}; give one of them"
-
-
 # ------------------------------------------------------------------ output
 @dataclass(frozen=True, slots=True)
 class VerdictOptions:
@@ -370,41 +192,3 @@ class OutputOptions:
         from memplan.library.lookup import open_catalog
 
         return open_catalog(self.catalog_path)
-
-
-def job_options(
-    output: OutputOptions,
-    training: TrainingOptions,
-    model: ModelOptions | None = None,
-    device: DeviceOptions | None = None,
-    configs: tuple[str | None, ...] = (),
-) -> "JobOptions":
-    """Return groups of options as keywords of the library.
-
-    Args:
-        output: Whose catalog counts.
-        training: The training config, and what is changed in it.
-        model: Whose shapes count.
-        device: The GPU, or none.
-        configs: The configs in question, where ``training`` has no option for one.
-
-    Raises:
-        InvalidFileError: ``--lora-rank`` for a config without adapter.
-    """
-    catalog = output.catalog()
-    for config in configs or (training.chosen,):
-        training.refuse_rank_without_adapter(config, catalog)
-    options: JobOptions = {
-        "config": training.chosen,
-        "micro_batch_size": training.batch,
-        "sequence_length": training.length,
-        "activation_checkpointing": training.checkpointing and training.checkpointing.value,
-        "set": training.given,
-        "catalog": catalog,
-    }
-    if model is not None:
-        options["shapes"] = model.shapes
-    if device is not None:
-        options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
-        options["gpus"] = device.gpus if device.gpus > 1 else None
-    return options

@@ -80,6 +80,7 @@ def parse_document(text: str, name: str) -> Document:
     """
     import yaml
 
+    language = "JSON" if name.endswith(".json") else "YAML"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text.encode()
@@ -88,9 +89,9 @@ def parse_document(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise InvalidFileError([f"{name}:{line}: not valid YAML: {error.problem or error.context}"]) from None
+        raise InvalidFileError([f"{name}:{line}: not valid {language}: {error.problem or error.context}"]) from None
     except yaml.YAMLError as error:
-        raise InvalidFileError([f"{name}:1: not valid YAML: {str(error).splitlines()[0]}"]) from None
+        raise InvalidFileError([f"{name}:1: not valid {language}: {str(error).splitlines()[0]}"]) from None
     except UnicodeEncodeError:
         raise InvalidFileError([f"{name}:1: not UTF-8 text"]) from None
     except RecursionError:

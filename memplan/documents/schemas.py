@@ -141,7 +141,13 @@ def _problem(
     return f"{where}: expected {wanted}, got {given}"
 
 
-_WANTED = {"a valid integer": "an integer", "a valid ": "a ", "an object": "keys and values", "a string": "text"}
+_WANTED = {
+    "a valid integer": "an integer",
+    "a valid array": "a list",
+    "a valid ": "a ",
+    "an object": "keys and values",
+    "a string": "text",
+}
 """Words of pydantic -> words of a person who writes YAML."""
 
 

@@ -471,3 +471,42 @@ def test_standard_input_that_is_no_text_is_refused(refused):
 def test_any_setting_is_taken_or_refused(cli, pairs):
     ran = cli(*ONE, *(part for key, value in pairs for part in ("--set", f"{key}={value}")))
     assert ran.exit_code in (0, 1, 2, 3), ran.err
+
+
+# ------------------------------------------------------------------ the right thing is blamed
+def test_a_broken_catalog_is_not_the_budgets_fault_and_is_said_once(cli, write):
+    catalog = write("broken.yaml", "gpus:\n  x: {name: a}\n")
+    budget = write("budget.yaml", "budgets:\n  - {model: gpt2, config: lora, gpus: [t4, rtx3060]}\n")
+    ran = cli("check", budget, "--catalog", catalog)
+    lines = ran.err.splitlines()
+    assert (ran.exit_code, ran.out) == (2, "")
+    assert len(lines) == len(set(lines))
+    assert all("broken.yaml:2: gpus.x." in line and "budget.yaml" not in line for line in lines)
+
+
+def test_targets_may_be_the_word_that_stands_for_all(cli, refused):
+    job = ("fit", "gpt2", *GPU, "--config", "lora", "--json")
+    assert cli(*job, "--set", "adapter.targets=all-linear").data["peak"] == cli(*job).data["peak"]
+    assert "adapter.targets: expected a list, got 3" in refused(*job, "--set", "adapter.targets=3")
+
+
+def test_a_file_is_called_by_its_own_language(refused, write):
+    bad = write("bad.json", '{"a": ')
+    assert "not valid JSON" in refused("diff", bad, bad)
+    assert "a YAML file describes no model" in refused("show", write("my.yaml", "a: 1\n"))
+
+
+def test_settings_of_the_allocator_are_refused_before_anything_is_traced(cli):
+    pytest.importorskip("torch")
+    ran = cli("trace", "gpt2", "--alloc-conf", "nonesuch:3")
+    assert ran.exit_code == 2
+    assert "unknown setting 'nonesuch'" in ran.err
+    assert "loading torch" not in ran.err
+
+
+def test_help_of_suggest_names_every_axis_that_may_be_kept(cli, refused):
+    line = refused("suggest", "gpt2", *GPU, "--keep", "nonesuch")
+    axes = line.partition("expected one of ")[2].partition(";")[0].split(", ")
+    text = " ".join(cli("suggest", "--help").out.split())
+    assert len(axes) > 10
+    assert all(axis in text for axis in axes)

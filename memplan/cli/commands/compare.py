@@ -13,12 +13,11 @@ from memplan.cli.option_groups import (
     DeviceOptions,
     ModelOptions,
     OutputOptions,
-    TrainingOptions,
     VerdictOptions,
-    job_options,
     option,
 )
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 
 
 @dataclass(frozen=True, slots=True)

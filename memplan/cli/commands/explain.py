@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import memplan
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, TrainingOptions, job_options
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 
 
 @command(example="memplan explain llama-8b --config tier1 --gpu rtx4090")

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import memplan
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import (
-    DeviceOptions,
-    ModelOptions,
-    OutputOptions,
-    TrainingOptions,
-    VerdictOptions,
-    job_options,
-)
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 
 
 @command(example="memplan fit llama-8b --gpu rtx4090 --qlora -b 2 -s 4k")

@@ -8,18 +8,9 @@ from typing import Annotated, cast
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import (
-    OUTPUT,
-    DeviceOptions,
-    ModelOptions,
-    OutputOptions,
-    TrainingOptions,
-    VerdictOptions,
-    job_options,
-    option,
-    whole_number,
-)
+from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import deliver, emit_as
+from memplan.cli.training_options import TrainingOptions, job_options, whole_number
 from memplan.errors import InvalidFileError, printable
 from memplan.report.document import Format
 

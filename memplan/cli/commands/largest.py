@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import (
-    OUTPUT,
-    SHAPES,
-    DeviceOptions,
-    ModelOptions,
-    OutputOptions,
-    TrainingOptions,
-    VerdictOptions,
-    job_options,
-    option,
-)
+from memplan.cli.option_groups import OUTPUT, SHAPES, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.errors import InvalidFileError
 from memplan.report.figures import check_drawable, save_figure
 from memplan.report.largest.largest_figure import largest_figure

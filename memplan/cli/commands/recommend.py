@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, OutputOptions, TrainingOptions
+from memplan.cli.option_groups import DeviceOptions, OutputOptions
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions
 from memplan.library.lookup import catalog_model, find_devices, find_setup
 
 

@@ -9,16 +9,9 @@ from typing import Annotated, Any
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import (
-    DeviceOptions,
-    ModelOptions,
-    OutputOptions,
-    TrainingOptions,
-    VerdictOptions,
-    job_options,
-    option,
-)
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
 from memplan.documents.opening import is_folder, shown_path
 from memplan.documents.writing import make_folder, say, write_file

@@ -10,15 +10,9 @@ from typing import Annotated, Literal
 import memplan
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import (
-    DeviceOptions,
-    ModelOptions,
-    OutputOptions,
-    TrainingOptions,
-    job_options,
-    option,
-)
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
 from memplan.library.answers.traced_step import require_torch

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import ModelOptions, OutputOptions, TrainingOptions, option
+from memplan.cli.option_groups import ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
+from memplan.cli.training_options import TrainingOptions
 from memplan.documents.writing import say
 
 _VALIDATE = "Validate"

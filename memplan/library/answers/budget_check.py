@@ -72,6 +72,7 @@ def check(
         'within'
     """
     known = catalog_of(catalog)
+    known.check_own_entries()
     budget = read_budget(_from_here(Path(file)))
     path = budget.baseline if baseline is None else Path(baseline)
     workshop = Workshop(known)

@@ -158,11 +158,21 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
         document = Document(document.name, document.data["training"], {}, document.problems)
-    wanted = with_settings(document, overrides.settings)
+    wanted = _with_listed_targets(with_settings(document, overrides.settings))
     try:
         return validate(TrainingConfig, wanted), document
     except InvalidFileError as error:
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
+
+
+def _with_listed_targets(document: Document) -> Document:
+    """Return a config in which an adapter's targets are a list, where they were one word such as ``all-linear``."""
+    data = document.data
+    adapter = data.get("adapter") if isinstance(data, dict) else None
+    if not isinstance(adapter, dict) or not isinstance(adapter.get("targets"), str):
+        return document
+    listed = {**data, "adapter": {**adapter, "targets": [adapter["targets"]]}}
+    return Document(document.name, listed, document.lines, document.problems, document.settings)
 
 
 def _own_document(given: Mapping[str, Any]) -> Document:

@@ -85,6 +85,9 @@ def _catalog_model(text: str, catalog: Catalog) -> Model | None:
 def _model_file(text: str, catalog: Catalog) -> Model:
     path = usable_path(text)
     there = path_kind(path) != "nothing"
+    if path.suffix in (".yaml", ".yml"):
+        expected = "expected a config.json, a GGUF or safetensors file; a training config is --config"
+        raise InvalidFileError([f"{shown_path(path)}: a YAML file describes no model; {expected}"])
     if text == "-" or there or is_model_file(path.name):
         return read_model_file(path, catalog)
     if len(path.parts) > 2 or text.startswith((".", "/", "~")):
