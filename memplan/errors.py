@@ -126,7 +126,7 @@ def escaped(text: str) -> str:
     """
     if not text.isprintable():
         text = "".join(one if one.isprintable() else character_code(one) for one in text)
-    return _COMMAND.sub(lambda found: character_code(found[0]), text) if "::" in text or "##" in text else text
+    return _COMMAND.sub(lambda match: character_code(match[0]), text) if "::" in text or "##" in text else text
 
 
 def character_code(character: str) -> str:

@@ -48,10 +48,12 @@ class Records:
 
     def spread(self, name: str, selects: Sequence[Select], measures: Sequence[str]) -> Interval | None:
         """Return the lowest and highest figure of several rows and measures together, or None without rows."""
-        found = [row[measure] for select in selects for row in self.rows(name, select) for measure in measures]
-        if not found:
+        intervals = [row[measure] for select in selects for row in self.rows(name, select) for measure in measures]
+        if not intervals:
             return None
-        return Interval(Fraction(str(min(v["low"] for v in found))), Fraction(str(max(v["high"] for v in found))))
+        return Interval(
+            Fraction(str(min(v["low"] for v in intervals))), Fraction(str(max(v["high"] for v in intervals)))
+        )
 
     def interval(self, name: str, select: Select, measure: str) -> Interval | None:
         """Return the lowest and highest figure that the seeds gave, or None where there is none."""

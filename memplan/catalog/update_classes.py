@@ -103,8 +103,8 @@ def _class_problems(entry: Optimizer, known: UpdateClass) -> Problems:
         yield ("scratch", "form"), f"{entry.implementation} takes {known.form}, not {entry.scratch.form}"
     names = list(dict.fromkeys(slot.name for slot in (*entry.slots, *entry.exempt_slots)))
     if unknown := [name for name in names if name not in known.keeps]:
-        kept = ", ".join(sorted(known.keeps))
-        yield ("slots",), f"keeps {', '.join(unknown)}, which {entry.implementation} does not; it keeps {kept}"
+        states = ", ".join(sorted(known.keeps))
+        yield ("slots",), f"keeps {', '.join(unknown)}, which {entry.implementation} does not; it keeps {states}"
     for name in names:
         option = known.needs.get(name)
         if option is not None and option not in entry.options:

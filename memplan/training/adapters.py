@@ -26,18 +26,18 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
         raise InvalidFileError(
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
-    found: list[ParameterTensor] = []
+    tensors: list[ParameterTensor] = []
     for tensor in model.inventory:
         if tensor.role != "hidden_matrix" or not _targeted(tensor, adapter.targets):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         stem = tensor.name.removesuffix(".weight")
         for part, shape in (("lora_A", (adapter.rank, columns)), ("lora_B", (rows, adapter.rank))):
-            found.append(ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first))
+            tensors.append(ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first))
         if adapter.kind == "dora":
             name = f"{stem}.lora_magnitude_vector.weight"
-            found.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
-    return tuple(found)
+            tensors.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
+    return tuple(tensors)
 
 
 def projections(model: Model) -> list[str]:

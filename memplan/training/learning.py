@@ -113,8 +113,8 @@ def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence
 
 def of_config(recipe: Recipe, catalog: Catalog, name: str, evidence: str | None) -> Learning:
     """Return how a shipped config learns, by its own record and by what others have published of it."""
-    found = [_borne(recipe, catalog, record) for record in (evidence, f"literature-{name}") if record is not None]
-    return min(found, key=lambda item: ORDER.index(item.status), default=UNTRIED)
+    levels = [_borne(recipe, catalog, record) for record in (evidence, f"literature-{name}") if record is not None]
+    return min(levels, key=lambda item: ORDER.index(item.status), default=UNTRIED)
 
 
 def _borne(recipe: Recipe, catalog: Catalog, name: str) -> Learning:

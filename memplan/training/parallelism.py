@@ -14,12 +14,12 @@ POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) 
 INSTEAD = "use parallel.zero_stage: 0"
 
 Path = tuple[str, ...]
-Found = Iterator[tuple[Path, str]]
+Problems = Iterator[tuple[Path, str]]
 
 _DEGREES = ("tensor", "sequence", "pipeline", "context", "expert")
 
 
-def parallel_problems(parallel: Parallel) -> Found:
+def parallel_problems(parallel: Parallel) -> Problems:
     """Yield impossible degrees, each with its path of keys."""
     for name in ("data", "tensor", "pipeline", "context", "expert"):
         value = getattr(parallel, name)
@@ -35,7 +35,7 @@ def parallel_refusals(
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
-) -> Found:
+) -> Problems:
     """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
 
     Args:
@@ -59,12 +59,12 @@ def parallel_refusals(
             "3 is not supported with one GPU, which has nothing to share; set parallel.data",
         )
     elif parallel.data > 1:
-        yield from _on_several(config, formats, floats)
+        yield from _when_parallel(config, formats, floats)
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, floats, optimizers)
 
 
-def _on_several(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Found:
+def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:
     """Yield what neither kind of data parallelism is modelled with."""
     weights = formats["hidden_matrix"]
     if coded := sorted(set(formats.values()) - floats.keys()):
@@ -86,7 +86,7 @@ def _when_sharded(
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
-) -> Found:
+) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
     if len(set(formats.values())) > 1:

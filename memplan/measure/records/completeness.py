@@ -40,5 +40,5 @@ def other_instants(prediction: Prediction, measurement: Measurement) -> Iterator
         yield from sorted(prediction.traced_instants.keys() ^ measurement.instants.keys())
 
 
-def _missing(section: str, names: tuple[str, ...], found: Container[str]) -> Iterator[str]:
-    return (f"{section}.{name}" for name in names if name not in found)
+def _missing(section: str, names: tuple[str, ...], present: Container[str]) -> Iterator[str]:
+    return (f"{section}.{name}" for name in names if name not in present)

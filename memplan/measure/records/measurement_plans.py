@@ -97,11 +97,11 @@ def _all_cuda_tasks(catalog: Catalog) -> Iterator[Task]:
 
 def _smallest_of_each_family(catalog: Catalog) -> list[str]:
     """Return the smallest catalog model of every architecture."""
-    found: dict[str, tuple[int, str]] = {}
+    smallest: dict[str, tuple[int, str]] = {}
     for name, entry in catalog.models.entries.items():
         size = parameter_count(scaled_model(name, FAMILY_SCALE, catalog).inventory)
-        found[entry.architecture] = min(found.get(entry.architecture, (size, name)), (size, name))
-    return [name for _, name in found.values()]
+        smallest[entry.architecture] = min(smallest.get(entry.architecture, (size, name)), (size, name))
+    return [name for _, name in smallest.values()]
 
 
 def _cuda_task(model: str, config: str, catalog: Catalog, alloc_conf: str = "", **keys: Any) -> Task:

@@ -71,10 +71,10 @@ def record_files(place: Path) -> list[Path]:
     Raises:
         InvalidFileError: There is none.
     """
-    found = files_in(place, "*.json", deep=True) if is_folder(place) else [place]
-    if not found:
+    files = files_in(place, "*.json", deep=True) if is_folder(place) else [place]
+    if not files:
         raise InvalidFileError([f"{shown_path(place)}: no records (*.json) in this folder"])
-    return found
+    return files
 
 
 def read_data(path: Path) -> Mapping[str, Any]:

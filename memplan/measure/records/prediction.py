@@ -69,12 +69,12 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
         steps=task.steps,
     )
     workspaces = plan.allowances.library_bytes if cuda else 0
-    kept = task.setup.config.gradients.lifetime == "step"
+    whole_step = task.setup.config.gradients.lifetime == "step"
     states = plan.states
     components = {
         "weights": states.weight_bytes,
         "master_weights": states.master_bytes,
-        "gradients": states.gradient_bytes if kept else 0,
+        "gradients": states.gradient_bytes if whole_step else 0,
         "optimizer_states": states.state_bytes,
         "buffers": plan.buffer_bytes,
     }
@@ -90,7 +90,7 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
         survives = _survives(trace, task, context, ran=measurement.status == "measured")
     return Prediction(
         components=components,
-        traced_components={**_held(trace), "host": trace.host_bytes},
+        traced_components={**_component_peaks(trace), "host": trace.host_bytes},
         instants={name: size + beside for name, size in plan.instants},
         traced_instants={name: size + traced_beside for name, size in trace.instant_bytes.items()},
         totals=_planned(plan, beside),
@@ -106,13 +106,13 @@ def planned(task: Task, capability: str = DEFAULT_CAPABILITY, total_bytes: int =
     return CompiledPlan(task.model, task.setup).evaluate(measured_device(capability, total_bytes))
 
 
-def _held(trace: Trace) -> dict[str, int]:
+def _component_peaks(trace: Trace) -> dict[str, int]:
     """Return the traced components that do not change within a step."""
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for moment in trace.instants.values():
         for name in ("weights", "master_weights", "optimizer_states", "buffers"):
-            found[name] = max(found.get(name, 0), moment.components.get(name, 0))
-    return found
+            peaks[name] = max(peaks.get(name, 0), moment.components.get(name, 0))
+    return peaks
 
 
 def _planned(plan: MemoryPlan, beside: int) -> dict[str, int]:

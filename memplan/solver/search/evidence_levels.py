@@ -103,9 +103,9 @@ class Evidence:
             optimizer = STATUSES.index("diverges")
         if FLOAT_BYTES.get(gradients, 0) > FLOAT_BYTES[formed]:
             gradients = formed
-        held = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
-        far = self._verdicts.get(held) == {FAR_BEHIND}
-        return Standing(self._rank(self._weights, held), self._rank(self._gradients, gradients), optimizer, far)
+        stored = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
+        far = self._verdicts.get(stored) == {FAR_BEHIND}
+        return Standing(self._rank(self._weights, stored), self._rank(self._gradients, gradients), optimizer, far)
 
     def _rank(self, known: Mapping[str, int], name: str) -> int:
         return known.get(name, UNKNOWN)
