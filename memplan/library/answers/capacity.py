@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, is_whole, job_inputs
-from memplan.library.lookup import catalog_model
-from memplan.library.lookup.prices import load_prices
 from memplan.model.model import Model
-from memplan.plan.largest_model import LargestModel, Placements, largest_models, placements
-from memplan.plan.memory_plan import Verdict
-from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
-from memplan.report.largest.largest_model_answer import Prices
-from memplan.solver.batch_frontier import DEFAULT_BATCHES, DEFAULT_LENGTHS, Frontier
-from memplan.solver.batch_frontier import frontier as grid_of
-from memplan.solver.largest_per_device import Largest, Quantity, largest_values
 from memplan.training.resolved import TrainingSetup
+
+if TYPE_CHECKING:  # each question imports what it alone needs
+    from memplan.plan.largest_model import LargestModel, Placements
+    from memplan.plan.memory_plan import Verdict
+    from memplan.report.largest.largest_model_answer import Prices
+    from memplan.solver.batch_frontier import Frontier
+    from memplan.solver.largest_per_device import Largest, Quantity
 
 Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
@@ -116,6 +114,8 @@ def largest(
     inputs = job_inputs("largest", model, options)
     devices = inputs.devices(inputs.gpus)
     if of != "parameters":
+        from memplan.solver.largest_per_device import largest_values
+
         known = inputs.model()
         setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw")
         return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices)))
@@ -123,6 +123,9 @@ def largest(
         raise InvalidFileError(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
         )
+    from memplan.library.lookup import catalog_model
+    from memplan.plan.largest_model import largest_models
+
     setups = _setups(inputs)
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
     rows = tuple(row for setup in setups for row in largest_models(models, setup, devices))
@@ -180,6 +183,9 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
         {'rtx4090': 1}
     """
     inputs = job_inputs("where", model, options, refused={"gpus": "how many GPUs it takes is the question"})
+    from memplan.library.lookup.prices import load_prices
+    from memplan.plan.largest_model import placements
+
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
@@ -262,6 +268,10 @@ def frontier(
     """
     axes = {"micro_batch_size": "batches are an axis of the grid", "sequence_length": "lengths are an axis of the grid"}
     inputs = job_inputs("frontier", model, options, refused=axes)
+    from memplan.plan.planner import CompiledPlan
+    from memplan.solver.batch_frontier import DEFAULT_BATCHES, DEFAULT_LENGTHS
+    from memplan.solver.batch_frontier import frontier as grid_of
+
     known = inputs.model()
     device = inputs.device(count=inputs.gpus)
     plan = CompiledPlan(known, inputs.setup(known))

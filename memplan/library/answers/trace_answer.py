@@ -166,7 +166,7 @@ def _largest_table(traced: TracedStep, unit: str) -> Table:
             s.component,
             "x".join(map(str, s.shape)),
             s.name or s.operation,
-            _model_line(s.line) or s.instant,
+            model_line(s.line) or s.instant,
         )
         for s in traced.trace.largest_at_peak(traced.most_listed)
     )
@@ -244,9 +244,9 @@ def _data(traced: TracedStep) -> dict[str, Any]:
 
 
 def _tensor_data(tensor: TracedStorage) -> dict[str, Any]:
-    return asdict(tensor) | {"shape": list(tensor.shape), "line": _model_line(tensor.line)}
+    return asdict(tensor) | {"shape": list(tensor.shape), "line": model_line(tensor.line)}
 
 
-def _model_line(line: str) -> str:
+def model_line(line: str) -> str:
     """Return a line of the model's code; what was made before the model ran, by memplan itself, has none."""
     return "" if line.startswith(OWN_CODE) else line

@@ -12,7 +12,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
-from memplan.library.answers.trace_answer import TracedStep, trace_document
+from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
 from memplan.model.model import Model
 from memplan.plan.allowances import context_bytes
@@ -94,7 +94,10 @@ class Traced(Answer):
         from memplan.trace.recording.timeline import timeline_json, timeline_svg
 
         if form == "json":
-            return json_text(timeline_json(self.step.trace), indent=1)
+            data = timeline_json(self.step.trace)
+            for tensor in data["largest_at_peak"]:
+                tensor["line"] = model_line(tensor["line"])
+            return json_text(data, indent=1)
         return timeline_svg(self.step.trace, f"{self.step.title}, {self.step.setup.name}")
 
 
