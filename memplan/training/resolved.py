@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.family_gaps import FamilyGap
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
+from memplan.training.config_refusals import (
+    number_problems,
+    refuse_frozen_formats,
+    refuse_offloading,
+    refuse_unmodelled,
+    word_problems,
+)
 from memplan.training.learning import Learning, Recipe, learning_of, recipe_of
 from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.units import parse_bytes
@@ -111,14 +118,14 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     problems = [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]
     if problems:
         raise InvalidFileError(problems)
-    _refuse_unmodelled(config, place)
+    refuse_unmodelled(config, place)
     profile = catalog.profile(config.kernels)
     format_names = {role: _format_name(config, role) for role in ROLES}
     if config.adapter is None:
-        _refuse_frozen_formats(format_names, catalog, place)
+        refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
-        _refuse_offloading(config, optimizer_names.values(), catalog, place)
+        refuse_offloading(config, optimizer_names.values(), catalog, place)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
@@ -192,7 +199,8 @@ def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str
 # ------------------------------------------------------------------ what is refused
 def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
     """Yield every unknown name, impossible number and contradiction of a config, with its path of keys."""
-    yield from _numbers(config)
+    yield from word_problems(config, ())
+    yield from number_problems(config)
     yield from _names(config, catalog)
     yield from _contradictions(config)
     yield from parallel_problems(config.parallel)
@@ -201,27 +209,6 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
         yield ("kernels", "preset"), f"unknown kernel preset {preset!r}{catalog.preset_hint(preset)}"
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
-
-
-def _numbers(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
-    limits = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gradient_accumulation_steps": 2**20}
-    for key, most in limits.items():
-        value = getattr(config, key)
-        if not 1 <= value <= most:
-            yield (key,), f"expected a whole number from 1 to {most:,}, got {value}"
-    within = all(1 <= getattr(config, key) <= most for key, most in limits.items())
-    if within and config.micro_batch_size * config.sequence_length > MAXIMUM_TOKENS:
-        yield ("sequence_length",), "batch times sequence length is beyond any machine"
-    if config.dropout is not None and not 0 <= config.dropout < 1:
-        yield ("dropout",), f"expected a probability from 0 to below 1, got {config.dropout}"
-    if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:
-        yield ("adapter", "rank"), f"expected a whole number from 1 to 65,536, got {config.adapter.rank}"
-    if config.kernels.loss_chunks is not None and not 1 <= config.kernels.loss_chunks <= 2**16:
-        yield ("kernels", "loss_chunks"), f"expected a whole number from 1 to 65,536, got {config.kernels.loss_chunks}"
-    try:
-        parse_bytes(config.reserve)
-    except MemplanError as error:
-        yield ("reserve",), str(error)
 
 
 def _names(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
@@ -288,57 +275,6 @@ def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("adapter", "targets"), "expected at least one projection, such as q_proj, or all-linear"
 
 
-def _refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
-    for name in Offload.__dataclass_fields__:
-        given = getattr(config.offload, name)
-        if given != getattr(Offload(), name) and name != "optimizer_states":
-            path = ("offload", name)
-            raise CannotAnswerError(
-                f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
-            )
-
-
-def _refuse_frozen_formats(format_names: Mapping[Role, str], catalog: Catalog, place: Where) -> None:
-    """Refuse to train weights in a format that can only be frozen.
-
-    Raises:
-        CannotAnswerError: Nothing codes them again after an update.
-    """
-    for role, given in format_names.items():
-        if catalog.formats[given].training == "frozen":
-            name = catalog.formats.name_of(given)
-            able = ", ".join(key for key, entry in catalog.formats.entries.items() if entry.training != "frozen")
-            raise CannotAnswerError(
-                f"{place(('weights', role))}: weights in {name} cannot be trained: nothing codes them again after an update; "
-                f"use one of {able}, or freeze them beside adapters"
-            )
-
-
 def is_bundled(entry: Optimizer) -> bool:
     """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
     return entry.bundled is not None
-
-
-def _refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog: Catalog, place: Where) -> None:
-    """Refuse states in host memory where the bundled optimizer, which alone keeps them there, does not step.
-
-    Raises:
-        CannotAnswerError: Another optimizer would have to.
-    """
-    where = place(("offload", "optimizer_states"))
-    used = {name: catalog.optimizers[name] for name in optimizers}
-    for name, entry in used.items():
-        if not is_bundled(entry):
-            able = ", ".join(key for key, other in catalog.optimizers.entries.items() if is_bundled(other))
-            raise CannotAnswerError(
-                f"{where}: cpu is not supported with {name}: only the bundled optimizer keeps states in host memory ({able})"
-            )
-    if config.master_weights != "none":
-        raise CannotAnswerError(
-            f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
-        )
-    muon = any(entry.orthogonalises for entry in used.values())
-    if muon and catalog.profile(config.kernels).newton_schulz == "torch":
-        raise CannotAnswerError(
-            f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,14 @@ import yaml
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import entry_problems
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.kernel_profiles import KernelProfile, Kernels
+from memplan.catalog.shipped_tables import TABLES, Link, Preset, table_of
+from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
-from memplan.errors import MemplanError, UnknownNameError, normalised_name
+from memplan.errors import InvalidFileError, MemplanError, UnknownNameError, normalised_name
 from memplan.model.inventory import ROLES
+from memplan.training.resolved import resolve
 from memplan.units import GIB
 
 CLASSES = {
@@ -386,3 +389,39 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list(section):
     assert f"did you mean {name!r}?" in str(caught.value)
     assert f"memplan list {section}" in str(caught.value)
     assert isinstance(caught.value, MemplanError)
+
+
+# ------------------------------------------------------------------ tables
+@pytest.mark.parametrize(("name", "cls"), [("kernels", Preset), ("links", Link)])
+def test_a_table_passes_the_strict_schema(name, cls):
+    document = load_document(ROOT / TABLES[name])
+    assert list(document.data) == sorted(document.data)
+    rows = {key: validate(cls, document, row, (key,)) for key, row in document.data.items()}
+    assert all(row.source for row in rows.values())
+    assert rows == table_of(ROOT, name, cls)
+
+
+def test_every_link_of_a_card_is_known_and_leads_to_the_host():
+    assert {entry.interconnect.kind for entry in CATALOG.gpus.entries.values()} <= set(CATALOG.links)
+    leads = {link.host for link in CATALOG.links.values()} - {"same"}
+    assert all(CATALOG.links[name].bytes_per_second for name in leads)
+
+
+def test_a_preset_says_every_key_of_a_profile():
+    for preset in load_document(ROOT / TABLES["kernels"]).data.values():
+        assert set(preset["profile"]) == {field.name for field in fields(KernelProfile)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"kernels": Kernels(attention="flsh")}, "kernels.attention: expected one of .*; did you mean 'flash'"),
+        ({"kernels": Kernels(preset="megatrn")}, "kernels.preset: unknown kernel preset .*; did you mean 'megatron'"),
+        ({"gradients": Gradients(lifetime="steps")}, "gradients.lifetime: expected one of step, layer, got 'steps'"),
+        ({"activation_checkpointing": "all"}, "activation_checkpointing: expected one of none, selective, full, got 'all'"),
+        ({"allocator": "expandible"}, "allocator: .*; did you mean 'expandable'"),
+    ],
+)  # fmt: skip
+def test_a_word_that_nothing_knows_is_refused_wherever_a_config_comes_from(keys, words):
+    with pytest.raises(InvalidFileError, match=words):
+        resolve(TrainingConfig("made in Python", **keys), CATALOG, "mine")

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
+from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
@@ -229,6 +230,8 @@ def slot_bytes(slot: StateSlot, shape: tuple[int, ...], own_bytes: int) -> int:
         elements //= shape[-2] if len(shape) > 1 else 1
     elif slot.layout == "scalar":
         elements = 1
+    elif slot.layout != "elementwise":
+        raise CannotAnswerError(f"state {slot.name}: a layout by {slot.layout} is not known")
     if slot.as_parameter:
         return elements * own_bytes
     return ceil_div(elements, slot.block_elements) * slot.block_bytes + slot.tensor_bytes

@@ -7,6 +7,8 @@ are named here and not left to the dispatcher.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memplan.catalog.kernel_profiles import AttentionKernel, ElementwiseKernel
+from memplan.errors import CannotAnswerError
 from memplan.model.spec import Activation
 from memplan.trace.reference.run_options import Runtime, Target
 
@@ -111,12 +114,14 @@ def attention(
         results = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, keeps, dropout, True, False, scale=scale
         )
-    else:
+    elif kernel == "efficient":
         keeps = torch.is_grad_enabled()
         key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
         results = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, keeps, dropout, True, scale=scale
         )
+    else:
+        raise CannotAnswerError(f"attention kernel {kernel} is not traced")
     out: Tensor = results[0]
     return out
 
@@ -190,11 +195,17 @@ CLAMP_ALPHA = 1.702
 
 def activated(x: Tensor, kind: Activation) -> Tensor:
     """Return the activation of ``x``."""
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu-tanh" else "none")
+    if kind not in _ACTIVATIONS:
+        raise CannotAnswerError(f"activation {kind} is not traced; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[kind](x)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation, kernel: ElementwiseKernel) -> Tensor:
