@@ -46,6 +46,11 @@ class Device:
     profile: MachineProfile | None = None
 
     @property
+    def counted_name(self) -> str:
+        """Its name, with how many where memory is pooled."""
+        return self.name if self.count == 1 else f"{self.count} x {self.name}"
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of all devices as the driver reports it."""
         return self.gpu.memory_bytes * self.count

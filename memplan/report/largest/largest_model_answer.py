@@ -82,7 +82,7 @@ def _max_data(row: LargestModel, figures: NotesFigures) -> dict[str, Any]:
 def _max_row(row: LargestModel, data: Mapping[str, Any], unit: str) -> tuple[str, ...]:
     notes = data.get("notes_max_parameters")
     return (
-        row.device.name if row.device.count == 1 else f"{row.device.count} x {row.device.name}",
+        row.device.counted_name,
         format_bytes(data["usable_bytes"], unit),
         row.setup.label,
         row.setup.config.status,
@@ -100,9 +100,9 @@ def _max_sentence(rows: Sequence[LargestModel]) -> str:
     with_config = f"{best.largest_fitting} with {best.setup.name}"
     if best.device.count == 1:
         return f"The largest catalog model that fits is {with_config} on {best.device.name}."
-    on = f"{best.device.count} x {best.device.name}"
     return (
-        f"At most {with_config} on {on}: a bound, of pooled memory; memplan fit --gpus plans a job that is shared out."
+        f"At most {with_config} on {best.device.counted_name}: a bound, of pooled memory; "
+        "memplan fit --gpus plans a job that is shared out."
     )
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
+from memplan.report.plans.frontier_answer import answer_text
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.solver.largest_per_device import Largest, Quantity
-    from memplan.solver.largest_value import Answer
     from memplan.training.resolved import TrainingSetup
 
 WORDS: dict[Quantity, str] = {
@@ -72,19 +72,13 @@ def _row(row: Largest, unit: str) -> tuple[str, ...]:
     plan, following = row.plan, row.following
     known = plan or following
     return (
-        row.device.name if row.device.count == 1 else f"{row.device.count} x {row.device.name}",
-        _text(row.fits),
+        row.device.counted_name,
+        answer_text(row.fits),
         format_bytes(plan.upper_bytes, unit) if plan else "",
         format_bytes(following.upper_bytes, unit) if following else "",
         format_bytes(known.usable_bytes, unit) if known else "",
-        _text(row.tight),
+        answer_text(row.tight),
     )
-
-
-def _text(answer: Answer) -> str:
-    if not answer.value:
-        return "none"
-    return f"{answer.value} (limit)" if answer.bounded else str(answer.value)
 
 
 def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:

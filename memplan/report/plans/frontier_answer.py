@@ -82,11 +82,11 @@ def _gpus(grid: Frontier) -> int:
 
 def _heading(grid: Frontier) -> str:
     plan, config = grid.plan, grid.plan.setup.config
-    several = f"{grid.device.count} x " if grid.device.count > 1 else ""
-    several = f"each of {_gpus(grid)} " if config.parallel.data > 1 else several
+    ranks = config.parallel.data
+    name = f"each of {ranks} {grid.device.name}" if ranks > 1 else grid.device.counted_name
     return (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name} on "
-        f"{several}{grid.device.name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"
+        f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"
     )
 
 

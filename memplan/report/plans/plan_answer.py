@@ -105,7 +105,7 @@ def device_name(plan: MemoryPlan) -> str:
     """Return the device as people say it."""
     if plan.setup.config.parallel.data > 1:
         return f"each of {plan.setup.config.parallel.data} {plan.device.name}"
-    return plan.device.name if plan.device.count == 1 else f"{plan.device.count} x {plan.device.name} (memory pooled)"
+    return plan.device.name if plan.device.count == 1 else f"{plan.device.counted_name} (memory pooled)"
 
 
 # ------------------------------------------------------------------ tables

@@ -117,9 +117,8 @@ def _errors(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _row(row: SuggestedConfigs, unit: str) -> tuple[str, ...]:
-    count = "" if row.device.count == 1 else f"{row.device.count} x "
     return (
-        f"{count}{row.device.name}",
+        row.device.counted_name,
         format_bytes(row.device.usable_bytes(0), unit),
         *_pair(row.established),
         *_pair(row.experimental),

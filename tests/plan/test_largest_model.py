@@ -1,4 +1,4 @@
-"""Inverse questions: what is answered fits, and the next larger does not."""
+"""The largest model and the fewest GPUs: what is answered fits, and the next larger does not."""
 
 from __future__ import annotations
 
