@@ -69,13 +69,13 @@ class StepForms:
 
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for ``batch`` sequences of ``length`` tokens; what changes nothing is left at its default."""
-    tokens, chunks = batch * length, setup.profile.loss_chunks
-    eager = _steps_through_scores(model.spec)
+    tokens, spec, profile = batch * length, model.spec, setup.profile
+    learned = spec.learned_positions > 0
     return Regime(
-        one_sequence=batch == 1 and (eager or setup.profile.attention == "math" or model.spec.learned_positions > 0),
+        one_sequence=batch == 1 and (profile.attention == "math" or learned or _steps_through_scores(spec)),
         one_token=length == 1,
-        one_chunk=setup.profile.loss == "chunked" and ceil_div(tokens, chunks) == tokens,
-        sorts_positions=model.spec.learned_positions > 0 and length > EMBEDDING_DIRECT_INDICES,
+        one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
+        sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
     )
 
 
