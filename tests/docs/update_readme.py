@@ -41,12 +41,21 @@ def write_examples(text: str, folder: Path) -> None:
         (folder / name).write_text(content, encoding="utf-8")
 
 
-def printed(command: str, folder: Path) -> list[str]:
-    """Return what a command prints, folded at 100 columns; a refusal is what it writes to standard error."""
+def bare(command: str) -> str:
+    """Return the command of a marker, without what says which lines of its output are shown."""
+    match = _LINES.fullmatch(command) or _PART.fullmatch(command)
+    return match[1] if match else command
+
+
+def answered(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command of a marker."""
+    machine = "--json" in command or "--format" in command
+    return run(bare(command) if machine else f"{bare(command)} --format plain", folder)
+
+
+def printed(command: str, result: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return what a command has printed, folded at 100 columns; a refusal is what it writes to standard error."""
     match, part = _LINES.fullmatch(command), _PART.fullmatch(command)
-    bare = match[1] if match else part[1] if part else command
-    machine = "--json" in bare or "--format" in bare
-    result = run(bare if machine else f"{bare} --format plain", folder)
     if result.returncode not in (0, 1) and not result.stdout:
         return folded(result.stderr.splitlines())
     lines = folded(result.stdout.splitlines())
@@ -107,7 +116,7 @@ def updated(text: str) -> str:
 def _output(block: Block, folder: Path) -> list[str]:
     """Return a block's lines: the command that it shows, if any, and the output."""
     command = block.markers["output"]
-    return [*(line for line in block.lines[:1] if line.startswith("$ ")), *printed(command, folder)]
+    return [*(line for line in block.lines[:1] if line.startswith("$ ")), *printed(command, answered(command, folder))]
 
 
 if __name__ == "__main__":

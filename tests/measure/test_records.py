@@ -24,12 +24,24 @@ CUDA_SAMPLE = RECORDS / "cuda" / "cuda-smollm2-135m-bf16-adamw-b2-s1024.json"
 SAMPLE = RECORDS / "cpu" / "cpu-llama-3.2-1b-small-fp32-adamw-b2-s128.json"
 
 
+WHOLE = {
+    "cuda-smollm2-135m-bf16-adamw-b2-s1024",
+    "cuda-smollm2-135m-muon-b2-s1024",
+    "cuda-smollm2-135m-bf16-adamw-b8-s1024-c8589934592",
+    "cuda-smollm2-135m-bf16-adamw-b26-s1024-c25769803776",
+}
+"""Models in all their layers that are replayed in the default run: one with each kind of optimizer, and at two boundaries."""
+
+
+SMALL_CUDA_SAMPLE = RECORDS / "cuda" / "cuda-gpt2-2layers-8192tokens-bf16-adamw-b2-s512.json"
+
+
 def cases():
     """Every record; those that take seconds are slow here, and part of ``memplan validate --replay`` in CI."""
     for path in FILES:
         task = read_data(path)["task"]
         small = task["device_kind"] == "cpu" or (task["scale"]["layers"] and "smollm3" not in path.stem)
-        fast = task["config"] in FAST and (small or "smollm2-135m" in path.stem)
+        fast = path.stem in WHOLE or (task["config"] in FAST and small)
         yield pytest.param(path, id=path.stem, marks=() if fast else pytest.mark.slow)
 
 
@@ -160,11 +172,11 @@ def test_a_record_with_a_negative_size_is_refused(tmp_path, catalog):
 
 
 def test_a_driver_that_was_not_recorded_is_shown_as_unknown(cli, tmp_path):
-    data = json.loads(CUDA_SAMPLE.read_text())
+    data = json.loads(SMALL_CUDA_SAMPLE.read_text())
     assert data["measurement"]["counters"].pop("driver_cuda_version") == 0
     later = tmp_path / "later.json"
     later.write_text(json.dumps(data))
-    for path, version in ((CUDA_SAMPLE, "unknown"), (later, "580.159.03")):
+    for path, version in ((SMALL_CUDA_SAMPLE, "unknown"), (later, "580.159.03")):
         if version != "unknown":
             data["measurement"]["counters"]["driver_version"] = version
             later.write_text(json.dumps(data))
