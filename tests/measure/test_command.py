@@ -59,7 +59,7 @@ def test_a_plan_runs_nothing_that_is_recorded(record_folder, tmp_path, monkeypat
     folder = tmp_path / "records"
     shutil.copytree(record_folder / "cpu", folder)
     monkeypatch.setattr("memplan.measure.process.measure", None)
-    monkeypatch.setattr("memplan.cli.torch_commands.validating._replayed", lambda *_: None)
+    monkeypatch.setattr("memplan.library.validation_runs._replayed", lambda *_: None)
     result = run("validate", "--plan", "--device", "cpu", "--record", str(folder))
     assert result.stderr.count("is recorded") == len(list(folder.glob("*.json")))
 

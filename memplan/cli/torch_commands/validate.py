@@ -86,7 +86,7 @@ def validate_command(
 
     Exit code 0: all agrees; 1: something does not; 2: bad input; 3: nothing could be measured.
     """
-    from memplan.cli.torch_commands.validating import ValidateRequest, validate_document
+    from memplan.library.validation_runs import ValidateRequest, validate_document
 
     request = ValidateRequest(
         model=model.model,

@@ -1,4 +1,4 @@
-"""What ``memplan validate`` does: choose, measure, compare, record."""
+"""Predicted beside measured: what is measured is chosen, run, compared and recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU_SETTINGS = ("kernels.attention=math", "kernels.norm=composite")
 
 @dataclass(frozen=True, slots=True)
 class ValidateRequest:
-    """What was asked for on the command line."""
+    """What is measured and how, or the records that are read instead."""
 
     model: str | None
     shapes: Shapes
@@ -227,11 +227,11 @@ def _replayed(request: ValidateRequest, place: Path, catalog: Catalog, unit: str
     from memplan.measure.records.measurement_records import record_files
     from memplan.measure.records.record_replay import replay_records
 
-    found = [
+    rows = [
         (_facts(item.record.task, item.record.measurement), Path(item.record.name).stem, item.rows)
         for item in replay_records(record_files(place), catalog, request.say)
     ]
-    return replay_document(found, unit)
+    return replay_document(rows, unit)
 
 
 def _calibrated(place: Path) -> Document:
