@@ -42,17 +42,17 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(1)
 
 
-def _measured(task: Task, say: Any) -> Measurement:
+def _measured(task: Task, progress: Any) -> Measurement:
     import torch
 
     try:
         if task.device == "cuda":
             from memplan.measure.measure_cuda import measure_cuda
 
-            return measure_cuda(task, say)
+            return measure_cuda(task, progress)
         from memplan.measure.measure_cpu import measure_cpu
 
-        return measure_cpu(task, say)
+        return measure_cpu(task, progress)
     except torch.OutOfMemoryError as error:
         return _out_of_memory(str(error))
     except (RuntimeError, MemoryError) as error:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from memplan.measure.measured import Measurement
+from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes, gradient_bytes
 from memplan.trace.cpu_events import MARK, NEXT_STEP, Marker, peaks_of
 from memplan.trace.jobs.reference_job import Session
 
 if TYPE_CHECKING:
     from memplan.measure.task import Task
-
-Say = Callable[[str], None]
 
 
 class GradientCounter(Marker):
@@ -34,7 +31,7 @@ class GradientCounter(Marker):
         super().instant(name, backward=backward)
 
 
-def measure_cpu(task: Task, say: Say) -> Measurement:
+def measure_cpu(task: Task, progress: Progress) -> Measurement:
     """Return what some steps take of the CPU's memory, counted from before the first weight.
 
     Source:
@@ -44,15 +41,15 @@ def measure_cpu(task: Task, say: Say) -> Measurement:
     torch.set_num_threads(1)
     marker = GradientCounter()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        say("building the model")
+        progress("building the model")
         session = marker.session = Session(task.model.spec, task.setup, device="cpu", target="cpu")
         session.watch(marker)
         for step in range(task.steps):
-            say(f"step {step + 1} of {task.steps}")
+            progress(f"step {step + 1} of {task.steps}")
             with record_function(MARK + NEXT_STEP):
                 pass
             session.step(marker)
-    say("adding up allocation events")
+    progress("adding up allocation events")
     assert recorded.profiler is not None
     instants = peaks_of(recorded.profiler.kineto_results.experimental_event_tree())
     components = {**component_bytes(session), "gradients": marker.gradient_bytes}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,13 @@ import torch
 from memplan.host.nvidia_driver import driver_version
 from memplan.measure.driver_memory import context_bytes, used_bytes
 from memplan.measure.measure_cpu import GradientCounter
-from memplan.measure.measured import Measurement
+from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 
 if TYPE_CHECKING:
     from memplan.measure.task import Task
-
-Say = Callable[[str], None]
 
 PEAKS = {
     "requested": "requested_bytes.all.peak",
@@ -68,25 +65,25 @@ class PeakReader(GradientCounter):
         self.totals = dict.fromkeys(PEAKS, 0)
 
 
-def measure_cuda(task: Task, say: Say) -> Measurement:
+def measure_cuda(task: Task, progress: Progress) -> Measurement:
     """Return what some steps take of a CUDA device's memory; the first, which creates persistent tensors, does not count."""
     torch.manual_seed(0)
     if task.history:
         torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY_ENTRIES)
-    say("creating a CUDA context")
+    progress("creating a CUDA context")
     others = used_bytes()
     _, total = torch.cuda.mem_get_info()
     reader = PeakReader()
     if task.capacity_bytes:
-        say("loading kernels, so that the context has its full size")
+        progress("loading kernels, so that the context has its full size")
         _load_kernels(task)
         left = max(0, task.capacity_bytes - context_bytes(others))
         torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
-    say("building the model")
+    progress("building the model")
     session = reader.session = Session(task.model.spec, task.setup, device="cuda", target="cuda")
     session.watch(reader)
     for step in range(task.steps):
-        say(f"step {step + 1} of {task.steps}")
+        progress(f"step {step + 1} of {task.steps}")
         session.step(reader)
         torch.cuda.synchronize()
         if step == 0:

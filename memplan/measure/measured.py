@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ HISTORY_COUNTERS = ("simulated_reserved_peak_bytes", "measured_reserved_peak_byt
 """Counters that comparisons are made from; all others are only recorded."""
 
 _CAPABILITY = re.compile(r"[1-9][0-9]?\.[0-9]")
+
+Progress = Callable[[str], None]
+"""Called with a line for each stage of a measurement."""
 
 Status = Literal["measured", "out of memory", "killed", "hung", "failed"]
 

@@ -9,17 +9,15 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 import memplan
-from memplan.measure.measured import Measurement, measurement_of
+from memplan.measure.measured import Measurement, Progress, measurement_of
 from memplan.measure.task import Task
-
-Say = Callable[[str], None]
 
 SILENCE_SECONDS = 600
 """How long a measurement may say nothing before it is taken for hung: longer than any one step should take."""
@@ -34,12 +32,14 @@ def cuda_is_usable() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def measure(task: Task, say: Say, silence_seconds: float = SILENCE_SECONDS, module: str = CHILD) -> Measurement:
+def measure(
+    task: Task, progress: Progress, silence_seconds: float = SILENCE_SECONDS, module: str = CHILD
+) -> Measurement:
     """Return what a fresh process measured, or how it failed; the process is gone when this returns.
 
     Args:
         task: What to measure.
-        say: Called with a line whenever the measurement has come further.
+        progress: Called with a line for each stage of the measurement.
         silence_seconds: After so long without a line the process is killed and reported as hung.
         module: What the process runs.
     """
@@ -49,7 +49,7 @@ def measure(task: Task, say: Say, silence_seconds: float = SILENCE_SECONDS, modu
         try:
             process.stdin.write(pickle.dumps(task))
             process.stdin.flush()
-            outcome = _read(process.stdout, say, silence_seconds)
+            outcome = _read(process.stdout, progress, silence_seconds)
         except BrokenPipeError:
             outcome = None
         if isinstance(outcome, Measurement):
@@ -81,7 +81,7 @@ def _process(task: Task, complaints: IO[bytes], module: str) -> Iterator[subproc
         process.wait()
 
 
-def _read(stream: IO[bytes], say: Say, silence_seconds: float) -> Measurement | str | None:
+def _read(stream: IO[bytes], progress: Progress, silence_seconds: float) -> Measurement | str | None:
     """Return the measurement in what a process says, ``hung``, or None where it ends without one."""
     waiting = b""
     with selectors.DefaultSelector() as selector:
@@ -99,7 +99,7 @@ def _read(stream: IO[bytes], say: Say, silence_seconds: float) -> Measurement | 
                 message: dict[str, Any] = json.loads(line)
                 if "measurement" in message:
                     return measurement_of(message["measurement"], "the measuring process")
-                say(str(message.get("progress", "")))
+                progress(str(message.get("progress", "")))
 
 
 def _ended(code: int, complaints: IO[bytes]) -> Measurement:

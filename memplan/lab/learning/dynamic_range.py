@@ -44,14 +44,14 @@ def dynamic_range(catalog: Catalog, size: Size, seeds: Sequence[int], device: st
         device: Where to train.
     """
 
-    def run(told: Progress) -> Outcome:
+    def run(progress: Progress) -> Outcome:
         text = library_text()
         by_seed: list[Spans] = []
         for count, seed in enumerate(seeds):
             spans: Spans = {}
             for place, optimizer in enumerate(OPTIMIZERS):
                 spans |= spans_of(catalog, size, optimizer, seed, text, device)
-                told(count * len(OPTIMIZERS) + place + 1, f"seed {seed}, {optimizer}")
+                progress(count * len(OPTIMIZERS) + place + 1, f"seed {seed}, {optimizer}")
             by_seed.append(spans)
         rows = [_row(key, [spans[key] for spans in by_seed]) for key in by_seed[0]]
         settings = {

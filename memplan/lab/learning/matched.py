@@ -22,7 +22,7 @@ from memplan.lab.learning.variants import (
     lab_setup,
     one_run,
     percent_text,
-    said,
+    run_text,
 )
 from memplan.lab.training.component_bytes import planned_bytes
 from memplan.lab.training.loop import Run, TrainingOptions
@@ -85,11 +85,11 @@ def matched_8bit(
     planned = {key: SHAPES[key] for key in PLANNED if key != name or not train}
     planned = planned if train or name in planned else {name: size, **planned}
 
-    def run(told: Progress) -> Outcome:
-        rows = trained_rows(catalog, name, size, names, seeds, device, told) if train else []
+    def run(progress: Progress) -> Outcome:
+        rows = trained_rows(catalog, name, size, names, seeds, device, progress) if train else []
         for key, shape in planned.items():
             rows += [planned_row(catalog, key, shape, momentum) for momentum in names]
-            told(len(names) * len(seeds) * train + 1, f"planned {key}")
+            progress(len(names) * len(seeds) * train + 1, f"planned {key}")
         settings: dict[str, Any] = {
             **(size.settings(library_text()) if train else {}),
             "tokens": "bytes of the text, so that ids of 256 and above never come up",
@@ -109,7 +109,13 @@ def variant_of(catalog: Catalog, size: Size, momentum: str, device: str = "cpu")
 
 
 def trained_rows(
-    catalog: Catalog, name: str, size: Size, momenta: Sequence[str], seeds: Sequence[int], device: str, told: Progress
+    catalog: Catalog,
+    name: str,
+    size: Size,
+    momenta: Sequence[str],
+    seeds: Sequence[int],
+    device: str,
+    progress: Progress,
 ) -> list[Row]:
     """Return a row for each format, after training every seed.
 
@@ -121,7 +127,7 @@ def trained_rows(
         for place, momentum in enumerate(momenta):
             variant = variant_of(catalog, size, momentum, device)
             runs[momentum].append(one_run(variant, model, text, seed))
-            told(count * len(momenta) + place + 1, f"seed {seed}, {said(runs[momentum][-1], variant)}")
+            progress(count * len(momenta) + place + 1, f"seed {seed}, {run_text(runs[momentum][-1], variant)}")
     baseline = [run.validation_loss for run in runs[BASELINE]]
     speeds = [run.tokens_per_second for run in runs[BASELINE]]
     return [

@@ -97,12 +97,12 @@ def momentum_bits(
     variants = variants if LANGUAGE in problems else []
     students = len(STUDENT_WEIGHTS) * len(stores) * len(seeds)
 
-    def run(told: Progress) -> Outcome:
-        rows = teacher_rows(stores, seeds, told)
+    def run(progress: Progress) -> Outcome:
+        rows = teacher_rows(stores, seeds, progress)
         if variants:
             rows += [
                 {"problem": LANGUAGE, "weights": "fp32", **row}
-                for row in compared(variants, size, seeds, told, students)
+                for row in compared(variants, size, seeds, progress, students)
             ]
         settings: dict[str, Any] = {"teacher_student_steps": STEPS, "language_model": size.settings(library_text())}
         return Outcome("momentum-bits", settings, seeds, rows, findings(rows), LIMITS)
@@ -131,7 +131,7 @@ def variant_of(name: str, catalog: Catalog, size: Size, device: str) -> Variant:
     return Variant(keys, setup, TrainingOptions(steps=size.steps, matrix_options=matrices, device=device))
 
 
-def teacher_rows(stores: Sequence[str], seeds: Sequence[int], told: Progress) -> list[Row]:
+def teacher_rows(stores: Sequence[str], seeds: Sequence[int], progress: Progress) -> list[Row]:
     """Return the rows of the notes' own problem, for weights of both kinds."""
     rows: list[Row] = []
     done = 0
@@ -142,7 +142,7 @@ def teacher_rows(stores: Sequence[str], seeds: Sequence[int], told: Progress) ->
             for seed in seeds:
                 runs.append(student_run(name, weights, seed))
                 done += 1
-                told(done, f"{weights} weights, {name}: {runs[-1].loss:.3f}")
+                progress(done, f"{weights} weights, {name}: {runs[-1].loss:.3f}")
             baseline = baseline or runs
             rows.append(_teacher_row(name, weights, runs, baseline))
     return rows

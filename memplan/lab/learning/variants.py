@@ -122,14 +122,16 @@ def chosen(kind: str, requested: Sequence[str], known: Sequence[str], baseline: 
     return tuple(name for name in known if not requested or name in requested or name == baseline)
 
 
-def compared(variants: Sequence[Variant], size: Size, seeds: Sequence[int], told: Progress, done: int = 0) -> list[Row]:
+def compared(
+    variants: Sequence[Variant], size: Size, seeds: Sequence[int], progress: Progress, done: int = 0
+) -> list[Row]:
     """Return a row for each variant; the first is what the others are compared with, seed by seed.
 
     Args:
         variants: Ways to train.
         size: The model, and the steps.
         seeds: Of weights, batches and rounding.
-        told: Called after each run.
+        progress: Called after each run.
         done: Parts that were done before.
     """
     text, rows = library_text(), []
@@ -138,7 +140,7 @@ def compared(variants: Sequence[Variant], size: Size, seeds: Sequence[int], told
         runs = []
         for count, seed in enumerate(seeds):
             runs.append(one_run(variant, size.model, text, seed))
-            told(done + place * len(seeds) + count + 1, said(runs[-1], variant))
+            progress(done + place * len(seeds) + count + 1, run_text(runs[-1], variant))
         baseline = baseline or runs
         rows.append({**variant.keys, **measurements(runs, baseline)})
     return rows
@@ -163,8 +165,8 @@ def comparison_task(
         findings: Sentences that follow from the rows.
     """
 
-    def run(told: Progress) -> Outcome:
-        rows = compared(variants, size, seeds, told)
+    def run(progress: Progress) -> Outcome:
+        rows = compared(variants, size, seeds, progress)
         record = {**size.settings(library_text()), **settings}
         return Outcome(experiment, record, seeds, rows, findings(rows), LIMITS)
 
@@ -181,7 +183,7 @@ def one_run(variant: Variant, model: Model, text: Text, seed: int) -> Run:
     return trained(trainer, seed)
 
 
-def said(run: Run, variant: Variant) -> str:
+def run_text(run: Run, variant: Variant) -> str:
     """Return the progress message of a run."""
     names = [str(variant.keys[key]) for key in NAMED if key in variant.keys]
     if variant.keys.get("scaled"):
