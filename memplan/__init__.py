@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from memplan.library.answers.planned_job import Plan as Plan
     from memplan.library.answers.planned_job import job as job
     from memplan.library.answers.planned_job import plan as plan
+    from memplan.library.answers.suggested_plans import ConfigSuggestions as ConfigSuggestions
     from memplan.library.answers.suggested_plans import SearchOptions as SearchOptions
     from memplan.library.answers.suggested_plans import Suggested as Suggested
     from memplan.library.answers.suggested_plans import suggest as suggest
+    from memplan.library.answers.suggested_plans import suggest_configs as suggest_configs
     from memplan.library.answers.traced_step import Traced as Traced
     from memplan.library.answers.traced_step import TraceOptions as TraceOptions
     from memplan.library.answers.traced_step import trace as trace
@@ -83,9 +85,11 @@ _MODULES: dict[str, str] = {
     "Plan": f"{_ANSWERS}.planned_job",
     "job": f"{_ANSWERS}.planned_job",
     "plan": f"{_ANSWERS}.planned_job",
+    "ConfigSuggestions": f"{_ANSWERS}.suggested_plans",
     "SearchOptions": f"{_ANSWERS}.suggested_plans",
     "Suggested": f"{_ANSWERS}.suggested_plans",
     "suggest": f"{_ANSWERS}.suggested_plans",
+    "suggest_configs": f"{_ANSWERS}.suggested_plans",
     "TraceOptions": f"{_ANSWERS}.traced_step",
     "Traced": f"{_ANSWERS}.traced_step",
     "trace": f"{_ANSWERS}.traced_step",

@@ -201,7 +201,7 @@ def job_inputs(
         InvalidFileError: A number that is out of range, or an unknown kind of checkpointing.
     """
     for name, instead in (refused or {}).items():
-        if options.get(name) is not None:
+        if options.get(name) not in (None, (), [], {}):
             raise TypeError(f"memplan.{question}() takes no {name}: {instead}")
     for name in options:
         if name not in known.__annotations__:

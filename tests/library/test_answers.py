@@ -82,6 +82,10 @@ QUESTIONS = {
         lambda: memplan.suggest("llama-3.2-1b", min_batch=2, keep=["weights"], most=2, **ON),
         ("suggest", "llama-3.2-1b", "--gpu", "rtx4090", "--min-batch", 2, "--keep", "weights", "--most", 2),
     ),
+    "suggest-configs": (
+        lambda: memplan.suggest_configs(sequence_length=1024, **ON),
+        ("recommend", "-g", "rtx4090", "-s", 1024),
+    ),
     "suggest-what-does-not-fit": (
         lambda: memplan.suggest("llama-3.1-70b", gpu_memory="8GiB", config="lora", set=["sequence_length=1024"]),
         ("suggest", "llama-3.1-70b", "--gpu-memory", "8GiB", "--config", "lora", "--set", "sequence_length=1024"),

@@ -22,6 +22,7 @@ FUNCTIONS = (
     "plan",
     "replay",
     "suggest",
+    "suggest_configs",
     "trace",
     "where",
 )

@@ -42,6 +42,11 @@ class Fit(Answer):
         return self.rows[0].verdict
 
     @property
+    def configs(self) -> tuple[str, ...]:
+        """The configs that were planned, in the order of the rows."""
+        return tuple(row.config for row in self.rows)
+
+    @property
     def fitting(self) -> tuple[Plan, ...]:
         """The plans that fit at the upper end too."""
         return tuple(row for row in self.rows if row.verdict == "fits")

@@ -1,11 +1,11 @@
-"""Which settings to use: ``memplan.suggest``."""
+"""Which settings to use: ``memplan.suggest`` for a model, ``memplan.suggest_configs`` for a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
@@ -18,6 +18,10 @@ from memplan.report.document import Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of, suggestions
 from memplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memplan.plan.suggested_configs import SuggestedConfigs
+    from memplan.training.resolved import TrainingSetup
 
 SEARCH_LIMITS = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
 """Keywords of a search that are numbers, each with the most that it may be."""
@@ -121,3 +125,64 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
     )
     return Suggested(suggestions(known, request, device, inputs.catalog), inputs.catalog)
+
+
+# ------------------------------------------------------------------ configs for a GPU
+@dataclass(frozen=True, repr=False, eq=False)
+class ConfigSuggestions(Answer):
+    """What to train with on each GPU.
+
+    Attributes:
+        rows: One for each GPU.
+        setup: One of the setups that were weighed: its batch, sequence and checkpointing are those of all.
+        catalog: What names were looked up in.
+    """
+
+    rows: tuple[SuggestedConfigs, ...]
+    setup: TrainingSetup
+    catalog: Catalog
+
+    @property
+    def established(self) -> dict[str, str | None]:
+        """The config whose status is works or better that holds the largest model, by GPU; None where none does."""
+        return {row.device.name: None if row.established is None else row.established.setup.name for row in self.rows}
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan recommend``."""
+        from memplan.report.experiments import shipped_record
+        from memplan.report.plans.recommend_answer import recommend_document
+
+        evidence = self.catalog.root / "configs" / "evidence"
+        precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
+        return recommend_document(self.rows, self.setup, precision, on_gpu, unit)
+
+
+def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
+    """Return what to train with on a GPU: the config that holds the largest model, and Newton-Schulz's precision.
+
+    Args:
+        options: Keywords of :class:`memplan.JobOptions`, but for the model, the config and its keys. Without ``gpu``:
+            every GPU of the catalog; ``gpus`` pool their memory.
+
+    Raises:
+        MemplanError: As :func:`memplan.plan` raises it.
+
+    Example:
+        >>> import memplan
+        >>> memplan.suggest_configs(gpu="rtx4090").established["rtx4090"] in memplan.fit("gpt2", gpu="rtx4090").configs
+        True
+    """
+    from memplan.catalog.recorded_rows import Records
+    from memplan.library.lookup import catalog_model, find_setup
+    from memplan.plan.suggested_configs import suggested_configs
+
+    every = "every shipped config that trains all weights is weighed"
+    refused = {"config": every, "set": every, "shapes": "every model of the catalog is weighed"}
+    inputs = job_inputs("suggest_configs", None, options, refused=refused)
+    catalog = inputs.catalog
+    devices = inputs.devices(inputs.gpus)
+    names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
+    setups = [find_setup(name, inputs.overrides(), catalog) for name in names]
+    models = [(name, catalog_model(name, catalog)) for name in catalog.models]
+    rows = suggested_configs(models, setups, devices, Records(catalog.root).verdict)
+    return ConfigSuggestions(tuple(rows), setups[0], catalog)
