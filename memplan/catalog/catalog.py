@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
 from memplan.catalog.family_gaps import PresetGaps
-from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts, yaml_files
-from memplan.catalog.shipped_tables import TABLES, Link, kernel_presets, table_of
+from memplan.catalog.shipped_tables import TABLES, ShippedTables
 from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
 from memplan.documents.schemas import validate
-from memplan.errors import CatalogError, InvalidFileError, UnknownNameError, match_hint, normalised_name, unknown_name
+from memplan.errors import (
+    CatalogError,
+    InvalidFileError,
+    UnknownNameError,
+    match_hint,
+    normalised_name,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
     from memplan.catalog.training_config import TrainingConfig
 
 T = TypeVar("T")
 
-MOST_MEANT = 6
-"""An unknown name that begins more names than this is not called ambiguous."""
+MOST_MEANT = 6  # an unknown name that begins more names than this is not called ambiguous
 
 SECTIONS: dict[str, tuple[str, str]] = {
     "gpus": ("gpu_catalog.yaml", "GPU"),
@@ -146,8 +151,9 @@ class Catalog:
 
     def shipped_config(self, name: str) -> TrainingConfig | None:
         """Return the config of that name as it ships, or None where none does or a user's own took its place."""
-        ours = name in self.configs.entries and Path(self.configs.origins[name]).is_relative_to(self.root)
-        return self.configs.entries[name] if ours else None
+        shelf = self.configs
+        ours = name in shelf.entries and Path(shelf.origins[name]).is_relative_to(self.root)
+        return shelf.entries[name] if ours else None
 
     def ships_evidence(self, name: str) -> bool:
         """Tell whether a record of ours has that name."""
@@ -159,28 +165,9 @@ class Catalog:
         return BuiltEntries(PresetGaps, shipped_texts(self.root / TABLES["gaps"])[0], {})
 
     @cached_property
-    def kernel_presets(self) -> Mapping[str, KernelProfile]:
-        """Kernel presets."""
-        return kernel_presets(self.root)
-
-    @cached_property
-    def links(self) -> Mapping[str, Link]:
-        """Links of GPUs."""
-        return table_of(self.root, "links", Link)
-
-    def profile(self, kernels: Kernels) -> KernelProfile:
-        """Return the kernels that a config's ``kernels`` key means.
-
-        Raises:
-            UnknownNameError: There is no such preset.
-        """
-        if kernels.preset not in self.kernel_presets:
-            raise UnknownNameError(f"unknown kernel preset {kernels.preset!r}{self.preset_hint(kernels.preset)}")
-        return kernels.over(self.kernel_presets[kernels.preset])
-
-    def preset_hint(self, given: str) -> str:
-        """Return what may have been meant by a kernel preset that there is none of."""
-        return match_hint(given, self.kernel_presets, f"; known: {', '.join(self.kernel_presets)}")
+    def tables(self) -> ShippedTables:
+        """Tables that are no entries: kernel presets, links, what allocators need besides."""
+        return ShippedTables(self.root)
 
     def check_own_entries(self) -> None:
         """Read every section of a user's catalog, so that what is wrong with it is said once, and as its own.
@@ -254,7 +241,7 @@ class Catalog:
     def _name_problems(self, entry: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield what an entry names that is not there."""
         if isinstance(entry, Gpu):
-            yield from link_problems(entry, self.links)
+            yield from link_problems(entry, self.tables.links)
         if isinstance(entry, StorageFormat) and entry.codec is not None:
             shipped = BuiltEntries(StorageFormat, shipped_texts(self.root / SECTIONS["formats"][0])[0], {})
             yield from codec_problems(entry, {known.codec for known in shipped.values() if known.codec})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import build
+from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
 
 T = TypeVar("T")
 
@@ -32,6 +34,24 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveShare:
+    """Share of the allocated bytes that an allocator needs besides, in thousandths.
+
+    Attributes:
+        allocator: Which allocator.
+        coded: Whether weights are trained as codes.
+        expected_per_mille: Median of simulated steps.
+        upper_per_mille: Their 95th percentile.
+    """
+
+    allocator: str
+    coded: bool
+    expected_per_mille: int
+    upper_per_mille: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Preset:
     """A kernel preset, and where it was read."""
 
@@ -43,6 +63,7 @@ TABLES: Mapping[str, str] = {
     "gaps": "configs/family_gaps.yaml",
     "kernels": "configs/kernel_profiles.yaml",
     "links": "configs/links.yaml",
+    "reserve": "configs/allocator_reserve.yaml",
 }
 """Table -> its file."""
 
@@ -53,6 +74,47 @@ def table_of(root: Path, name: str, cls: type[T]) -> dict[str, T]:
     return {key: build(cls, row) for key, row in data.items()}
 
 
-def kernel_presets(root: Path) -> dict[str, KernelProfile]:
-    """Return the kernel presets by name."""
-    return {name: preset.profile for name, preset in table_of(root, "kernels", Preset).items()}
+class ShippedTables:
+    """Tables below the folder of the shipped data, each read when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @cached_property
+    def kernel_presets(self) -> Mapping[str, KernelProfile]:
+        """Kernel presets."""
+        return {name: preset.profile for name, preset in table_of(self.root, "kernels", Preset).items()}
+
+    @cached_property
+    def links(self) -> Mapping[str, Link]:
+        """Links of GPUs."""
+        return table_of(self.root, "links", Link)
+
+    @cached_property
+    def _reserve_shares(self) -> Mapping[tuple[str, bool], ReserveShare]:
+        rows = table_of(self.root, "reserve", ReserveShare).values()
+        return {(row.allocator, row.coded): row for row in rows}
+
+    def reserve_share(self, allocator: str, coded: bool) -> ReserveShare:
+        """Return what an allocator needs besides, where weights are trained as codes and where not.
+
+        Raises:
+            CannotAnswerError: No simulation of it was made.
+        """
+        if (allocator, coded) not in self._reserve_shares:
+            raise CannotAnswerError(f"allocator: what {allocator} needs beyond what it hands out is not known")
+        return self._reserve_shares[allocator, coded]
+
+    def profile(self, kernels: Kernels) -> KernelProfile:
+        """Return the kernels that a config's ``kernels`` key means.
+
+        Raises:
+            UnknownNameError: There is no such preset.
+        """
+        if kernels.preset not in self.kernel_presets:
+            raise UnknownNameError(f"unknown kernel preset {kernels.preset!r}{self.preset_hint(kernels.preset)}")
+        return kernels.over(self.kernel_presets[kernels.preset])
+
+    def preset_hint(self, given: str) -> str:
+        """Return what may have been meant by a kernel preset that there is none of."""
+        return match_hint(given, self.kernel_presets, f"; known: {', '.join(self.kernel_presets)}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Gpu
+from memplan.catalog.shipped_tables import ReserveShare
 from memplan.units import MIB
 
 CUBLAS_BYTES_BEFORE_HOPPER = 8_519_680
@@ -18,17 +19,6 @@ CUBLAS_SOURCE = (
     "aten/src/ATen/cuda/CublasHandlePool.cpp (v2.13.0): one workspace per handle and stream, 32 MiB from compute "
     "capability 9.0 on, else 8.125 MiB; forward and backward run on two threads with a handle each"
 )
-
-RESERVE_SHARES: dict[tuple[str, bool], tuple[Fraction, Fraction]] = {
-    ("native", False): (Fraction(4, 100), Fraction(20, 100)),
-    ("native", True): (Fraction(30, 100), Fraction(50, 100)),
-    ("expandable", False): (Fraction(1, 200), Fraction(2, 100)),
-    ("expandable", True): (Fraction(3, 100), Fraction(12, 100)),
-}
-"""(allocator, trains coded weights) -> share of the allocated bytes needed besides: median, 95th percentile.
-
-Coded weights are decoded into buffers of many sizes, which break up the native allocator's segments.
-"""
 
 RESERVE_SOURCE = (
     "simulated CUDA caching allocator on 192 traced steps of six models (configs/evidence/allocator-reserve.json): the "
@@ -148,20 +138,18 @@ def communicating(allowances: Allowances, ranks: int, stream_bytes: int) -> Allo
     )
 
 
-def allowances_for(gpu: Gpu, count: int = 1, allocator: str = "native", coded: bool = False) -> Allowances:
+def allowances_for(gpu: Gpu, count: int, share: ReserveShare) -> Allowances:
     """Return the allowances for ``count`` devices of a kind.
 
     Args:
         gpu: The kind of device.
         count: How many there are.
-        allocator: ``native``, or ``expandable`` for expandable segments.
-        coded: Whether weights that are stored as codes are trained.
+        share: What the allocator needs besides.
     """
-    expected, upper = RESERVE_SHARES[allocator, coded]
     return Allowances(
         library_bytes=library_workspace_bytes(gpu) * count,
-        reserve_fraction=expected,
-        upper_reserve_fraction=upper,
+        reserve_fraction=Fraction(share.expected_per_mille, 1000),
+        upper_reserve_fraction=Fraction(share.upper_per_mille, 1000),
         context_bytes=context_bytes(gpu) * count,
         upper_context_bytes=CONTEXT_UPPER_BYTES * count,
     )

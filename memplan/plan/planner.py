@@ -56,7 +56,7 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
         CannotAnswerError: States are to lie in host memory, which the device shares.
     """
     devices_for(setup, [device])
-    alone = allowances_for(device.gpu, device.count, setup.config.allocator, setup.trains_codes)
+    alone = allowances_for(device.gpu, device.count, setup.reserve_share)
     alone = alone if device.profile is None else measured_allowances(alone, device.profile, device.count)
     ranks = setup.config.parallel.data
     return alone if ranks == 1 else communicating(alone, ranks, stream_bytes)

@@ -115,7 +115,7 @@ def refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog
             f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
         )
     muon = any(entry.orthogonalises for entry in used.values())
-    if muon and catalog.profile(config.kernels).newton_schulz == "torch":
+    if muon and catalog.tables.profile(config.kernels).newton_schulz == "torch":
         raise CannotAnswerError(
             f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
         )

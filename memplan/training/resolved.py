@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.family_gaps import FamilyGap
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.shipped_tables import ReserveShare
 from memplan.catalog.training_config import Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
@@ -59,6 +61,7 @@ class TrainingSetup:
         optimizers: Optimizer of each role.
         compute_bytes: Bytes of an element in matrix products.
         reserve_bytes: Memory of the device to leave free.
+        reserve_share: What the allocator needs beyond what it hands out.
         family_gaps: Families whose own code in the preset's library saves more than the preset says.
     """
 
@@ -72,6 +75,7 @@ class TrainingSetup:
     optimizers: Mapping[Role, Optimizer]
     compute_bytes: int
     reserve_bytes: int
+    reserve_share: ReserveShare
     changed: bool = False
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
 
@@ -119,7 +123,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if problems:
         raise InvalidFileError(problems)
     refuse_unmodelled(config, place)
-    profile = catalog.profile(config.kernels)
+    profile = catalog.tables.profile(config.kernels)
     format_names = {role: _format_name(config, role) for role in ROLES}
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
@@ -132,9 +136,10 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         for path, text in parallel_refusals(config, profile, named, FLOAT_BYTES, used):
             raise CannotAnswerError(f"{place(path)}: {text}")
     known_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
+    recipe = recipe_of(config, known_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
-        config=_with_learning(config, recipe_of(config, known_formats, optimizer_names, catalog), catalog, name),
+        config=_with_learning(config, recipe, catalog, name),
         profile=profile,
         format_names=known_formats,
         formats={role: catalog.formats[n] for role, n in format_names.items()},
@@ -143,6 +148,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
+        reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
         family_gaps=_family_gaps(config, catalog),
     )
 
@@ -165,8 +171,13 @@ def learning(config: TrainingConfig, catalog: Catalog, name: str) -> Learning:
 
 def _learning(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
     shipped = catalog.shipped_config(name)
-    known = None if shipped is None else named_recipe(shipped, catalog)
+    known = None if shipped is None else _shipped_recipe(catalog, name)
     return learning_of(recipe, catalog, known, None if shipped is None else shipped.evidence, name)
+
+
+@lru_cache(maxsize=64)
+def _shipped_recipe(catalog: Catalog, name: str) -> Recipe:
+    return named_recipe(catalog.configs.entries[name], catalog)
 
 
 def _with_learning(config: TrainingConfig, recipe: Recipe, catalog: Catalog, name: str) -> TrainingConfig:
@@ -204,9 +215,9 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     yield from _names(config, catalog)
     yield from _contradictions(config)
     yield from parallel_problems(config.parallel)
-    if config.kernels.preset not in catalog.kernel_presets:
+    if config.kernels.preset not in catalog.tables.kernel_presets:
         preset = config.kernels.preset
-        yield ("kernels", "preset"), f"unknown kernel preset {preset!r}{catalog.preset_hint(preset)}"
+        yield ("kernels", "preset"), f"unknown kernel preset {preset!r}{catalog.tables.preset_hint(preset)}"
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
 

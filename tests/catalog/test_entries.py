@@ -15,7 +15,7 @@ from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import entry_problems
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
-from memplan.catalog.shipped_tables import TABLES, Link, Preset, table_of
+from memplan.catalog.shipped_tables import TABLES, Link, Preset, ReserveShare, table_of
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
@@ -392,7 +392,7 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list(section):
 
 
 # ------------------------------------------------------------------ tables
-@pytest.mark.parametrize(("name", "cls"), [("kernels", Preset), ("links", Link)])
+@pytest.mark.parametrize(("name", "cls"), [("kernels", Preset), ("links", Link), ("reserve", ReserveShare)])
 def test_a_table_passes_the_strict_schema(name, cls):
     document = load_document(ROOT / TABLES[name])
     assert list(document.data) == sorted(document.data)
@@ -402,9 +402,9 @@ def test_a_table_passes_the_strict_schema(name, cls):
 
 
 def test_every_link_of_a_card_is_known_and_leads_to_the_host():
-    assert {entry.interconnect.kind for entry in CATALOG.gpus.entries.values()} <= set(CATALOG.links)
-    leads = {link.host for link in CATALOG.links.values()} - {"same"}
-    assert all(CATALOG.links[name].bytes_per_second for name in leads)
+    assert {entry.interconnect.kind for entry in CATALOG.gpus.entries.values()} <= set(CATALOG.tables.links)
+    leads = {link.host for link in CATALOG.tables.links.values()} - {"same"}
+    assert all(CATALOG.tables.links[name].bytes_per_second for name in leads)
 
 
 def test_a_preset_says_every_key_of_a_profile():

@@ -19,6 +19,7 @@ DTYPES = frozenset(("fp32", "bf16", "fp16"))
 
 OWNERS = {
     "catalog/entries.py": "the fields of an entry and what they mean",
+    "cli/training_options.py": "--qlora, --lora and --full, which stand for a config",
     "step/states/update_algorithms.py": "the forms of scratch memory, by name",
     "trace/reference/run_options.py": "names of dtypes -> torch's",
 }

@@ -164,7 +164,7 @@ def test_checkpointing_never_keeps_more_activations_at_the_peak_of_the_forward_p
         return dict(plan(shape, changed).evaluate(GPU, *size).instants)["forward"]
 
     assert forward("full") <= min(forward("selective"), forward("none"))
-    math = CATALOG.profile(config.kernels).attention == "math"
+    math = CATALOG.tables.profile(config.kernels).attention == "math"
     assert config.adapter is not None or math or forward("selective") <= forward("none")
 
 

@@ -47,7 +47,7 @@ KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
 
 def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
     """Return the space over every axis, other keys taken from ``base``."""
-    profile = catalog.profile(base.kernels)
+    profile = catalog.tables.profile(base.kernels)
     adapters = base.adapter is not None
     return Space(
         base=base,
@@ -123,7 +123,7 @@ def with_fixed_axes(space: Space, names: Sequence[str], catalog: Catalog) -> Spa
     setup = resolve(base, catalog, "base")
     fixed: dict[str, object] = {}
     for axis in [part for name in names for part in (KERNELS if name == "kernels" else (name,))]:
-        fixed |= _fixed(axis, base, catalog.profile(base.kernels), setup)
+        fixed |= _fixed(axis, base, catalog.tables.profile(base.kernels), setup)
     return replace(space, **fixed)  # type: ignore[arg-type]
 
 

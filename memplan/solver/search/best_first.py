@@ -109,7 +109,7 @@ class Search:
         self, model: Model, space: Space, device: Device, length: int, catalog: Catalog, *, experimental: bool
     ) -> None:
         self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
-        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.links)
+        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.tables.links)
         self.sizes = Sizes(model, space, length, catalog, self.rates)
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)
@@ -170,7 +170,9 @@ class Search:
 
     def _allowances(self, coded: bool, allocator: str) -> Allowances:
         """Return the allowances, without the communication streams, which depend on the plan."""
-        allowances = allowances_for(self.device.gpu, self.device.count, allocator, coded)
+        allowances = allowances_for(
+            self.device.gpu, self.device.count, self.catalog.tables.reserve_share(allocator, coded)
+        )
         ranks = self.space.base.parallel.data
         return allowances if ranks == 1 else communicating(allowances, ranks, 0)
 
