@@ -106,6 +106,11 @@ def test_nothing_outside_the_command_line_imports_it():
     assert [path for path in outside if "cli" in {part for part, _ in parts_imported(path)}] == []
 
 
+def test_commands_plan_nothing_themselves():
+    commands = [path for path in FILES if path.relative_to(ROOT).parts[0] == "cli"]
+    assert [path for path in commands if {"plan", "step"} & {part for part, _ in parts_imported(path)}] == []
+
+
 def test_python_dash_m_is_the_command():
     ran = python("-m", "memplan", "fit", "gpt2", "--gpu", "rtx4090", "--config", "lora", "-q")
     assert (ran.returncode, ran.stderr) == (0, "")
