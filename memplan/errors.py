@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Self
 
 MAXIMUM_SHOWN = 20
@@ -96,6 +97,7 @@ def printable(text: str, longest: int = 80) -> str:
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
+@lru_cache(maxsize=1024)
 def normalised_name(name: str) -> str:
     """Return ``name`` without case and separators: ``Llama-3.1-8B`` is ``llama318b``."""
     return name.lower().translate(_SEPARATORS)

@@ -85,7 +85,8 @@ class Shelf(Generic[T]):
         return name
 
     def __getitem__(self, given: str) -> T:
-        return self.entries[self.name_of(given)]
+        entry = self.entries.get(given)
+        return entry if entry is not None else self.entries[self.name_of(given)]
 
     def __contains__(self, given: str) -> bool:
         return normalised_name(given) in self.names
