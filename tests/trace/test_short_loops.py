@@ -104,8 +104,8 @@ def test_the_matrices_have_more_than_three_chunks_and_odd_remainders():
 
 def test_every_loop_over_chunks_is_one_that_this_test_knows():
     """Those that import ``starts``; a loop over chunks anywhere else is run whole."""
-    folder = Path(chunk_loops.__file__).parent
-    users = {path.stem for path in folder.glob("*.py") if "import starts" in path.read_text(encoding="utf-8")}
+    package = Path(chunk_loops.__file__).parents[1]
+    users = {path.stem for path in package.rglob("*.py") if "import starts" in path.read_text(encoding="utf-8")}
     assert users == set(MODULES)
 
 
