@@ -82,11 +82,6 @@ class HistoryComparison:
     out_of_memory: int
     ignored_events: int
 
-    @property
-    def starts_empty(self) -> bool:
-        """Whether the history covers everything from the first allocation on."""
-        return not (self.older_blocks or self.older_segment_bytes or self.unknown_frees)
-
 
 def compare_history(history: MemoryHistory, settings: AllocatorSettings | None = None) -> HistoryComparison:
     """Return how closely the simulator follows the run: segments, addresses, totals.

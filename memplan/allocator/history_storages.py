@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 _SEGMENT_ACTIONS = frozenset((SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP))
 
 
-def allocation_events(history: MemoryHistory) -> list[tuple[int, int, int]]:
-    """Return the history as births and deaths for :func:`memplan.allocator.caching_allocator.replay`.
+def storages(history: MemoryHistory) -> list[tuple[int, int, HistoryEvent]]:
+    """Return sign, storage and event: the older blocks' births, then every event that counts.
 
     A storage is numbered by the event of its birth, and from -1 down when it is older than the
-    history; those are born first. A death is the completed free, when the memory can be used again.
+    history. A death is the completed free, when the memory can be used again. A sign of 0 is a segment's.
     """
-    return [(sign, storage, event.size_bytes) for sign, storage, event in storages(history) if sign]
-
-
-def storages(history: MemoryHistory) -> list[tuple[int, int, HistoryEvent]]:
-    """Return sign, storage and event: the older blocks' births, then every event that counts."""
     freed = _freeing_action(history)
     live: dict[int, int] = {}
     steps: list[tuple[int, int, HistoryEvent]] = []

@@ -8,8 +8,10 @@ torch = pytest.importorskip("torch")
 
 from memplan.measure.process import measure  # noqa: E402
 from memplan.measure.records.comparison_rows import rows_of  # noqa: E402
-from memplan.measure.records.measurement_plans import boundary_tasks, cuda_tasks, task_label  # noqa: E402
+from memplan.measure.records.measurement_plans import cuda_tasks, task_label  # noqa: E402
 from memplan.measure.records.prediction import predict  # noqa: E402
+
+from .boundary import boundary_tasks  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,10 +6,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.measure.records.measurement_plans import boundary_tasks, cpu_tasks, cuda_tasks, task_label
+from memplan.measure.records.measurement_plans import cpu_tasks, cuda_tasks, task_label
 from memplan.measure.task import task_data, task_of
 from memplan.model.inventory import parameter_count
 from memplan.units import GIB
+
+from .boundary import boundary_tasks
 
 
 def test_the_plan_for_a_gpu_has_at_least_sixty_configurations_each_with_a_name_of_its_own(catalog):

@@ -15,13 +15,10 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Offload
 from memplan.errors import MemplanError
-from memplan.measure.records.prediction import measured_device, planned
+from memplan.measure.records.prediction import planned
 from memplan.measure.task import SMALL, Scale, Task, scaled_model
 from memplan.model.inventory import parameter_count
-from memplan.plan.memory_plan import Device
-from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import resolve
-from memplan.units import GIB
 
 EXPANDABLE = "expandable_segments:True"
 WHOLE = Scale()
@@ -72,26 +69,26 @@ def cuda_tasks(catalog: Catalog, total_bytes: int = 0) -> Iterator[Task]:
 def _all_cuda_tasks(catalog: Catalog) -> Iterator[Task]:
     for model in SMALL_MODELS:
         for config in CONFIGS:
-            yield _cuda_task(model, config, catalog, micro_batch_size=2, sequence_length=1024)
+            yield cuda_task(model, config, catalog, micro_batch_size=2, sequence_length=1024)
     for model in SMALL_MODELS[2:]:
         for batch, length in ((1, 4096), (8, 512)):
-            yield _cuda_task(model, "bf16-adamw", catalog, micro_batch_size=batch, sequence_length=length)
-        yield _cuda_task(model, "bf16-adamw", catalog, activation_checkpointing="full", sequence_length=4096)
-        yield _cuda_task(model, "mixed-adamw", catalog, activation_checkpointing="full")
-        yield _cuda_task(model, "bf16-adamw", catalog, alloc_conf=EXPANDABLE)
-        yield _cuda_task(model, "bf16-adamw", catalog, gradient_accumulation_steps=2)
+            yield cuda_task(model, "bf16-adamw", catalog, micro_batch_size=batch, sequence_length=length)
+        yield cuda_task(model, "bf16-adamw", catalog, activation_checkpointing="full", sequence_length=4096)
+        yield cuda_task(model, "mixed-adamw", catalog, activation_checkpointing="full")
+        yield cuda_task(model, "bf16-adamw", catalog, alloc_conf=EXPANDABLE)
+        yield cuda_task(model, "bf16-adamw", catalog, gradient_accumulation_steps=2)
         for config in OFFLOADED_CONFIGS:
-            yield _cuda_task(model, config, catalog, offload=OFFLOADED, sequence_length=512)
+            yield cuda_task(model, config, catalog, offload=OFFLOADED, sequence_length=512)
     for model in LARGE_MODELS:
         for config in LARGE_CONFIGS:
-            yield _cuda_task(model, config, catalog, activation_checkpointing="full")
-        yield _cuda_task(model, "lora", catalog, micro_batch_size=4)
-        yield _cuda_task(model, "bf16-adamw", catalog, alloc_conf=EXPANDABLE, activation_checkpointing="full")
+            yield cuda_task(model, config, catalog, activation_checkpointing="full")
+        yield cuda_task(model, "lora", catalog, micro_batch_size=4)
+        yield cuda_task(model, "bf16-adamw", catalog, alloc_conf=EXPANDABLE, activation_checkpointing="full")
 
     # A step of tier 3 takes 26 s on 1.7 billion parameters (H200): encoding to a grid is many small kernels.
-    yield _cuda_task(LARGE_MODELS[0], "tier3", catalog, activation_checkpointing="full")
+    yield cuda_task(LARGE_MODELS[0], "tier3", catalog, activation_checkpointing="full")
     for model in _smallest_of_each_family(catalog):
-        task = _cuda_task(model, "bf16-adamw", catalog, micro_batch_size=2, sequence_length=512)
+        task = cuda_task(model, "bf16-adamw", catalog, micro_batch_size=2, sequence_length=512)
         yield replace(task, scale=FAMILY_SCALE, model=scaled_model(model, FAMILY_SCALE, catalog))
 
 
@@ -104,54 +101,12 @@ def _smallest_of_each_family(catalog: Catalog) -> list[str]:
     return [name for _, name in smallest.values()]
 
 
-def _cuda_task(model: str, config: str, catalog: Catalog, alloc_conf: str = "", **keys: Any) -> Task:
+def cuda_task(model: str, config: str, catalog: Catalog, alloc_conf: str = "", **keys: Any) -> Task:
+    """Return a shipped config on a whole model; coded weights are too many small tensors for a memory history."""
     setup = resolve(replace(catalog.configs[config], **keys), catalog, config)
     conf = alloc_conf or (EXPANDABLE if setup.config.allocator == "expandable" else "")
     coded = setup.trains_codes
     return Task(model, WHOLE, scaled_model(model, WHOLE, catalog), setup, "cuda", alloc_conf=conf, history=not coded)
-
-
-BOUNDARY_CARDS = (8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB)
-BOUNDARY_CASES = (
-    ("smollm2-135m", "bf16-adamw"),
-    ("smollm2-360m", "mixed-adamw"),
-    ("qwen2.5-0.5b", "bf16-adamw"),
-    ("qwen3-0.6b", "muon"),
-    ("llama-3.2-1b", "tier1"),
-    ("llama-3.2-1b", "lora"),
-)
-
-
-def boundary_tasks(catalog: Catalog, capability: str, card_bytes: int) -> Iterator[tuple[Task, bool]]:
-    """Yield (task, whether it must run) on both sides of what fits on smaller cards.
-
-    On each card the largest micro-batch that FITS has to run, and the smallest that is NO has to
-    run out of memory; a model of which even one sequence is NO is left out of the first.
-    """
-    for capacity in BOUNDARY_CARDS:
-        if capacity > card_bytes:
-            continue
-        for model, config in BOUNDARY_CASES:
-            setup = resolve(replace(catalog.configs[config], sequence_length=1024), catalog, config)
-            compiled = CompiledPlan(scaled_model(model, WHOLE, catalog), setup)
-            device = measured_device(capability, capacity)
-            fits = _largest_batch(compiled, device, ("fits",))
-            tight = _largest_batch(compiled, device, ("fits", "tight"))
-            for batch, runs in ((fits, True), (tight + 1, False)):
-                if batch:
-                    task = _cuda_task(model, config, catalog, micro_batch_size=batch, sequence_length=1024)
-                    yield replace(task, capacity_bytes=capacity, history=False, steps=2), runs
-
-
-def _largest_batch(compiled: CompiledPlan, device: Device, verdicts: tuple[str, ...]) -> int:
-    """Return the largest micro-batch with one of the verdicts, 0 for none; more batch never needs less."""
-    low, high = 0, 1
-    while compiled.evaluate(device, high).verdict in verdicts:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if compiled.evaluate(device, middle).verdict in verdicts else (low, middle)
-    return low
 
 
 def _upper_bytes(task: Task) -> int:

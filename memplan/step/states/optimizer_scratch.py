@@ -137,7 +137,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
         Two chunks of fp32, and two fp32 numbers where the store has a scale.
 
     Source:
-        ``add_workspace_bytes`` in memplan/muon/gradients.py, measured.
+        ``add_workspace_bytes`` in memplan/muon/stores/gradient_stores.py, measured.
     """
     if not entry.trainable or not (entry.coded_as or _converted(entry)):
         return 0
