@@ -152,9 +152,8 @@ class Catalog:
 
     def shipped_config(self, name: str) -> TrainingConfig | None:
         """Return the config of that name as it ships, or None where none does or a user's own took its place."""
-        shelf = self.configs
-        ours = name in shelf.entries and Path(shelf.origins[name]).is_relative_to(self.root)
-        return shelf.entries[name] if ours else None
+        entry = self.configs.entries.get(name)
+        return entry if entry is not None and Path(self.configs.origins[name]).is_relative_to(self.root) else None
 
     def ships_evidence(self, name: str) -> bool:
         """Tell whether a record of ours has that name."""
@@ -167,7 +166,7 @@ class Catalog:
 
     @cached_property
     def tables(self) -> ShippedTables:
-        """Tables that are no entries: kernel presets, links, what allocators need besides."""
+        """Tables that are no entries."""
         return ShippedTables(self.root)
 
     def check_own_entries(self) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
-from memplan.documents.loading import load_document
-from memplan.documents.schemas import build
+from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts
 from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
 
 T = TypeVar("T")
@@ -68,10 +67,9 @@ TABLES: Mapping[str, str] = {
 """Table -> its file."""
 
 
-def table_of(root: Path, name: str, cls: type[T]) -> dict[str, T]:
-    """Return a table's rows by name."""
-    data: dict[str, Any] = load_document(root / TABLES[name]).data
-    return {key: build(cls, row) for key, row in data.items()}
+def table_of(root: Path, name: str, cls: type[T]) -> Mapping[str, T]:
+    """Return a table's rows by name, each built when it is asked for."""
+    return BuiltEntries(cls, shipped_texts(root / TABLES[name])[0], {})
 
 
 class ShippedTables:
@@ -81,9 +79,9 @@ class ShippedTables:
         self.root = root
 
     @cached_property
-    def kernel_presets(self) -> Mapping[str, KernelProfile]:
+    def kernel_presets(self) -> Mapping[str, Preset]:
         """Kernel presets."""
-        return {name: preset.profile for name, preset in table_of(self.root, "kernels", Preset).items()}
+        return table_of(self.root, "kernels", Preset)
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
@@ -91,9 +89,8 @@ class ShippedTables:
         return table_of(self.root, "links", Link)
 
     @cached_property
-    def _reserve_shares(self) -> Mapping[tuple[str, bool], ReserveShare]:
-        rows = table_of(self.root, "reserve", ReserveShare).values()
-        return {(row.allocator, row.coded): row for row in rows}
+    def _reserve_shares(self) -> Mapping[str, ReserveShare]:
+        return table_of(self.root, "reserve", ReserveShare)
 
     def reserve_share(self, allocator: str, coded: bool) -> ReserveShare:
         """Return what an allocator needs besides, where weights are trained as codes and where not.
@@ -101,9 +98,10 @@ class ShippedTables:
         Raises:
             CannotAnswerError: No simulation of it was made.
         """
-        if (allocator, coded) not in self._reserve_shares:
+        name = f"{allocator}-{'coded' if coded else 'floats'}"
+        if name not in self._reserve_shares:
             raise CannotAnswerError(f"allocator: what {allocator} needs beyond what it hands out is not known")
-        return self._reserve_shares[allocator, coded]
+        return self._reserve_shares[name]
 
     def profile(self, kernels: Kernels) -> KernelProfile:
         """Return the kernels that a config's ``kernels`` key means.
@@ -113,7 +111,7 @@ class ShippedTables:
         """
         if kernels.preset not in self.kernel_presets:
             raise UnknownNameError(f"unknown kernel preset {kernels.preset!r}{self.preset_hint(kernels.preset)}")
-        return kernels.over(self.kernel_presets[kernels.preset])
+        return kernels.over(self.kernel_presets[kernels.preset].profile)
 
     def preset_hint(self, given: str) -> str:
         """Return what may have been meant by a kernel preset that there is none of."""
