@@ -43,7 +43,7 @@ def test_only_wrong_leaves_out_what_is_right(cli):
     assert len(cells) == data["counts"]["wrong"] > 100
     assert all(cell["wrong"] for cell in cells)
     assert not [cell for table in data["tables"] if table["id"] == "s000.t17" for cell in table["cells"]]
-    assert "s000.t17" not in cli("tables", "--only", "wrong").out
+    assert "s000.t17" not in cli("tables", "s000", "--only", "wrong").out
 
 
 def test_what_the_notes_got_wrong_is_shown_with_the_reason(cli):
