@@ -21,7 +21,6 @@ from memplan.library.lookup import (
     find_setup,
     open_catalog,
 )
-from memplan.library.lookup.card_profile import with_profile
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
@@ -114,7 +113,11 @@ class JobInputs:
         if isinstance(gpu, Device) and memory is not None:
             raise InvalidFileError(["both gpu and gpu_memory given: give one of them"])
         device = gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog)
-        return with_profile(device, None if profile is None else Path(profile))
+        if profile is None:
+            return device
+        from memplan.library.lookup.card_profile import with_profile
+
+        return with_profile(device, Path(profile))
 
     def devices(self, count: int = 1) -> list[Device]:
         """Return the GPU that was named, or every GPU of the catalog.

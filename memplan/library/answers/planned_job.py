@@ -17,11 +17,8 @@ from memplan.library.lookup import find_device
 from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggestions import with_suggestions
 from memplan.report.document import Document
 from memplan.report.plans.plan_answer import answer, plan_document
-
-DEVICE_OPTIONS = ("gpu", "gpu_memory", "profile")
 
 
 class ComponentBytes(int):
@@ -168,6 +165,10 @@ class Plan(Answer):
 
     @cached_property
     def _advised(self) -> MemoryPlan:
+        if self.verdict == "fits":
+            return self.memory
+        from memplan.plan.suggestions import with_suggestions
+
         return with_suggestions(self.memory, self.catalog)
 
     @property
@@ -294,6 +295,7 @@ def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:
         >>> job.plan("rtx4090", sequence_length=1024).verdict
         'fits'
     """
-    inputs = job_inputs("job", model, options, refused=dict.fromkeys(DEVICE_OPTIONS, "name the GPU in each plan"))
+    refused = dict.fromkeys(("gpu", "gpu_memory", "profile"), "name the GPU in each plan")
+    inputs = job_inputs("job", model, options, refused=refused)
     known = inputs.model()
     return Job(CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus)), inputs.catalog)
