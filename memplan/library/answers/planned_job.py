@@ -229,8 +229,7 @@ class Job:
             sequence_length: Tokens per sequence; likewise.
 
         Raises:
-            UnknownNameError: No GPU has the name.
-            CannotAnswerError: No GPU was named and none is here.
+            MemplanError: No GPU has the name, or none was named and none is here.
             InvalidFileError: A number that is out of range, or more tokens than the model has positions.
         """
         problems = number_problems({"micro_batch_size": micro_batch_size, "sequence_length": sequence_length}, LIMITS)
