@@ -18,8 +18,8 @@ def doctor_document(catalog: Catalog) -> Document:
     """Return versions, the catalog in use and the devices seen."""
     packages = {name: _installed(name) for name in PACKAGES}
     counts = {kind: len(catalog.section(kind)) for kind in SECTIONS}
-    found = nvidia_devices()
-    devices = [{"name": device.name, "memory_bytes": device.memory_bytes} for device in found]
+    seen = nvidia_devices()
+    devices = [{"name": device.name, "memory_bytes": device.memory_bytes} for device in seen]
     data = {
         "schema": "memplan/doctor/1",
         "memplan_version": memplan.__version__,
@@ -39,7 +39,7 @@ def doctor_document(catalog: Catalog) -> Document:
     rows += [("catalog", str(catalog.root)), ("catalog hash", catalog.hash[:16])]
     rows += [("your catalog", str(catalog.extra))] if catalog.extra else []
     rows += [(kind, str(count)) for kind, count in counts.items()]
-    rows += [("device", f"{device.name}, {format_bytes(device.memory_bytes)}") for device in found] or [
+    rows += [("device", f"{device.name}, {format_bytes(device.memory_bytes)}") for device in seen] or [
         ("device", "no NVIDIA driver found")
     ]
     return Document(data, (Table(("what", "found"), tuple(rows)),))

@@ -42,8 +42,8 @@ COMMANDS: dict[str, str] = {
 """Command -> the module under this folder that has it, as a function or as an application with commands of its own."""
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"memplan {memplan.__version__}")
         raise typer.Exit
 
@@ -87,10 +87,10 @@ def run() -> None:
 
 
 def _exit_code() -> int:
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    typed = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         refuse_undecodable(sys.argv)
-        code = make_app([asked] if asked in COMMANDS else COMMANDS)(standalone_mode=False, prog_name="memplan")
+        code = make_app([typed] if typed in COMMANDS else COMMANDS)(standalone_mode=False, prog_name="memplan")
         return code if isinstance(code, int) else 0
     except MemplanError as error:
         for line in str(error).split("\n"):

@@ -55,12 +55,12 @@ def _help_of(context: Any) -> str:
 
 
 def _hint(text: str, commands: Iterable[str], where: str) -> str:
-    if found := _CHOICES.search(text):
-        return match_hint(found[1], re.findall(r"'([^']*)'", found[2]))
-    if found := _COMMAND.search(text):
-        return f"{match_hint(found[1], commands)} (see: {where})"
-    if found := _EXTRA.search(text):
-        return _extra_hint(next(iter(found[1].split()), ""), where)
+    if match := _CHOICES.search(text):
+        return match_hint(match[1], re.findall(r"'([^']*)'", match[2]))
+    if match := _COMMAND.search(text):
+        return f"{match_hint(match[1], commands)} (see: {where})"
+    if match := _EXTRA.search(text):
+        return _extra_hint(next(iter(match[1].split()), ""), where)
     return "" if "(see:" in text else f" (see: {where})"
 
 
