@@ -65,4 +65,4 @@ def test_a_class_that_is_not_what_an_entry_says_is_refused_when_it_is_traced(wri
 def test_states_without_a_class_are_traced_and_their_update_is_said_not_to_be(write):
     plan, _ = planned(write, NOBODYS)
     trace = trace_training(plan.model, plan.setup)
-    assert trace.notes == ("temporaries of the mine update are not traced",)
+    assert trace.notes == ("scratch of the mine update is not traced",)
