@@ -25,7 +25,7 @@ DOCUMENT = load_document(data_directory() / TABLES["gaps"])
 def test_the_file_keeps_to_its_schema_and_names_what_there_is(preset):
     gaps = validate(PresetGaps, DOCUMENT, DOCUMENT.data[preset], (preset,))
     assert gaps == CATALOG.family_gaps[preset]
-    assert preset in CATALOG.kernel_presets
+    assert preset in CATALOG.tables.kernel_presets
     assert set(gaps.families) <= set(families())
     assert list(gaps.families) == sorted(gaps.families)
     assert all(0 <= gap.least_percent <= gap.most_percent for gap in gaps.families.values())

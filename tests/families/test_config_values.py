@@ -63,7 +63,7 @@ def test_architecture_names_the_family_where_model_type_is_missing():
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
         ({"hidden_act": 3}, "hidden_act: expected the name"),
         ({"layer_types": "full_attention"}, "layer_types: expected a list of names"),
-        ({"hidden_size": 2**24, "intermediate_size": 2**24, "num_hidden_layers": 10_000}, "which no model has"),
+        ({"hidden_size": 2**24, "intermediate_size": 2**24, "num_hidden_layers": 10_000}, "more than any model has"),
     ],
 )
 def test_wrong_values_are_named_with_file_and_key(change, message):

@@ -174,7 +174,7 @@ gpus:
     cuda_total_kind: measured
     bandwidth_bytes_per_second: 1008000000000
     dense_flops: {bf16: 165200000000000}
-    interconnect: {kind: pcie, bytes_per_second: 64000000000}
+    interconnect: {kind: pcie-4-x16, bytes_per_second: 64000000000}
     unified_memory: false
     compute_capability: "8.9"
     aliases: [mine, my own]

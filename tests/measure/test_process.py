@@ -63,6 +63,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def heard() -> None:
+    """Let interrupts reach a process, also where the tests themselves run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     "moment",
@@ -85,6 +90,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(moment, how, tmp_path):
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(scratch)},
+        preexec_fn=heard,
     )
     try:
         wait_for(process, moment)
@@ -114,6 +120,11 @@ def wait_for(process: subprocess.Popen[str], moment: float | str) -> None:
 
 
 @pytest.mark.slow
+def heard() -> None:
+    """Let interrupts reach a process, also where the tests themselves run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="limits address space as Linux does")
 def test_out_of_memory_is_a_result(catalog):
     import resource
