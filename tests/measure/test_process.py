@@ -63,7 +63,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def heard() -> None:
+def hearing_interrupts() -> None:
     """Let interrupts reach a process, also where the tests themselves run in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -90,7 +90,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(moment, how, tmp_path):
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(scratch)},
-        preexec_fn=heard,
+        preexec_fn=hearing_interrupts,
     )
     try:
         wait_for(process, moment)
