@@ -117,9 +117,12 @@ class Builder:
         """Return the copy that autocast makes of a float weight, which stays until its region ends where it is trained in fp32."""
         if weight.coded or not weight.copy_bytes:
             return None
+        if weight.name in self.tape.cast_weights:
+            return self.tape.cast_weights[weight.name]
         copy = self.tape.make("cast weight", self.constant(weight.copy_bytes, 1))
         if weight.trainable and weight.element_bytes == 4:
             self.tape.regional.add(copy.storage)
+            self.tape.cast_weights[weight.name] = copy
         return copy
 
     def cast_bias(self, bias: Weight, rows: int) -> int:

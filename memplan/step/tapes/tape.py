@@ -35,6 +35,7 @@ class Tape:
         instant: Instant that operations added from now on belong to in backward.
         last_use: Storage -> index of the operation after which forward's own names for it are gone.
         regional: Storages that stay until a region of autocast ends.
+        cast_weights: Weight's name -> the copy that such a region makes of it, once.
         graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
             checkpointing, or without gradients, has no such graph.
     """
@@ -45,6 +46,7 @@ class Tape:
     instant: str = ""
     last_use: dict[int, int] = field(default_factory=dict)
     regional: set[int] = field(default_factory=set)
+    cast_weights: dict[str, Value] = field(default_factory=dict)
     graph_use: dict[int, int] = field(default_factory=dict)
 
     def value(
