@@ -74,6 +74,27 @@ class Gpu:
     aliases: tuple[str, ...] = ()
     notes: str = ""
 
+    @classmethod
+    def of_memory(
+        cls, name: str, size: int, kind: Literal["measured", "stated"], compute_capability: str | None = None
+    ) -> Gpu:
+        """Return a GPU that is in no catalog, of which little but the memory in bytes is known."""
+        return cls(
+            name=name,
+            vendor="nvidia",
+            architecture="unknown",
+            memory_bytes=size,
+            memory_kind=kind,
+            cuda_total_bytes=size,
+            cuda_total_kind=kind,
+            bandwidth_bytes_per_second=0,
+            dense_flops={},
+            interconnect=Interconnect("unknown", 0),
+            unified_memory=False,
+            sources=(),
+            compute_capability=compute_capability,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CodecScratch:

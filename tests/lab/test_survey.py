@@ -60,7 +60,25 @@ def test_a_new_seed_agrees_as_well(catalog):
     near = [v for v in answered if v.peak_share <= PEAK_SHARE]
     assert len(near) >= 0.99 * len(answered), seed
     assert max(v.peak_share for v in answered) <= WORST_PEAK, seed
+    assert sum(v.instant_share <= INSTANT_SHARE for v in answered) >= 0.99 * len(answered), seed
     assert len(answered) >= (1 - MOST_REFUSED) * len(found), seed
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_autocast_casts_an_adapter_once(catalog, kind, checkpointing):
+    """DoRA's norm and its product read one copy; two at the end of forward were 5.5 % of a small job's peak."""
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_hidden_layers": 2}
+    model = {"model_type": "llama", "vocab_size": 97, "max_position_embeddings": 64, **sizes}
+    training = {
+        "description": "test",
+        "adapter": {"kind": kind, "dtype": "fp32"},
+        "weights": {"default": "fp32"},
+        "activation_checkpointing": checkpointing,
+        "micro_batch_size": 1,
+        "sequence_length": 64,
+    }
+    assert dict(verdict(Job(model, training), catalog).differences) == {}
 
 
 def test_every_family_is_drawn_and_every_model_is_one():

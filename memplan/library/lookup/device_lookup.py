@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import Gpu, Interconnect
+from memplan.catalog.entries import Gpu
 from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name
 from memplan.plan.memory_plan import Device
 from memplan.units import parse_bytes
@@ -42,20 +42,7 @@ def custom_gpu(size: int, shown: str) -> Gpu:
     """Return a catalog entry for a GPU of which only the memory is known."""
     if size <= 0:
         raise InvalidFileError([f"--gpu-memory {shown}: expected more than nothing"])
-    return Gpu(
-        name=f"GPU with {shown}",
-        vendor="nvidia",
-        architecture="unknown",
-        memory_bytes=size,
-        memory_kind="stated",
-        cuda_total_bytes=size,
-        cuda_total_kind="stated",
-        bandwidth_bytes_per_second=0,
-        dense_flops={},
-        interconnect=Interconnect("unknown", 0),
-        unified_memory=False,
-        sources=(),
-    )
+    return Gpu.of_memory(f"GPU with {shown}", size, "stated")
 
 
 def local_gpu(catalog: Catalog) -> tuple[Gpu, str]:

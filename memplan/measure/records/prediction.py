@@ -9,7 +9,7 @@ from fractions import Fraction
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.results import AllocatorResult
 from memplan.allocator.settings import parse_alloc_conf
-from memplan.catalog.entries import Gpu, Interconnect
+from memplan.catalog.entries import Gpu
 from memplan.measure.measured import Measurement
 from memplan.measure.task import Task
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -161,19 +161,5 @@ def _replayed(trace: Trace, task: Task, capacity_bytes: int | None) -> Allocator
 
 def measured_device(capability: str, total_bytes: int) -> Device:
     """Return a card of which compute capability and memory are known."""
-    gpu = Gpu(
-        name="the measured device",
-        vendor="nvidia",
-        architecture="unknown",
-        memory_bytes=total_bytes,
-        memory_kind="measured",
-        cuda_total_bytes=total_bytes,
-        cuda_total_kind="measured",
-        bandwidth_bytes_per_second=0,
-        dense_flops={},
-        interconnect=Interconnect("unknown", 0),
-        unified_memory=False,
-        sources=(),
-        compute_capability=capability,
-    )
-    return Device(gpu, "the measured device")
+    name = "the measured device"
+    return Device(Gpu.of_memory(name, total_bytes, "measured", capability), name)
