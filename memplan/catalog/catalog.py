@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
-from memplan.catalog.family_gaps import PresetGaps
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts, yaml_files
 from memplan.catalog.shipped_tables import TABLES, ShippedTables
 from memplan.documents.loading import Document, load_document
@@ -26,6 +25,7 @@ from memplan.errors import (
 )
 
 if TYPE_CHECKING:
+    from memplan.catalog.stacks import Stack
     from memplan.catalog.training_config import TrainingConfig
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     "optimizers": ("configs/optimizers.yaml", "optimizer"),
     "models": ("configs/models", "model"),
     "configs": ("configs/training", "training config"),
+    "stacks": ("configs/stacks", "stack"),
 }
 """Section -> (its file, or its folder with one file per entry; what messages call an entry)."""
 
@@ -150,6 +151,25 @@ class Catalog:
 
         return self._shelf("configs", TrainingConfig)
 
+    @cached_property
+    def stacks(self) -> Shelf[Stack]:
+        """Stacks, each as its file describes it."""
+        from memplan.catalog.stacks import Stack
+
+        return self._shelf("stacks", Stack)
+
+    def stack(self, given: str) -> Stack:
+        """Return the stack that ``NAME[@VERSION]`` means.
+
+        Raises:
+            UnknownNameError: There is none of that name.
+            CannotAnswerError: That version of it was not read.
+        """
+        from memplan.catalog.stacks import chosen_stack, split_name
+
+        name, version = split_name(given)
+        return chosen_stack(self.stacks.entries, self.stacks.name_of(name), version)
+
     def shipped_config(self, name: str) -> TrainingConfig | None:
         """Return the config of that name as it ships, or None where none does or a user's own took its place."""
         entry = self.configs.entries.get(name)
@@ -158,11 +178,6 @@ class Catalog:
     def ships_evidence(self, name: str) -> bool:
         """Tell whether a record of ours has that name."""
         return "/" not in name and is_file(self.root / "configs" / "evidence" / f"{name}.json")
-
-    @cached_property
-    def family_gaps(self) -> Mapping[str, PresetGaps]:
-        """Kernel presets whose library runs some families with code of its own that saves more."""
-        return BuiltEntries(PresetGaps, shipped_texts(self.root / TABLES["gaps"])[0], {})
 
     @cached_property
     def tables(self) -> ShippedTables:

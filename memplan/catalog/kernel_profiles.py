@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager"]
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
@@ -18,7 +18,8 @@ class KernelProfile:
     """One choice for every operation that has several implementations.
 
     Attributes:
-        attention: Backend of scaled-dot-product attention; ``math`` keeps the score matrix.
+        attention: Backend of scaled-dot-product attention, of which ``math`` keeps the score matrix; ``eager`` is
+            attention written out in Python, with an additive mask.
         norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
             chain of Python operations in fp32, which saves a copy in fp32 besides.
         rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel.
@@ -43,9 +44,8 @@ class KernelProfile:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The ``kernels`` key of a training config: a preset of configs/kernel_profiles.yaml, and choices that override it."""
+    """The ``kernels`` key of a training config: choices that override those of its stack."""
 
-    preset: str = "bundled"
     attention: AttentionKernel | None = None
     norm: NormKernel | None = None
     rotary: ElementwiseKernel | None = None
@@ -55,9 +55,7 @@ class Kernels:
     loss: LossKernel | None = None
     loss_chunks: int | None = None
 
-    def over(self, preset: KernelProfile) -> KernelProfile:
-        """Return a preset with the overriding choices put in."""
+    def over(self, own: KernelProfile) -> KernelProfile:
+        """Return a stack's own choices with these put in."""
         chosen = {f.name: getattr(self, f.name) for f in fields(KernelProfile)}
-        return KernelProfile(
-            **{name: getattr(preset, name) if value is None else value for name, value in chosen.items()}
-        )
+        return KernelProfile(**{name: getattr(own, name) if value is None else value for name, value in chosen.items()})

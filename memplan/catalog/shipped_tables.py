@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from memplan.catalog.kernel_profiles import KernelProfile, Kernels
+from memplan.catalog.entries import Source
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts
-from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
+from memplan.errors import CannotAnswerError
 
 T = TypeVar("T")
 
@@ -51,16 +51,39 @@ class ReserveShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
-    """A kernel preset, and where it was read."""
+class FamilyGap:
+    """How much more than planned one family keeps, as traced at full size.
 
-    profile: KernelProfile
-    source: str
+    Attributes:
+        least_percent: Least that was traced beyond the plan; 0 where some jobs were as planned.
+        most_percent: The most.
+        reason: What that family's code does, where it is known.
+    """
+
+    least_percent: int
+    most_percent: int
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The gap in words."""
+        least, most = self.least_percent, self.most_percent
+        span = f"up to {most}" if not least else f"{most}" if least == most else f"{least} to {most}"
+        traced = f"traced: {span} % more than planned"
+        return f"{self.reason} ({traced})" if self.reason else traced
+
+
+@dataclass(frozen=True, slots=True)
+class StackGaps:
+    """The gaps of one stack, by family."""
+
+    library: str
+    families: Mapping[str, FamilyGap]
+    sources: tuple[Source, ...]
 
 
 TABLES: Mapping[str, str] = {
     "gaps": "configs/family_gaps.yaml",
-    "kernels": "configs/kernel_profiles.yaml",
     "links": "configs/links.yaml",
     "reserve": "configs/allocator_reserve.yaml",
 }
@@ -79,9 +102,9 @@ class ShippedTables:
         self.root = root
 
     @cached_property
-    def kernel_presets(self) -> Mapping[str, Preset]:
-        """Kernel presets."""
-        return table_of(self.root, "kernels", Preset)
+    def family_gaps(self) -> Mapping[str, StackGaps]:
+        """Stacks whose library runs some families with code of its own that saves more."""
+        return table_of(self.root, "gaps", StackGaps)
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
@@ -102,17 +125,3 @@ class ShippedTables:
         if name not in self._reserve_shares:
             raise CannotAnswerError(f"allocator: what {allocator} needs beyond what it hands out is not known")
         return self._reserve_shares[name]
-
-    def profile(self, kernels: Kernels) -> KernelProfile:
-        """Return the kernels that a config's ``kernels`` key means.
-
-        Raises:
-            UnknownNameError: There is no such preset.
-        """
-        if kernels.preset not in self.kernel_presets:
-            raise UnknownNameError(f"unknown kernel preset {kernels.preset!r}{self.preset_hint(kernels.preset)}")
-        return kernels.over(self.kernel_presets[kernels.preset].profile)
-
-    def preset_hint(self, given: str) -> str:
-        """Return what may have been meant by a kernel preset that there is none of."""
-        return match_hint(given, self.kernel_presets, f"; known: {', '.join(self.kernel_presets)}")

@@ -47,13 +47,13 @@ class Adapter:
         kind: ``lora``, or ``dora`` with a learned magnitude per output row.
         rank: Width of the adapter.
         targets: Last part of the names of the adapted projections, or ``all-linear``.
-        dtype: Format of the adapter's weights.
+        dtype: Format of the adapter's weights; None is that of the stack.
     """
 
     kind: Literal["lora", "dora"] = "lora"
     rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR
-    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    dtype: Literal["bf16", "fp32", "fp16"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class TrainingConfig:
     """One training config as a file gives it; names are not yet looked up.
 
     Attributes:
+        stack: Whose training loop it is run by: a file of ``configs/stacks/``, with ``@VERSION`` for an older one.
         status: How it learns; whatever a file says, a resolved setup has what the evidence says.
         evidence: The record in ``configs/evidence/`` behind it.
         weights: Format by role; ``default`` stands for roles that are not named.
@@ -102,9 +103,10 @@ class TrainingConfig:
         compute_dtype: Dtype of matrix products; narrower than the weights means autocast.
         optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
             with states in the dtype of the weights where it is not given.
+        activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         adapter: Adapters; the other weights are frozen then.
         dropout: Probability; None takes the model's own.
-        clip_gradients: Clip by the norm of all gradients.
+        clip_gradients: Clip by the norm of all gradients; None is as the stack does.
         zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
         loss_scaling: Dynamic loss scale for fp16.
         weight_average: Format of an averaged copy of the weights on the device, or ``none``.
@@ -115,6 +117,7 @@ class TrainingConfig:
     """
 
     description: str
+    stack: str = "bundled"
     status: Status = "untried"
     evidence: str | None = None
     weights: Mapping[str, str] = field(default_factory=lambda: {"default": "bf16"})
@@ -125,13 +128,13 @@ class TrainingConfig:
     micro_batch_size: int = 1
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: Checkpointing | None = None
     kernels: Kernels = Kernels()
     adapter: Adapter | None = None
     parallel: Parallel = Parallel()
     offload: Offload = Offload()
     dropout: float | None = None
-    clip_gradients: bool = False
+    clip_gradients: bool | None = None
     zero_gradients: Literal["free", "fill"] = "free"
     loss_scaling: bool = False
     weight_average: Literal["none", "fp32", "bf16"] = "none"

@@ -50,6 +50,7 @@ def _tokens(text: str) -> int:
 
 
 _SHORTHANDS = {
+    "stack": ("--stack", "stack"),
     "batch": ("--micro-batch-size", "micro_batch_size"),
     "length": ("--sequence-length", "sequence_length"),
     "checkpointing": ("--checkpointing", "activation_checkpointing"),
@@ -80,6 +81,15 @@ class TrainingOptions:
     qlora: Annotated[bool, _preset("qlora")] = False
     lora: Annotated[bool, _preset("lora")] = False
     full: Annotated[bool, _preset("full")] = False
+    stack: Annotated[
+        str | None,
+        option(
+            TRAINING,
+            "--stack",
+            metavar="NAME[@VERSION]",
+            help="Whose training loop runs it; see memplan list stacks.",
+        ),
+    ] = None
     batch: Annotated[
         int | None,
         option(
@@ -177,7 +187,7 @@ class TrainingOptions:
         """Return what the command line changes in a config."""
         from memplan.library.lookup import Overrides
 
-        return Overrides(self.batch, self.length, self.checkpointing, self.given)
+        return Overrides(self.batch, self.length, self.checkpointing, self.given, stack=self.stack)
 
 
 def _key(setting: str) -> str:
@@ -215,6 +225,7 @@ def job_options(
         training.refuse_rank_without_adapter(config, catalog)
     options: JobOptions = {
         "config": training.chosen,
+        "stack": training.stack,
         "micro_batch_size": training.batch,
         "sequence_length": training.length,
         "activation_checkpointing": training.checkpointing and training.checkpointing.value,

@@ -31,7 +31,7 @@ ModelGiven = FilePath | Shapes | Model | None
 """A model by its catalog name, published id or file, by its shapes, or as it was looked up before."""
 
 DEFAULT_CONFIG = "bf16-adamw"
-SHORTHANDS = ("micro_batch_size", "sequence_length", "activation_checkpointing")
+SHORTHANDS = ("stack", "micro_batch_size", "sequence_length", "activation_checkpointing")
 """Keywords that are keys of a training config."""
 LIMITS = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gpus": MAXIMUM_GPUS}
 
@@ -45,6 +45,7 @@ class JobOptions(TypedDict, total=False):
         gpus: GPUs that share the work.
         profile: Measured workspaces and context, a file that ``memplan validate --calibrate`` wrote.
         config: Training config: catalog name, file, or its keys and values.
+        stack: Whose training loop runs the job, such as ``"trl"`` or ``"trl@1.14"``; else that of the config.
         micro_batch_size: Sequences per device per forward pass.
         sequence_length: Tokens per sequence.
         activation_checkpointing: ``none``, ``selective`` or ``full``.
@@ -58,6 +59,7 @@ class JobOptions(TypedDict, total=False):
     gpus: int | None
     profile: FilePath | None
     config: ConfigGiven | os.PathLike[str] | None
+    stack: str | None
     micro_batch_size: int | None
     sequence_length: int | None
     activation_checkpointing: str | None
@@ -168,6 +170,7 @@ class JobInputs:
             checkpointing=options.get("activation_checkpointing"),
             settings=settings_of(options.get("set")),
             gpus=gpus,
+            stack=options.get("stack"),
         )
 
     def setup(self, model: Model | None, default: ConfigGiven = DEFAULT_CONFIG, gpus: int = 1) -> TrainingSetup:

@@ -9,7 +9,7 @@ from memplan.library.lookup import Shapes, find_model
 from memplan.report.catalog_answer import entry_document, model_document, stored_document
 from memplan.report.document import Document
 
-KINDS = ("gpus", "configs", "optimizers", "formats", "gradients")
+KINDS = ("gpus", "configs", "stacks", "optimizers", "formats", "gradients")
 
 
 def show_document(name: str, catalog: Catalog, unit: str) -> Document:

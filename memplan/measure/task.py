@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import with_stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
@@ -144,7 +145,7 @@ def task_of(data: Mapping[str, Any], catalog: Catalog, where: str) -> Task:
     """
     document = Document(where, data, {})
     task = validate(RecordedTask, document)
-    config = validate(TrainingConfig, document, _without_none(task.training), ("training",))
+    config = validate(TrainingConfig, document, with_stack(_without_none(task.training)), ("training",))
     problems = [f"{document.where((key,))}: {text}" for key, text in _problems(task)]
     if problems:
         raise InvalidFileError(problems)

@@ -30,7 +30,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of every step."""
     config, profile, allowances = plan.setup.config, plan.setup.profile, plan.allowances
     yield (
-        f"kernels ({config.kernels.preset}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
+        f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"

@@ -8,6 +8,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import UnknownNameError
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role
@@ -15,7 +16,7 @@ from memplan.model.model import Model
 from memplan.model.readers.safetensors import StoredTensors
 from memplan.report.document import Block, Document, Table
 from memplan.report.evidence_lines import evidence_lines
-from memplan.training.resolved import learning
+from memplan.training.resolved import filled, learning
 from memplan.units import format_bytes, format_count, format_fraction
 
 
@@ -34,6 +35,7 @@ def _judged(name: str, entry: Any, catalog: Catalog) -> Any:
     if not isinstance(entry, TrainingConfig):
         return entry
     try:
+        entry = filled(entry, catalog.stack(entry.stack))
         return replace(entry, status=learning(entry, catalog, name).status)
     except UnknownNameError:
         return replace(entry, status="untried")  # a user's config of names that the catalog does not have
@@ -120,7 +122,13 @@ def slots_text(entry: Optimizer) -> str:
 
 def _config_cells(entry: TrainingConfig, unit: str) -> tuple[str, ...]:
     del unit
-    return (entry.status, entry.activation_checkpointing, entry.description)
+    return (entry.status, entry.activation_checkpointing or "", entry.description)
+
+
+def _stack_cells(entry: Stack, unit: str) -> tuple[str, ...]:
+    del unit
+    versions = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
+    return (versions, entry.level, entry.checkpointing.default, entry.kernels.loss, entry.description)
 
 
 _LISTS: Mapping[str, Any] = {
@@ -135,6 +143,7 @@ _LISTS: Mapping[str, Any] = {
         ("name", "state per parameter", "takes", "rest", "learning", "validated", "description"),
         _optimizer_cells,
     ),
+    "stacks": (("name", "versions", "its own code", "checkpointing", "loss", "description"), _stack_cells),
     "configs": (("name", "learning", "checkpointing", "description"), _config_cells),
 }
 

@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
+from memplan.training.stack_rules import kernel_profile
 from memplan.units import parse_bytes
 
 Path = tuple[str, ...]
@@ -21,7 +22,7 @@ def word_problems(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
     for name, allowed in _word_fields(cast("Hashable", type(value))).items():
         given = getattr(value, name)
         if given not in allowed:
-            known = ", ".join(map(str, allowed))
+            known = ", ".join(str(word) for word in allowed if word is not None)
             hint = match_hint(str(given), [word for word in allowed if word])
             yield (*path, name), f"expected one of {known}, got {given!r}{hint}"
     if not path:
@@ -115,7 +116,7 @@ def refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog
             f"{where}: cpu is not supported with master weights, which torch's own optimizers step; use master_weights: none"
         )
     muon = any(entry.orthogonalises for entry in used.values())
-    if muon and catalog.tables.profile(config.kernels).newton_schulz == "torch":
+    if muon and kernel_profile(config, catalog).newton_schulz == "torch":
         raise CannotAnswerError(
             f"{where}: cpu is not supported with kernels.newton_schulz: torch, whose momentum stays on the device; use min or fast"
         )

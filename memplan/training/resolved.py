@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
-from memplan.catalog.family_gaps import FamilyGap
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.shipped_tables import ReserveShare
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import Checkpointing, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.model.inventory import ROLES, Role
 from memplan.training.config_refusals import (
@@ -23,6 +23,12 @@ from memplan.training.config_refusals import (
 )
 from memplan.training.learning import Learning, Recipe, learning_of, recipe_of
 from memplan.training.parallelism import parallel_problems, parallel_refusals
+from memplan.training.stack_rules import (
+    refuse_unmodelled_stack,
+    runs_autocast,
+    stack_problems,
+    with_stack_defaults,
+)
 from memplan.units import parse_bytes
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -52,8 +58,9 @@ class TrainingSetup:
     Attributes:
         name: Catalog name or path of the config.
         changed: Whether settings were changed on top of it.
-        config: What it says, with overrides applied.
-        profile: Kernel profile with its preset filled in.
+        config: What it says, with overrides applied and what it leaves to its stack filled in.
+        stack: Whose training loop runs it, at its version.
+        profile: Its kernels: its own choices over those of its stack.
         format_names: Weight format of each role, by name.
         formats: Weight format of each role.
         gradient: How gradients are stored; None is the dtype of the weight.
@@ -62,11 +69,12 @@ class TrainingSetup:
         compute_bytes: Bytes of an element in matrix products.
         reserve_bytes: Memory of the device to leave free.
         reserve_share: What the allocator needs beyond what it hands out.
-        family_gaps: Families whose own code in the preset's library saves more than the preset says.
+        family_gaps: Families whose own code in the stack's library saves more than the stack says.
     """
 
     name: str
     config: TrainingConfig
+    stack: Stack
     profile: KernelProfile
     format_names: Mapping[Role, str]
     formats: Mapping[Role, StorageFormat]
@@ -86,8 +94,21 @@ class TrainingSetup:
 
     @property
     def autocast(self) -> bool:
-        """Whether CUDA autocast casts fp32 weights to a narrower compute dtype."""
-        return self.format_names["hidden_matrix"] == "fp32" and self.compute_bytes < 4
+        """Whether CUDA autocast casts weights and activations to a narrower compute dtype."""
+        return runs_autocast(self.stack, self.format_names["hidden_matrix"], self.config.compute_dtype)
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """What a layer keeps for backward: as the config says, else as its stack does."""
+        assert self.config.activation_checkpointing is not None, "a setup's config is filled in"
+        return self.config.activation_checkpointing
+
+    @property
+    def adapter_dtype(self) -> str:
+        """Format of the weights of adapters: as the config says, else as its stack makes them."""
+        assert self.config.adapter is not None
+        assert self.config.adapter.dtype is not None, "a setup's config is filled in"
+        return self.config.adapter.dtype
 
     @property
     def trains_codes(self) -> bool:
@@ -122,9 +143,11 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     problems = [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]
     if problems:
         raise InvalidFileError(problems)
+    stack = catalog.stack(config.stack)
+    config, profile = filled(config, stack), config.kernels.over(stack.kernels)
     refuse_unmodelled(config, place)
-    profile = catalog.tables.profile(config.kernels)
     format_names = {role: _format_name(config, role) for role in ROLES}
+    refuse_unmodelled_stack(config, stack, format_names["hidden_matrix"], profile, place)
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
@@ -140,6 +163,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     return TrainingSetup(
         name=name,
         config=_with_learning(config, recipe, catalog, name),
+        stack=stack,
         profile=profile,
         format_names=known_formats,
         formats={role: catalog.formats[n] for role, n in format_names.items()},
@@ -149,17 +173,23 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
-        family_gaps=_family_gaps(config, catalog),
+        family_gaps=_family_gaps(stack, catalog),
     )
 
 
-def _family_gaps(config: TrainingConfig, catalog: Catalog) -> Mapping[str, FamilyGap]:
-    gaps = catalog.family_gaps.get(config.kernels.preset)
+def filled(config: TrainingConfig, stack: Stack) -> TrainingConfig:
+    """Return a config in which what it leaves to its stack is filled in; its formats need not be known."""
+    return with_stack_defaults(config, stack, _format_name(config, "hidden_matrix"))
+
+
+def _family_gaps(stack: Stack, catalog: Catalog) -> Mapping[str, FamilyGap]:
+    gaps = catalog.tables.family_gaps.get(stack.name)
     return {} if gaps is None else gaps.families
 
 
 def named_recipe(config: TrainingConfig, catalog: Catalog) -> Recipe:
     """Return what decides how a config learns; its names have to be known."""
+    config = filled(config, catalog.stack(config.stack))
     formats = {role: catalog.formats.name_of(_format_name(config, role)) for role in ROLES}
     return recipe_of(config, formats, {role: _optimizer_name(config, catalog, role) for role in ROLES}, catalog)
 
@@ -213,11 +243,9 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     yield from word_problems(config, ())
     yield from number_problems(config)
     yield from _names(config, catalog)
-    yield from _contradictions(config)
+    yield from (problems := tuple(stack_problems(config, catalog)))
+    yield from _contradictions(config if problems else filled(config, catalog.stack(config.stack)))
     yield from parallel_problems(config.parallel)
-    if config.kernels.preset not in catalog.tables.kernel_presets:
-        preset = config.kernels.preset
-        yield ("kernels", "preset"), f"unknown kernel preset {preset!r}{catalog.tables.preset_hint(preset)}"
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
 

@@ -14,7 +14,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data = asdict(setup.config)
     data["weights"] = {role: setup.format_names[role] for role in ROLES}
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
-    data["kernels"] = {"preset": setup.config.kernels.preset, **asdict(setup.profile)}
+    data["kernels"] = asdict(setup.profile)
     names = set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,9 @@ import yaml
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import entry_problems
-from memplan.catalog.kernel_profiles import KernelProfile, Kernels
-from memplan.catalog.shipped_tables import TABLES, Link, Preset, ReserveShare, table_of
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.shipped_tables import TABLES, Link, ReserveShare, table_of
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
@@ -31,6 +32,7 @@ CLASSES = {
     "optimizers": Optimizer,
     "models": ModelEntry,
     "configs": TrainingConfig,
+    "stacks": Stack,
 }
 ROOT = data_directory()
 CATALOG = Catalog(ROOT)
@@ -60,7 +62,7 @@ def test_an_entry_passes_the_strict_schema_and_is_the_value_that_is_used(section
     data, path = (document.data[name], (name,)) if keyed else (document.data, ())
     assert document.problems == ()
     assert validate(CLASSES[section], document, data, path) == shelf.entries[name]
-    assert section == "configs" or list(entry_problems(shelf.entries[name])) == []
+    assert section in ("configs", "stacks") or list(entry_problems(shelf.entries[name])) == []
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -392,7 +394,7 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list(section):
 
 
 # ------------------------------------------------------------------ tables
-@pytest.mark.parametrize(("name", "cls"), [("kernels", Preset), ("links", Link), ("reserve", ReserveShare)])
+@pytest.mark.parametrize(("name", "cls"), [("links", Link), ("reserve", ReserveShare)])
 def test_a_table_passes_the_strict_schema(name, cls):
     document = load_document(ROOT / TABLES[name])
     assert list(document.data) == sorted(document.data)
@@ -410,16 +412,11 @@ def test_every_link_of_a_card_is_known_and_leads_to_the_host():
     assert all(CATALOG.tables.links[name].bytes_per_second for name in leads)
 
 
-def test_a_preset_says_every_key_of_a_profile():
-    for preset in load_document(ROOT / TABLES["kernels"]).data.values():
-        assert set(preset["profile"]) == {field.name for field in fields(KernelProfile)}
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"kernels": Kernels(attention="flsh")}, "kernels.attention: expected one of .*; did you mean 'flash'"),
-        ({"kernels": Kernels(preset="megatrn")}, "kernels.preset: unknown kernel preset .*; did you mean 'megatron'"),
+        ({"stack": "megatrn"}, "stack: unknown stack .*; did you mean 'megatron'"),
         ({"gradients": Gradients(lifetime="steps")}, "gradients.lifetime: expected one of step, layer, got 'steps'"),
         ({"activation_checkpointing": "all"}, "activation_checkpointing: expected one of none, selective, full, got 'all'"),
         ({"allocator": "expandible"}, "allocator: .*; did you mean 'expandable'"),

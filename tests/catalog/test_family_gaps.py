@@ -1,13 +1,11 @@
-"""Families whose own code in a library saves more than its preset says: strict data, named in the answers they are about."""
+"""Families whose own code in a library saves more than its stack says: strict data, named in the answers they are about."""
 
 from __future__ import annotations
 
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.family_gaps import FamilyGap, PresetGaps
-from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.shipped_tables import TABLES
+from memplan.catalog.shipped_tables import TABLES, FamilyGap, StackGaps
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
@@ -21,11 +19,11 @@ CATALOG = Catalog(data_directory())
 DOCUMENT = load_document(data_directory() / TABLES["gaps"])
 
 
-@pytest.mark.parametrize("preset", DOCUMENT.data)
-def test_the_file_keeps_to_its_schema_and_names_what_there_is(preset):
-    gaps = validate(PresetGaps, DOCUMENT, DOCUMENT.data[preset], (preset,))
-    assert gaps == CATALOG.family_gaps[preset]
-    assert preset in CATALOG.tables.kernel_presets
+@pytest.mark.parametrize("stack", DOCUMENT.data)
+def test_the_file_keeps_to_its_schema_and_names_what_there_is(stack):
+    gaps = validate(StackGaps, DOCUMENT, DOCUMENT.data[stack], (stack,))
+    assert gaps == CATALOG.tables.family_gaps[stack]
+    assert stack in CATALOG.stacks
     assert set(gaps.families) <= set(families())
     assert list(gaps.families) == sorted(gaps.families)
     assert all(0 <= gap.least_percent <= gap.most_percent for gap in gaps.families.values())
@@ -43,11 +41,9 @@ def test_a_gap_in_words(gap, text):
     assert gap.text == text
 
 
-@pytest.mark.parametrize(
-    ("preset", "first"), [("hf-transformers", "gpt2 in transformers: "), ("bundled", "memory of ")]
-)
-def test_a_plan_names_the_gap_first_under_the_preset_that_has_it(preset, first):
-    config = TrainingConfig(description="a preset", kernels=Kernels(preset=preset), sequence_length=1024)
-    setup = resolve(config, CATALOG, preset)
+@pytest.mark.parametrize(("stack", "first"), [("transformers", "gpt2 in transformers: "), ("bundled", "memory of ")])
+def test_a_plan_names_the_gap_first_under_the_stack_that_has_it(stack, first):
+    config = TrainingConfig(description="a stack", stack=stack, sequence_length=1024)
+    setup = resolve(config, CATALOG, stack)
     plan = CompiledPlan(catalog_model("gpt2", CATALOG), setup).evaluate(Device(CATALOG.gpus["rtx4090"], "rtx4090"))
     assert plan.not_modelled[0].startswith(first)

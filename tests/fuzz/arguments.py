@@ -39,7 +39,7 @@ HOSTILE = (
     "--", "-", "'", '"', "\\", "::error::x", "=", "=1", "ﬀ", "\u0661\u0662", "/", "..", "~nobody/x", "$HOME", "a/b/c", "/proc/self/mem",
 )  # fmt: skip
 SETTINGS = (
-    *TrainingConfig.__dataclass_fields__, "kernels.optimizer", "kernels.attention", "kernels.preset", "adapter.rank",
+    *TrainingConfig.__dataclass_fields__, "kernels.optimizer", "kernels.attention", "adapter.rank",
     "adapter.kind", "adapter.targets", "gradients.dtype", "gradients.lifetime", "weights.norm", "optimizer.embedding",
     "parallel.data", "parallel.zero_stage", "offload.optimizer_states", "Kernels", "Kernels.optimizer", "none", "a.b.c",
     ".", "..", "a..b", "\x1b", "\udcff", "",
@@ -51,7 +51,7 @@ SET_VALUES = (
 )  # fmt: skip
 
 
-SECTIONS = ("gpus", "models", "formats", "gradients", "optimizers", "configs")
+SECTIONS = ("gpus", "models", "formats", "gradients", "optimizers", "configs", "stacks")
 Words = tuple[str, ...]
 OPTIONS: Mapping[str, Words] = {
     "--gpu": GPUS, "--gpu-memory": SIZES, "--gpus": NUMBERS, "--config": CONFIGS, "--micro-batch-size": NUMBERS,

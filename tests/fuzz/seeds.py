@@ -206,7 +206,7 @@ TRAINING = {
     "description": "fuzz", "status": "works", "weights": {"default": "bf16", "norm": "fp32"}, "master_weights": "none",
     "compute_dtype": "bf16", "gradients": {"dtype": "bf16", "lifetime": "step"}, "optimizer": {"default": "adamw-bf16"},
     "micro_batch_size": 2, "sequence_length": 512, "gradient_accumulation_steps": 1,
-    "activation_checkpointing": "none", "kernels": {"preset": "bundled", "optimizer": "fused", "loss_chunks": 4},
+    "activation_checkpointing": "none", "stack": "bundled", "kernels": {"optimizer": "fused", "loss_chunks": 4},
     "adapter": {"kind": "lora", "rank": 8, "targets": ["c_attn"], "dtype": "bf16"},
     "parallel": {"data": 2, "zero_stage": 0}, "offload": {"optimizer_states": "none"}, "dropout": 0.1,
     "clip_gradients": False, "reserve": "500 MiB", "allocator": "native", "evaluation": True,

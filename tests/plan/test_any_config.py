@@ -48,9 +48,9 @@ configs = st.builds(
     sequence_length=st.integers(1, 4096),
     gradient_accumulation_steps=st.sampled_from([1, 1, 2]),
     activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
+    stack=st.sampled_from(["bundled", "bundled", *CATALOG.stacks]),
     kernels=st.builds(
         Kernels,
-        preset=st.sampled_from(["bundled", "hf-transformers", "torchtitan", "megatron"]),
         attention=st.sampled_from([None, "flash", "cudnn", "efficient", "math"]),
         norm=st.sampled_from([None, "fused", "composite"]),
         rotary=st.sampled_from([None, "fused", "composite"]),

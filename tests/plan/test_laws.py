@@ -30,7 +30,9 @@ laws = settings(max_examples=40, deadline=None, derandomize=True, suppress_healt
 
 kernels = st.builds(
     Kernels,
-    preset=st.sampled_from(["bundled", "hf-transformers", "torchtitan", "megatron"]),
+    norm=st.sampled_from([None, "composite"]),
+    rotary=st.sampled_from([None, "fused"]),
+    activation=st.sampled_from([None, "fused"]),
     attention=st.sampled_from([None, "flash", "cudnn", "efficient", "math"]),
     optimizer=st.sampled_from([None, "foreach", "fused", "for-loop"]),
     loss=st.sampled_from([None, "bf16", "fp32", "chunked"]),

@@ -103,8 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "math": {"kernels": Kernels(attention="math")},
     "efficient": {"kernels": Kernels(attention="efficient")},
-    "megatron": {"kernels": Kernels(preset="megatron")},
-    "hf": {"kernels": Kernels(preset="hf-transformers")},
+    "megatron": {"stack": "megatron"},
+    "hf": {"stack": "transformers"},
     "scaled": {"loss_scaling": True, "weights": {"default": "fp16"}, "compute_dtype": "fp16"},
 }
 

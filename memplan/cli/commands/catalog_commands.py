@@ -22,6 +22,7 @@ class Section(StrEnum):
     gradients = "gradients"
     optimizers = "optimizers"
     configs = "configs"
+    stacks = "stacks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,9 +198,9 @@ def _known_model(inputs: JobInputs, hf: FilePath | None) -> Model | None:
 def _setup(inputs: JobInputs, model: Model | None, hf: FilePath | None) -> TrainingSetup:
     """Return the training setup; transformers' own code runs with its own kernels, unless others are set."""
     settings = settings_of(inputs.options.get("set"))
-    if hf is None or any(setting.startswith("kernels") for setting in settings):
+    if hf is None or any(setting.startswith(("kernels", "stack")) for setting in settings):
         return inputs.setup(model, gpus=inputs.gpus)
-    settings = ("kernels.preset=hf-transformers", *settings)
+    settings = ("stack=transformers", *settings)
     return JobInputs(inputs.catalog, inputs.given, {**inputs.options, "set": settings}).setup(model, gpus=inputs.gpus)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import DEFAULT_STACK, PRESET_STACKS
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
@@ -27,6 +28,7 @@ class Overrides:
     """What the command line changes in a training config.
 
     Attributes:
+        stack: The stack, in place of the config's own.
         gpus: GPUs that share the work; a config that says nothing of it is sharded over them.
     """
 
@@ -35,6 +37,7 @@ class Overrides:
     checkpointing: str | None = None
     settings: tuple[str, ...] = field(default=())
     gpus: int = 1
+    stack: str | None = None
 
 
 ConfigGiven = str | Mapping[str, Any]
@@ -88,6 +91,7 @@ def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) 
         "micro_batch_size": overrides.batch,
         "sequence_length": overrides.length,
         "activation_checkpointing": overrides.checkpointing and str(overrides.checkpointing),
+        "stack": overrides.stack,
     }
     changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
     if overrides.gpus > 1:
@@ -158,11 +162,24 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
         document = Document(document.name, document.data["training"], {}, document.problems)
-    wanted = _with_listed_targets(with_settings(document, overrides.settings))
+    wanted = without_preset(_with_listed_targets(with_settings(document, overrides.settings)))
     try:
         return validate(TrainingConfig, wanted), document
     except InvalidFileError as error:
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
+
+
+def without_preset(document: Document) -> Document:
+    """Return a config without the kernel preset that configs had before stacks, which becomes a problem of the document."""
+    data = document.data
+    kernels = data.get("kernels") if isinstance(data, dict) else None
+    if not isinstance(kernels, dict) or "preset" not in kernels:
+        return document
+    place = document.where(("kernels", "preset"))
+    stack = PRESET_STACKS.get(str(kernels["preset"]), DEFAULT_STACK)
+    problem = f"{place}: kernel presets are part of stacks now; write stack: {stack} in place of it"
+    rest = {**data, "kernels": {key: value for key, value in kernels.items() if key != "preset"}}
+    return Document(document.name, rest, document.lines, (*document.problems, problem), document.settings)
 
 
 def _with_listed_targets(document: Document) -> Document:

@@ -122,8 +122,8 @@ def task_label(task: Task) -> str:
     parts = [task.device, task.name, task.setup.name, f"b{config.micro_batch_size}", f"s{config.sequence_length}"]
     if task.scale.text:
         parts.insert(2, "small" if task.scale == SMALL else task.scale.text.replace(", ", "-").replace(" ", ""))
-    if config.activation_checkpointing != "none":
-        parts.append(config.activation_checkpointing)
+    if task.setup.checkpointing != "none":
+        parts.append(task.setup.checkpointing)
     if config.gradient_accumulation_steps > 1:
         parts.append(f"a{config.gradient_accumulation_steps}")
     if config.offload.optimizer_states != "none":

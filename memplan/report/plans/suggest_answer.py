@@ -122,9 +122,9 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
 
 def _own_gradient_dtype(row: Settings) -> str:
     """Return the dtype that autograd gives gradients: that of what is trained, or of the products where codes are."""
-    adapter, weights = row.plan.setup.config.adapter, row.combination.state.weights
-    if adapter is not None:
-        return adapter.dtype
+    setup, weights = row.plan.setup, row.combination.state.weights
+    if setup.config.adapter is not None:
+        return setup.adapter_dtype
     return weights.compute_dtype if weights.coded else weights.dtype
 
 

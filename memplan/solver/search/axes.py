@@ -12,6 +12,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import InvalidFileError, match_hint
 from memplan.solver.search.space import Space, WeightChoice
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
+from memplan.training.stack_rules import kernel_profile
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
 
 def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
     """Return the space over every axis, other keys taken from ``base``."""
-    profile = catalog.tables.profile(base.kernels)
+    profile = kernel_profile(base, catalog)
     adapters = base.adapter is not None
     return Space(
         base=base,
@@ -123,7 +124,7 @@ def with_fixed_axes(space: Space, names: Sequence[str], catalog: Catalog) -> Spa
     setup = resolve(base, catalog, "base")
     fixed: dict[str, object] = {}
     for axis in [part for name in names for part in (KERNELS if name == "kernels" else (name,))]:
-        fixed |= _fixed(axis, base, catalog.tables.profile(base.kernels), setup)
+        fixed |= _fixed(axis, base, setup.profile, setup)
     return replace(space, **fixed)  # type: ignore[arg-type]
 
 

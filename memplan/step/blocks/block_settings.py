@@ -64,7 +64,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         compute_bytes=setup.compute_bytes,
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,
-        selective=setup.config.activation_checkpointing == "selective",
+        selective=setup.checkpointing == "selective",
         dropout=spec.dropout if dropout is None else dropout,
         regime=regime,
     )

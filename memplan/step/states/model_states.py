@@ -304,19 +304,17 @@ def _shared_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
 
 def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStates:
     """Return the states of an adapter's matrix, which has its own dtype."""
-    adapter = setup.config.adapter
-    assert adapter is not None
-    width = FLOAT_BYTES[adapter.dtype]
+    dtype, width = setup.adapter_dtype, FLOAT_BYTES[setup.adapter_dtype]
     role: Role = "hidden_matrix" if len(tensor.shape) > 1 else "norm"
     name, optimizer = setup.optimizer_names[role], setup.optimizers[role]
-    alone = Updated(adapter.dtype, setup.config.gradients.dtype or adapter.dtype, len(tensor.shape))
+    alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
     kind = stepper(setup, name, optimizer, [alone])
     device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, width)
     size = tensor.elements * width
-    cast = setup.autocast and adapter.dtype != setup.config.compute_dtype
+    cast = setup.autocast and dtype != setup.config.compute_dtype
     return TensorStates(
         tensor=tensor,
-        format_name=adapter.dtype,
+        format_name=dtype,
         trainable=True,
         weight_bytes=size,
         master_bytes=0,

@@ -64,7 +64,7 @@ class ReferenceOptions:
     @property
     def adapter_dtype(self) -> torch.dtype:
         """Dtype of the adapters' matrices."""
-        return TORCH_DTYPES[self.adapter.dtype] if self.adapter else self.compute_dtype
+        return TORCH_DTYPES[self.adapter.dtype] if self.adapter and self.adapter.dtype else self.compute_dtype
 
     def weight_dtype(self, role: Role) -> torch.dtype:
         """Return the dtype of float weights of ``role``."""

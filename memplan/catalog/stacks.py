@@ -1,0 +1,206 @@
+"""Stacks: whose training loop a job runs, and what of that loop decides memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from memplan.catalog.entries import Source
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.training_config import Checkpointing
+from memplan.documents.schemas import build
+from memplan.errors import CannotAnswerError, InvalidFileError
+
+AutocastRule = Literal["fp32-weights", "always", "never"]
+AdapterDtype = Literal["fp32", "bf16", "weights"]
+KbitFloats = Literal["as-is", "fp32"]
+Level = Literal["traced", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class StackCheckpointing:
+    """How a stack checkpoints activations.
+
+    Attributes:
+        default: What it does where a config does not say.
+        reentrant: Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+    """
+
+    default: Checkpointing
+    reentrant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a training loop has names for while backward runs.
+
+    Attributes:
+        holds: What it keeps alive so: ``logits``, ``fp32-logits``, ``shifted-labels``.
+    """
+
+    holds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensor:
+    """A tensor of (batch, sequence) that the collator puts on the device."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class OlderVersions:
+    """What older versions of a stack did otherwise.
+
+    Attributes:
+        since: The first version that it is about.
+        until: The last.
+        changes: Keys of the stack with the values that they had, sections by the keys within them.
+    """
+
+    since: str
+    until: str
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One stack as its file in ``configs/stacks/`` describes it; every key is said.
+
+    Attributes:
+        description: What it is, in words.
+        library: The package whose loop it is.
+        versions: Packages and the versions that were read, the library itself first.
+        level: ``traced`` where its own code can be run on tensors without memory, ``read`` where it is only read.
+        kernels: Which implementation of each operation it runs.
+        autocast: ``fp32-weights`` runs the model under autocast where the hidden matrices are in fp32 and the compute
+            dtype has 16 bits, ``always`` wherever the compute dtype has 16 bits, ``never`` never.
+        adapter_dtype: Dtype of adapters on plain weights where a config does not say; ``weights`` is that of the
+            hidden matrices, or the compute dtype where those are codes.
+        adapter_dtype_quantised: The same on quantised weights.
+        kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms.
+        checkpointing: How it checkpoints activations.
+        loop: What its loop keeps alive.
+        batch: Tensors of a micro-batch on the device.
+        input_gradients: Whether the embedding's output is made to need a gradient where the base is frozen.
+        clip_gradients: Whether it clips where a config does not say.
+        keys: Key of a training config -> what the stack calls it.
+        sources: Where all this was read.
+        history: What older versions did otherwise, the oldest first.
+        aliases: Other names.
+        name: Its name, put in where it is looked up.
+        version: The version of the library that is described, put in likewise.
+    """
+
+    description: str
+    library: str
+    versions: Mapping[str, str]
+    level: Level
+    kernels: KernelProfile
+    autocast: AutocastRule
+    adapter_dtype: AdapterDtype
+    adapter_dtype_quantised: AdapterDtype
+    kbit_floats: KbitFloats
+    checkpointing: StackCheckpointing
+    loop: Loop
+    batch: tuple[BatchTensor, ...]
+    input_gradients: bool
+    clip_gradients: bool
+    keys: Mapping[str, str]
+    sources: tuple[Source, ...]
+    history: tuple[OlderVersions, ...] = ()
+    aliases: tuple[str, ...] = ()
+    name: str = ""
+    version: str = ""
+
+    @property
+    def label(self) -> str:
+        """The stack and the version that is described, in words."""
+        return f"{self.name} {self.version}"
+
+    def own_key(self, key: str) -> str | None:
+        """Return what the stack calls a key of a training config, or None where it has no such setting."""
+        return self.keys.get(key)
+
+
+DEFAULT_STACK = "bundled"
+
+PRESET_STACKS: Mapping[str, str] = {
+    "bundled": "bundled",
+    "hf-transformers": "transformers",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+}
+"""Kernel preset of configs before there were stacks -> the stack that took its place."""
+
+
+def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
+    """Return a stack as it is, or was, at a version.
+
+    Args:
+        stacks: Stacks by name.
+        name: A name among them.
+        version: What was given behind ``@``; nothing is the version that the file describes.
+
+    Raises:
+        InvalidFileError: It is no version.
+        CannotAnswerError: That version was not read.
+    """
+    stack = stacks[name]
+    newest = next(iter(stack.versions.values()))
+    if not version:
+        return replace(stack, name=name, version=newest)
+    given = _parts(version, name)
+    if given > _parts(newest, name):
+        raise CannotAnswerError(f"stack: {name}@{version} is newer than {newest}, the newest version that was read")
+    for older in stack.history:
+        if _parts(older.since, name) <= given and _within(given, _parts(older.until, name)):
+            data = _merged({k: v for k, v in asdict(stack).items() if k != "history"}, older.changes)
+            return replace(build(Stack, data), history=stack.history, name=name, version=version)
+    first = min((older.since for older in stack.history), key=lambda text: _parts(text, name), default=newest)
+    if given < _parts(first, name):
+        raise CannotAnswerError(f"stack: {name}@{version} is older than {first}, the oldest version that was read")
+    return replace(stack, name=name, version=version)
+
+
+def _within(given: tuple[int, ...], until: tuple[int, ...]) -> bool:
+    """Tell whether a version is not beyond another; all of 1.3.x are within 1.3."""
+    return given[: len(until)] <= until
+
+
+def _parts(version: str, name: str) -> tuple[int, ...]:
+    parts = version.split(".")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise InvalidFileError([f"stack: {name}@{version}: expected a version such as {name}@1.14"])
+    return tuple(map(int, parts))
+
+
+def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and values with changes put in, section by section."""
+    merged = dict(data)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
+    return merged
+
+
+def split_name(given: str) -> tuple[str, str]:
+    """Return name and version of ``NAME[@VERSION]``.
+
+    Example:
+        >>> split_name("trl@1.6"), split_name("trl")
+        (('trl', '1.6'), ('trl', ''))
+    """
+    name, _, version = given.partition("@")
+    return name, version
+
+
+def with_stack(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a record, which is never edited, with a stack where it names the kernel preset of its time."""
+    kernels = training.get("kernels")
+    if not isinstance(kernels, Mapping) or kernels.get("preset") not in PRESET_STACKS:
+        return dict(training)
+    rest = {key: value for key, value in kernels.items() if key != "preset"}
+    return {**training, "kernels": rest, "stack": PRESET_STACKS[kernels["preset"]]}

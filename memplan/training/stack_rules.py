@@ -1,0 +1,116 @@
+"""What a stack fills into a training config, and what of a stack the formula cannot follow yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal, cast
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+
+Path = tuple[str, ...]
+Floats = Literal["fp32", "bf16", "fp16"]
+FLOATS = ("fp32", "bf16", "fp16")
+
+
+def stack_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    """Yield why there is no stack as a config names it; a version that was not read is refused elsewhere."""
+    try:
+        catalog.stack(config.stack)
+    except CannotAnswerError:
+        return
+    except MemplanError as error:
+        yield ("stack",), str(error).removeprefix("stack: ")
+
+
+def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> TrainingConfig:
+    """Return a config in which what it leaves to its stack is filled in.
+
+    Args:
+        config: The config.
+        stack: Its stack.
+        hidden: Weight format of the hidden matrices.
+    """
+    adapter = config.adapter
+    if adapter is not None and adapter.dtype is None:
+        adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
+    return replace(
+        config,
+        activation_checkpointing=config.activation_checkpointing or stack.checkpointing.default,
+        clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
+        adapter=adapter,
+    )
+
+
+def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
+    """Return the dtype of adapters that a stack makes where a config does not say."""
+    rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
+    if rule == "weights":
+        rule = cast("Floats", hidden if hidden in FLOATS else config.compute_dtype)  # type: ignore[assignment]
+    return cast("Floats", rule)
+
+
+def kernel_profile(config: TrainingConfig, catalog: Catalog) -> KernelProfile:
+    """Return the kernels of a config: its own choices over those of its stack."""
+    return config.kernels.over(catalog.stack(config.stack).kernels)
+
+
+def runs_autocast(stack: Stack, hidden: str, compute_dtype: str) -> bool:
+    """Tell whether a stack runs the model under autocast.
+
+    Args:
+        stack: The stack.
+        hidden: Weight format of the hidden matrices.
+        compute_dtype: Dtype of matrix products.
+    """
+    narrow = compute_dtype != "fp32"
+    return narrow and (stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32"))
+
+
+def refuse_unmodelled_stack(
+    config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile, place: Callable[[Path], str]
+) -> None:
+    """Refuse what a stack does that the formula cannot follow.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        hidden: Weight format of the hidden matrices.
+        profile: Its kernels.
+        place: Turns a path of keys into a place for messages.
+
+    Raises:
+        CannotAnswerError: What is not modelled yet.
+        InvalidFileError: What the stack never does.
+    """
+    for path, text in _unmodelled(config, stack, hidden, profile):
+        raise CannotAnswerError(f"{place(path)}: {text}")
+    if stack.autocast == "never" and hidden == "fp32" and config.compute_dtype != "fp32":
+        text = f"{config.compute_dtype} on fp32 weights is autocast, which {stack.name} does not run; use weights: {config.compute_dtype}"
+        raise InvalidFileError([f"{place(('compute_dtype',))}: {text}"])
+
+
+def _unmodelled(
+    config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile
+) -> Iterator[tuple[Path, str]]:
+    """Yield what the formula does not follow; whoever teaches it a mechanism takes the line away."""
+    name = stack.name
+    if profile.attention == "eager":
+        yield ("kernels", "attention"), "eager is not modelled yet; use flash, efficient or math"
+    if stack.autocast == "always" and hidden != "fp32" and config.compute_dtype != "fp32":
+        yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
+    if config.adapter is not None and hidden not in FLOATS and stack.kbit_floats == "fp32":
+        yield ("stack",), f"{name} keeps what is not quantised in fp32 beside {hidden}, which is not modelled yet"
+    if config.activation_checkpointing != "none" and stack.checkpointing.reentrant:
+        yield ("activation_checkpointing",), f"{name} recomputes reentrantly, which is not modelled yet; use none"
+    if config.adapter is not None and stack.input_gradients:
+        yield ("stack",), f"{name} makes the embedding's output need a gradient, which is not modelled yet"
+    if stack.loop.holds:
+        yield ("stack",), f"the loop of {name} keeps {', '.join(stack.loop.holds)} alive, which is not modelled yet"
+    known = {("input_ids", "int64"), ("labels", "int64")}
+    if more := [f"{part.name} ({part.dtype})" for part in stack.batch if (part.name, part.dtype) not in known]:
+        yield ("stack",), f"{name} puts {', '.join(more)} on the device, which is not modelled yet"
