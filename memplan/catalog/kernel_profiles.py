@@ -11,6 +11,7 @@ OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
 LossKernel = Literal["bf16", "fp32", "chunked"]
 ElementwiseKernel = Literal["composite", "fused"]
+RotaryKernel = Literal["composite", "fused", "complex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class KernelProfile:
             attention written out in Python, with an additive mask.
         norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
             chain of Python operations in fp32, which saves a copy in fp32 besides.
-        rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel.
+        rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
+            for complex numbers, in fp32, and multiplies them.
         activation: ``composite`` keeps activation and product apart; ``fused`` is one kernel
             for SwiGLU or GeGLU, which keeps only its inputs.
         optimizer: How AdamW with fp32 or bf16 states steps.
@@ -34,7 +36,7 @@ class KernelProfile:
 
     attention: AttentionKernel = "flash"
     norm: NormKernel = "fused"
-    rotary: ElementwiseKernel = "composite"
+    rotary: RotaryKernel = "composite"
     activation: ElementwiseKernel = "composite"
     optimizer: OptimizerKernel = "foreach"
     newton_schulz: NewtonSchulzKernel = "min"
@@ -48,7 +50,7 @@ class Kernels:
 
     attention: AttentionKernel | None = None
     norm: NormKernel | None = None
-    rotary: ElementwiseKernel | None = None
+    rotary: RotaryKernel | None = None
     activation: ElementwiseKernel | None = None
     optimizer: OptimizerKernel | None = None
     newton_schulz: NewtonSchulzKernel | None = None

@@ -8,10 +8,14 @@ from memplan.step.ends_on_tape import EndSettings, Head
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
+
+AGAIN = Recomputation("full")
+"""How a chunk of a loss over chunks runs: again in backward."""
 
 
 def root_bytes(inputs: StepInputs, settings: EndSettings) -> int:
@@ -66,7 +70,7 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -
     rows = (_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved)
     losses = constant_form(Part.LOGITS, 4 * (inputs.setup.profile.loss_chunks - 1))
     around = sum(rows, around + played.saved + played.carried + losses)
-    for moment in head.chunk.played("first", "full").forward:
+    for moment in head.chunk.played("first", AGAIN).forward:
         yield moment.around(around, "forward", f"{moment.operation} of a chunk")
 
 
@@ -109,7 +113,7 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     others = (summed if several else ZERO) + parts - rows_of_chunk
     inside: Mode = "again" if several and mode != "layer" else mode
     frozen_codes = head.weights[0].coded and not head.weights[0].trainable
-    for instant in chunk.played(inside, "full").backward:
+    for instant in chunk.played(inside, AGAIN).backward:
         name, operation = instant.name or "loss backward", f"{instant.operation} of a chunk"
         if frozen_codes and name == "head backward":
             # Its product saves nothing, so that the last chunk has let the rows go before.

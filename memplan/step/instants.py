@@ -169,7 +169,7 @@ def _filled_bytes(inputs: StepInputs) -> int:
 
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
-    played = taped.played(mode, inputs.setup.checkpointing)
+    played = taped.played(mode, inputs.recomputation)
     yield from _forward(inputs, taped, played, base)
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)

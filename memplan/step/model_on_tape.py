@@ -12,7 +12,7 @@ from memplan.step.places import layer_counts
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.liveness import Checkpointing
+from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_weight import Mode, Weight
@@ -65,10 +65,10 @@ class ModelOnTape:
         """Return how many layers there are of each kind."""
         return layer_counts(zip(self.kinds, self.runs, strict=True))
 
-    def played(self, mode: Mode, checkpointing: Checkpointing) -> PlayedModel:
+    def played(self, mode: Mode, recomputation: Recomputation) -> PlayedModel:
         """Return what is alive while all parts run forward and backward."""
         embedding, head = self.embedding.played(mode), self.head.section.played(mode)
-        layers = tuple([section.played(mode, checkpointing) for section in self.layers])
+        layers = tuple([section.played(mode, recomputation) for section in self.layers])
         saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), embedding.saved)
         return PlayedModel(embedding, layers, head, saved)
 

@@ -111,7 +111,7 @@ def _sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regim
     whole_states = model_states(whole, model.inventory, ())
     inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer)
     taped = model_on_tape(inputs)
-    played = taped.played("first", whole.checkpointing)
+    played = taped.played("first", inputs.recomputation)
     root = unit([tensor for tensor in model.inventory if "{}" not in tensor.name], setup)
     layers = [tensor for tensor in model.inventory if "{}" in tensor.name]
     units = (

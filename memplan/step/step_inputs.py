@@ -15,6 +15,7 @@ from memplan.step.states.optimizer_scratch import (
     stored_names,
     tensor_temporaries,
 )
+from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
 
@@ -38,6 +39,11 @@ class StepInputs:
     regime: Regime
     gradient_bytes: int
     optimizer: Temporaries
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """What forward saves of a layer, and how the rest is computed again."""
+        return Recomputation(self.setup.checkpointing)
 
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:

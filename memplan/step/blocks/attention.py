@@ -7,6 +7,7 @@ from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, a
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
 
@@ -18,10 +19,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if part.query_key_norm is not None:
             with builder.tape.alive(query, key, value):
                 query, key = _normed(builder, query, key, part, prefix)
-        with builder.tape.alive(query, key, value):
-            query = rotary(builder, query, part.head_dim, part.rotary_dim)
-        with builder.tape.alive(query, key, value):
-            key = rotary(builder, key, part.head_dim, part.rotary_dim)
+        query, key = _turned(builder, query, key, value, part)
         with builder.tape.alive(query, key, value):
             out = attended(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads), part)
             with builder.tape.alive(out):
@@ -55,6 +53,47 @@ def _normed(builder: Builder, query: Value, key: Value, part: Attention, prefix:
     first = normalised(builder, query, norm, f"{prefix}.{names.query_norm}", sizes[0])
     with builder.tape.alive(first):
         return first, normalised(builder, key, norm, f"{prefix}.{names.key_norm}", sizes[1])
+
+
+def _turned(builder: Builder, query: Value, key: Value, value: Value, part: Attention) -> tuple[Value, Value]:
+    """Return query and key rotated; ``value`` is there meanwhile."""
+    tape = builder.tape
+    if builder.profile.rotary == "complex" and part.rotary_dim:
+        with tape.alive(query, key, value):
+            return _turned_complex(builder, query, key, part)
+    with tape.alive(query, key, value):
+        query = rotary(builder, query, part.head_dim, part.rotary_dim)
+    with tape.alive(query, key, value):
+        return query, rotary(builder, key, part.head_dim, part.rotary_dim)
+
+
+def _turned_complex(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value]:
+    """Return query and key rotated as complex numbers in fp32, in one function that names all it makes.
+
+    Backward multiplies by the conjugate of the table, which it forms first.
+
+    Source:
+        torchtitan/models/common/rope.py, ``ComplexRoPE.apply_rotary_emb`` (0.3.0); that is ``apply_rotary_emb`` in
+        torchtitan/models/llama3/model/model.py (0.2.2).
+    """
+    tape, widths = builder.tape, (query.element_bytes, key.element_bytes)
+    conjugate = [(Quantity.POSITIONS, 4 * part.head_dim)]
+
+    def multiplied(x: Value) -> Value:
+        traits = Traits(packs=True, workspace=conjugate)
+        return tape.apply("mul complex", [(x, NEW)], builder.fresh(x), traits=traits)
+
+    wide_query = builder.cast(query, 4)
+    with tape.alive(wide_query):
+        wide_key = builder.cast(key, 4)
+        with tape.alive(wide_key):
+            query = multiplied(wide_query)
+            with tape.alive(query):
+                key = multiplied(wide_key)
+                with tape.alive(key):
+                    narrow = builder.cast(query, widths[0])
+                    with tape.alive(narrow):
+                        return narrow, builder.cast(key, widths[1])
 
 
 def _keeps_heads_first(builder: Builder, part: Attention) -> bool:

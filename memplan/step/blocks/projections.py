@@ -48,6 +48,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
             scratch=[(ONE, scratch)] if scratch else [],
             packs=x.needs_gradient or weight.trainable,
             product=True,
+            matrices=bias is None,
             reduces=bias_sum(x, bias),
         ),
     )

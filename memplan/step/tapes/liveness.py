@@ -6,7 +6,7 @@ Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
 from memplan.step.tapes.live_bytes import LiveBytes, Storage
@@ -18,8 +18,26 @@ from memplan.step.tapes.taped_weight import Mode, Weight
 Checkpointing = Literal["none", "selective", "full"]
 
 
+class Recomputation(NamedTuple):
+    """What forward saves of a part, and how the rest is computed again.
+
+    Attributes:
+        kind: ``none`` saves what backward needs, ``full`` the part's input, ``selective`` results of products besides.
+        alternate: Whether ``selective`` leaves out every second product of two matrices.
+        whole: Whether the part is computed again to its end, and not only as far as backward needs it
+            (``early_stop=False`` of torch/utils/checkpoint.py).
+    """
+
+    kind: Checkpointing
+    alternate: bool = False
+    whole: bool = False
+
+
+NOTHING_AGAIN = Recomputation("none")
+
+
 def play(
-    tape: Tape, output: Value, mode: Mode, entry: Value | None = None, checkpointing: Checkpointing = "none"
+    tape: Tape, output: Value, mode: Mode, entry: Value | None = None, recomputation: Recomputation = NOTHING_AGAIN
 ) -> Played:
     """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
 
@@ -28,9 +46,9 @@ def play(
         output: The value whose gradient comes in.
         mode: What becomes of weight gradients.
         entry: What the part is given; checkpointing saves it until backward is done.
-        checkpointing: What forward saves.
+        recomputation: What forward saves, and what is computed again.
     """
-    player = _Player(tape, mode, entry, checkpointing)
+    player = _Player(tape, mode, entry, recomputation)
     player.forward(saves=True)
     forward, player.instants = player.instants, []
     carried = player.region_ends()
@@ -44,7 +62,7 @@ def play(
 
 def play_forward(tape: Tape) -> Played:
     """Return the moments of a forward that saves nothing, as under ``no_grad``."""
-    player = _Player(tape, "first", None, "none")
+    player = _Player(tape, "first", None, NOTHING_AGAIN)
     player.forward(saves=False)
     return Played(dominant(player.instants), ZERO, player.region_ends(), [])
 
@@ -52,8 +70,9 @@ def play_forward(tape: Tape) -> Played:
 class _Player:
     """Plays a tape: forward, what checkpointing computes again, and backward."""
 
-    def __init__(self, tape: Tape, mode: Mode, entry: Value | None, checkpointing: Checkpointing) -> None:
-        self.tape, self.mode, self.checkpointing = tape, mode, checkpointing
+    def __init__(self, tape: Tape, mode: Mode, entry: Value | None, recomputation: Recomputation) -> None:
+        self.tape, self.mode, self.recomputation = tape, mode, recomputation
+        self.checkpointing = recomputation.kind
         self.live = LiveBytes(tape.storages)
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
@@ -63,7 +82,7 @@ class _Player:
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
         self.first_packing = tape.operations[packing[0]].node if packing else None
         self.last_packing = packing[-1] if packing else -1
-        self.to_recompute = checkpointing != "none" and bool(packing)
+        self.to_recompute = recomputation.kind != "none" and bool(packing)
         self.entry = entry if self.to_recompute else None
 
     # ---------------------------------------------------------------- forward
@@ -72,19 +91,25 @@ class _Player:
         named = self._given()
         graph = saves and self.checkpointing == "none"
         unnamed_after = self._unnamed_after(graph)
-        caches = saves and self.checkpointing == "selective" and self.to_recompute
+        cached = self._cached() if saves and self.checkpointing == "selective" and self.to_recompute else ()
         if self.entry is not None and saves:
             self.live.retain(self.entry.storage)
         for index, operation in enumerate(self.tape.operations):
             self._make(operation, "forward", named)
             if graph:
                 self._save(operation)
-            elif caches and operation.traits.product:
+            elif index in cached:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
             self._forget(named, unnamed_after.get(index, ()))
         self.live.release_all(named - self.tape.regional)
         self.region = named & self.tape.regional
+
+    def _cached(self) -> set[int]:
+        """Return the indices of the operations whose results selective checkpointing saves."""
+        products = [index for index, item in enumerate(self.tape.operations) if item.traits.product]
+        matrices = [index for index in products if self.tape.operations[index].traits.matrices]
+        return set(products) - set(matrices[1::2] if self.recomputation.alternate else ())
 
     def region_ends(self) -> Form:
         """Let go of what autocast has cast; return what goes with it."""
@@ -98,13 +123,14 @@ class _Player:
     def recompute(self, instant: str) -> None:
         """Play the operations again, up to where everything that backward needs is there."""
         named, unnamed_after = self._given(), self._unnamed_after(graph=True)
-        last = self.tape.operations[self.last_packing]
-        stop = self.last_packing + last.saves_last
-        for index, operation in enumerate(self.tape.operations[:stop]):
+        operations, whole = self.tape.operations, self.recomputation.whole
+        last = operations[self.last_packing]
+        stop = len(operations) if whole else self.last_packing + last.saves_last
+        for index, operation in enumerate(operations[:stop]):
             self._make(operation, instant, named)
             self._save(operation)
             self._forget(named, unnamed_after.get(index, ()))
-        if not last.saves_last:
+        if not last.saves_last and not whole:
             self._save(last)
         self.live.release_all(named)
 

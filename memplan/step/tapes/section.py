@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.liveness import Checkpointing, play, play_forward
+from memplan.step.tapes.liveness import NOTHING_AGAIN, Recomputation, play, play_forward
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
@@ -22,7 +22,7 @@ class Section:
     tape: Tape
     entry: Value
     output: Value
-    _played: dict[tuple[Mode, Checkpointing], Played] = field(default_factory=dict)
+    _played: dict[tuple[Mode, Recomputation], Played] = field(default_factory=dict)
     _evaluated: list[Played] = field(default_factory=list)
     _left: dict[Mode, int] = field(default_factory=dict)
     _saved: tuple[SavedTensor, ...] | None = None
@@ -46,11 +46,11 @@ class Section:
             self._saved = tuple(self.tape.saved_tensors())
         return self._saved
 
-    def played(self, mode: Mode, checkpointing: Checkpointing = "none") -> Played:
+    def played(self, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN) -> Played:
         """Return what is alive while it runs forward and backward."""
-        key = (mode, checkpointing)
+        key = (mode, recomputation)
         if key not in self._played:
-            self._played[key] = play(self.tape, self.output, mode, self.entry, checkpointing)
+            self._played[key] = play(self.tape, self.output, mode, self.entry, recomputation)
         return self._played[key]
 
     def evaluated(self) -> Played:

@@ -75,6 +75,7 @@ class Traits(NamedTuple):
         casts: Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
         reduces: The sum over rows that forms a weight's gradient.
         product: Whether selective checkpointing saves its results.
+        matrices: Whether it is the product of two matrices and nothing else (``aten.mm``).
         custom: Whether it is a function written in Python, which saves its tensors when it is done.
     """
 
@@ -85,6 +86,7 @@ class Traits(NamedTuple):
     reduces: Reduction | None = None
     product: bool = False
     custom: bool = False
+    matrices: bool = False
 
 
 PLAIN = Traits()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.catalog.training_config import Adapter
+from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Role
 from memplan.model.spec import Mlp, ModelSpec, Norm
 from memplan.trace.reference.low_rank_adapters import AdapterPart
@@ -137,6 +138,8 @@ def rotary(x: Tensor, tables: Tables, width: int, run: Runtime) -> Tensor:
         return x
     if run.options.profile.rotary == "fused":
         return FusedRotary.apply(x, tables.cos, tables.sin)  # type: ignore[no-any-return, no-untyped-call]
+    if run.options.profile.rotary != "composite":
+        raise CannotAnswerError(f"rotary kernel {run.options.profile.rotary} is traced in its library's own code only")
     if width == x.shape[-1]:
         return rotated(x, tables.cos, tables.sin)
     first, rest = x[..., :width], x[..., width:]

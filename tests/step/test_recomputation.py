@@ -1,0 +1,64 @@
+"""What selective checkpointing saves, and how far a part is computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.step.tapes.linear_forms import Part, Quantity, quantities
+from memplan.step.tapes.liveness import Recomputation, play
+from memplan.step.tapes.tape import Tape
+from memplan.step.tapes.taped_operations import NEW, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+
+ONE_TOKEN = quantities(1, 1, 1, 1)
+WIDTHS = (3, 5, 7, 11)
+
+
+def chain(*, last_is_plain: bool = False) -> tuple[Tape, Value, Value]:
+    """Products of these widths, one after another, each of a trained weight; an operation that saves nothing behind them."""
+    tape = Tape()
+    entry = x = tape.given(Quantity.TOKENS, 1, 1)
+    for width in WIDTHS:
+        out = tape.value(Quantity.TOKENS, width, 1)
+        traits = Traits(product=True, matrices=True)
+        x = tape.apply("linear", [(x, NEW)], out, [x], [Weight(f"{width}")], traits=traits)
+    if last_is_plain:
+        x = tape.apply("add", [(x, NEW)], tape.value(Quantity.TOKENS, 100, 1), traits=Traits(packs=False))
+    return tape, entry, x
+
+
+@pytest.mark.parametrize(
+    ("recomputation", "saved"),
+    [
+        (Recomputation("none"), 1 + 3 + 5 + 7),
+        (Recomputation("full"), 1),
+        (Recomputation("selective"), 1 + sum(WIDTHS)),
+        (Recomputation("selective", alternate=True), 1 + 3 + 7),
+    ],
+)
+def test_forward_leaves_the_results_of_products_that_are_saved(recomputation, saved):
+    tape, entry, output = chain()
+    played = play(tape, output, "first", entry, recomputation)
+    assert played.saved.total_bytes(ONE_TOKEN) == saved
+
+
+def test_attention_is_saved_whatever_products_are_left_out():
+    tape, entry, x = chain()
+    out = tape.value(Quantity.TOKENS, 13, 1)
+    x = tape.apply("attention", [(x, NEW)], out, [x, out], traits=Traits(product=True))
+    played = play(tape, x, "first", entry, Recomputation("selective", alternate=True))
+    assert played.saved.total_bytes(ONE_TOKEN) == 1 + 3 + 7 + 13
+
+
+@pytest.mark.parametrize(
+    ("whole", "peak"),
+    [
+        (False, 1 + 100 + 11),  # the input, the gradient that came in, and that of the last product's result
+        (True, 1 + 11 + 3 + 5 + 7 + 11 + 100),  # all results again, the last one's included
+    ],
+)
+def test_a_part_is_computed_again_to_its_end_only_where_nothing_stops_it(whole, peak):
+    tape, entry, output = chain(last_is_plain=True)
+    played = play(tape, output, "first", entry, Recomputation("full", whole=whole))
+    assert played.saved.of(Part.ACTIVATIONS)[Quantity.TOKENS] == 1
+    assert max(instant.form.total_bytes(ONE_TOKEN) for instant in played.backward) == peak
