@@ -86,7 +86,8 @@ class Stack:
         batch: Tensors of a micro-batch on the device.
         input_gradients: Whether the embedding's output is made to need a gradient where the base is frozen.
         clip_gradients: Whether it clips where a config does not say.
-        keys: Key of a training config -> what the stack calls it.
+        keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
+        values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -109,6 +110,7 @@ class Stack:
     input_gradients: bool
     clip_gradients: bool
     keys: Mapping[str, str]
+    values: Mapping[str, Mapping[str, Mapping[str, str]]]
     sources: tuple[Source, ...]
     history: tuple[OlderVersions, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -119,10 +121,6 @@ class Stack:
     def label(self) -> str:
         """The stack and the version that is described, in words."""
         return f"{self.name} {self.version}"
-
-    def own_key(self, key: str) -> str | None:
-        """Return what the stack calls a key of a training config, or None where it has no such setting."""
-        return self.keys.get(key)
 
 
 DEFAULT_STACK = "bundled"

@@ -13,6 +13,7 @@ from memplan.plan.assumptions import assumptions, not_modelled
 from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
 from memplan.plan.components import Component, components
+from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
 
@@ -70,6 +71,7 @@ class Suggestion:
         flips_verdict: Whether the job fits then.
         cost: What it costs besides memory.
         device_bytes: What the device needs then.
+        own: The settings in the words of the job's stack.
     """
 
     change: str
@@ -77,6 +79,12 @@ class Suggestion:
     flips_verdict: bool
     cost: str
     device_bytes: int
+    own: tuple[OwnSetting, ...] = ()
+
+    @property
+    def own_text(self) -> str:
+        """The settings in the words of the job's stack, or nothing where it takes memplan's."""
+        return ", ".join(dict.fromkeys(setting.text for setting in self.own if setting.own_key is not None))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
+from memplan.training.own_settings import is_settable, own_settings
 from memplan.training.resolved import FLOAT_BYTES, resolve
 
 Setting = tuple[str, Any]
@@ -126,7 +127,7 @@ def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Sugg
     When no single change does, the cheapest combination that does is put first, if there is one.
     """
     trial = Trial(plan, catalog, _at(plan))
-    tried = changes(trial.config, plan.setup.profile)
+    tried = [c for c in changes(trial.config, plan.setup.profile) if is_settable(plan.setup.stack, c.settings)]
     changed = [(change, other) for change in tried if (other := trial.plan_with(change)) is not None]
     floor = plan.device_bytes // LEAST_SHARE
     single = [trial.suggestion(change, other) for change, other in changed]
@@ -159,7 +160,8 @@ class Trial:
     def suggestion(self, change: Change, changed: MemoryPlan) -> Suggestion:
         """Return a change with what it saves."""
         saves = self.plan.device_bytes - changed.device_bytes
-        return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes)
+        own = own_settings(self.plan.setup.stack, change.settings)
+        return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes, own)
 
 
 def _combination(trial: Trial, options: list[Change]) -> list[Suggestion]:

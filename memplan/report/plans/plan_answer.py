@@ -98,7 +98,12 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
         return (
             f"{head}{'' if plan.verdict == 'tight' else f', {shown(plan.device_bytes - plan.usable_bytes)} too much'}."
         )
-    return f"{head}; it fits with {flip.change} (saves {shown(flip.saves_bytes)}; cost: {flip.cost})."
+    return f"{head}; it fits with {flip.change}{_own(flip)} (saves {shown(flip.saves_bytes)}; cost: {flip.cost})."
+
+
+def _own(suggestion: Suggestion) -> str:
+    """Return a suggestion in the words of the job's stack, where it has its own."""
+    return f" [{suggestion.own_text}]" if suggestion.own_text else ""
 
 
 def device_name(plan: MemoryPlan) -> str:
@@ -210,7 +215,7 @@ def suggestions_table(suggestions: Sequence[Suggestion], unit: str) -> Table:
             format_bytes(s.saves_bytes, unit),
             format_bytes(s.device_bytes, unit),
             "fits" if s.flips_verdict else "not yet",
-            f"{s.change} ({s.cost})",
+            f"{s.change}{_own(s)} ({s.cost})",
         )
         for s in suggestions
     )

@@ -46,7 +46,9 @@ def _model() -> t.Schema:
 
 
 def _suggestion() -> t.Schema:
-    return t.object_schema({"change": t.TEXT, "saves_bytes": t.INTEGER, "flips_verdict": t.FLAG, "cost": t.TEXT})
+    own = t.object_schema({"setting": t.TEXT, "own_key": t.TEXT_OR_NULL, "own_value": t.TEXT_OR_NULL})
+    figures = {"saves_bytes": t.INTEGER, "flips_verdict": t.FLAG}
+    return t.object_schema({"change": t.TEXT, **figures, "cost": t.TEXT, "own": t.array_schema(own)})
 
 
 def suggested_schema() -> t.Schema:

@@ -1,0 +1,63 @@
+"""Settings as a stack's own users write them: memplan's key and value in the stack's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.catalog.stacks import Stack
+from memplan.documents.loading import setting_text
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSetting:
+    """One setting in the words of a stack.
+
+    Attributes:
+        setting: As ``--set`` takes it.
+        own_key: What the stack calls the key; None where nothing of the stack does this.
+        own_value: The value that it takes there.
+    """
+
+    setting: str
+    own_key: str | None
+    own_value: str | None
+
+    @property
+    def text(self) -> str:
+        """The setting as a line of the stack's own configuration, or nothing."""
+        return "" if self.own_key is None else f"{self.own_key}: {self.own_value}"
+
+
+def own_settings(stack: Stack, settings: Iterable[tuple[str, Any]]) -> tuple[OwnSetting, ...]:
+    """Return settings in the words of a stack, in their order; one may take several keys there.
+
+    Args:
+        stack: Whose words they are.
+        settings: Keys of a training config, with dots, and their values.
+
+    Example:
+        >>> from memplan.library.lookup import open_catalog
+        >>> own_settings(open_catalog(None).stack("trl"), [("micro_batch_size", 1)])[0].text
+        'per_device_train_batch_size: 1'
+    """
+    return tuple(own for key, value in settings for own in _in_own_words(stack, key, value))
+
+
+def is_settable(stack: Stack, settings: Iterable[tuple[str, Any]]) -> bool:
+    """Tell whether a stack has words for all of some settings; one without keys of its own takes memplan's."""
+    return not stack.keys or all(own.own_key is not None for own in own_settings(stack, settings))
+
+
+def _in_own_words(stack: Stack, key: str, value: Any) -> Iterator[OwnSetting]:
+    setting = f"{key}={setting_text(value)}"
+    if key in stack.values:
+        own = stack.values[key].get(setting_text(value), {})
+        yield from (OwnSetting(setting, own_key, own_value) for own_key, own_value in own.items())
+        if not own:
+            yield OwnSetting(setting, None, None)
+    elif key in stack.keys:
+        yield OwnSetting(setting, stack.keys[key], setting_text(value))
+    else:
+        yield OwnSetting(setting, None, None)
