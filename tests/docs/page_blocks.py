@@ -1,16 +1,16 @@
-"""The README's fenced blocks, and the comments above them that say what they are.
+"""The fenced blocks of the README and of the pages in docs/, and the comments above them that say what they are.
 
 A comment directly above a block is a marker:
 
     <!-- command: run -->       the block is one of the two commands of the first screen, by name
     <!-- output: COMMAND -->    the block is what a command prints, or what a suffix keeps of it: "| lines 3-9",
                                 "| lines 3-9, answer" (and the last paragraph), "| part Instants" (that paragraph)
-    <!-- file: NAME -->         the block is a file, which the commands find in their folder
+    <!-- file: NAME -->         the block is a file, which the commands of every page find in their folder
     <!-- not run: REASON -->    the block's commands are not run by the tests
     <!-- needs: MODULE -->      they are run where the module is installed
 
 A command's exit code is 0 unless a comment behind it says otherwise: "# exit 1". Only the standard library is used, so
-that ``python3 tests/docs/readme_blocks.py run`` prints a first-screen command before anything is installed.
+that ``python3 tests/docs/page_blocks.py run`` prints a first-screen command before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-README = Path(__file__).resolve().parent.parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent.parent
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+"""Where commands are shown: the README, and the pages that are written by hand."""
 SHELLS = ("console", "bash")
 _MARKER = re.compile(r"<!-- ([a-z ]+): (.+) -->")
 _OURS = re.compile(r"([A-Z_]+=\S+ )?memplan ")
@@ -39,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line and the exit code that the README gives it; ``line`` is its line number."""
+    """A command line and the exit code that its page gives it; ``line`` is its line number."""
 
     text: str
     exit_code: int
@@ -103,9 +106,12 @@ def named_command(text: str, name: str) -> str:
     return line
 
 
-def example_files(text: str) -> dict[str, str]:
-    """Return the files that the README shows."""
-    return {b.markers["file"]: "\n".join(b.lines) + "\n" for b in blocks(text) if "file" in b.markers}
+def example_files() -> dict[str, str]:
+    """Return the files that the pages show; no two show one of the same name."""
+    shown = [b for page in PAGES for b in blocks(page.read_text(encoding="utf-8")) if "file" in b.markers]
+    files = {block.markers["file"]: "\n".join(block.lines) + "\n" for block in shown}
+    assert len(files) == len(shown), "two pages show a file of the same name"
+    return files
 
 
 if __name__ == "__main__":

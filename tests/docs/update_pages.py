@@ -1,4 +1,4 @@
-"""Rewrite the outputs in the README with what the commands print now: ``python tests/docs/update_readme.py``.
+"""Rewrite the outputs in the README and in docs/ with what the commands print now: ``python tests/docs/update_pages.py``.
 
 Only the layout is changed: lines are folded at 100 columns. Figures are as printed.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import wrap
 
-from readme_blocks import README, Block, blocks, example_files
+from page_blocks import PAGES, ROOT, Block, blocks, example_files
 
 WIDTH = 100
 _PART = re.compile(r"(.+?) \| part (.+)")
@@ -34,9 +34,9 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def write_examples(text: str, folder: Path) -> None:
-    """Write the README's example files into a folder."""
-    for name, content in example_files(text).items():
+def write_examples(folder: Path) -> None:
+    """Write the example files of all pages into a folder."""
+    for name, content in example_files().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
 
@@ -103,11 +103,11 @@ def _last_column(line: str) -> int:
 
 
 def updated(text: str) -> str:
-    """Return the README with every output as it is now."""
+    """Return a page with every output as it is now."""
     lines = text.splitlines()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_examples(text, folder)
+        write_examples(folder)
         for block in reversed([block for block in blocks(text) if "output" in block.markers]):
             lines[block.first : block.first + len(block.lines)] = _output(block, folder)
     return "\n".join(lines) + "\n"
@@ -120,7 +120,8 @@ def _output(block: Block, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
-    after = updated(before)
-    README.write_text(after, encoding="utf-8")
-    print("README.md was current" if before == after else "README.md rewritten")
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = updated(before)
+        page.write_text(after, encoding="utf-8")
+        print(f"{page.relative_to(ROOT)} {'was current' if before == after else 'rewritten'}")
