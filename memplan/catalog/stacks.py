@@ -25,10 +25,32 @@ class StackCheckpointing:
     Attributes:
         default: What it does where a config does not say.
         reentrant: Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+        selective: What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
+            ``alternate-products``, the first product of two matrices, the third and so on.
+        early_stop: Whether a layer is computed again no further than backward needs it.
     """
 
     default: Checkpointing
     reentrant: bool
+    selective: Literal["products", "alternate-products"]
+    early_stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """The tables of cosines and sines that a stack's models keep from step to step.
+
+    Attributes:
+        each: Whether the ``model`` has one for all its layers, or each ``layer`` its own.
+        dtype: That of products (``compute``), or fp32 always.
+        halved: Whether a pair of dimensions that turn together shares its entries.
+        rows: Positions that there are entries for: those of a ``sequence``, or all that the ``model`` is made for.
+    """
+
+    each: Literal["model", "layer"]
+    dtype: Literal["compute", "fp32"]
+    halved: bool
+    rows: Literal["sequence", "model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +104,7 @@ class Stack:
         adapter_dtype_quantised: The same on quantised weights.
         kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms.
         checkpointing: How it checkpoints activations.
+        rotary_tables: What its models keep of cosines and sines.
         loop: What its loop keeps alive.
         batch: Tensors of a micro-batch on the device.
         input_gradients: Whether the embedding's output is made to need a gradient where the base is frozen.
@@ -105,6 +128,7 @@ class Stack:
     adapter_dtype_quantised: AdapterDtype
     kbit_floats: KbitFloats
     checkpointing: StackCheckpointing
+    rotary_tables: RotaryTables
     loop: Loop
     batch: tuple[BatchTensor, ...]
     input_gradients: bool

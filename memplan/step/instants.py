@@ -102,15 +102,31 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
 def buffers(inputs: StepInputs) -> Form:
     """Return token ids, targets, positions and rotary tables."""
     spec, setup = inputs.spec, inputs.setup
-    width = max(_rotary_width(run.layer.attention) for run in spec.runs)
-    tables = 2 * width * setup.compute_bytes * spec.rotary_tables if width else 0
     positions = 8 if spec.learned_positions else 0
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
     form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, 16)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
     if _steps_through_scores(spec):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
-    return form + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, tables + positions)
+    return form + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions) + _rotary_tables(inputs)
+
+
+def _rotary_tables(inputs: StepInputs) -> Form:
+    """Return the tables of cosines and sines.
+
+    Formula:
+        ``2 d e`` for each of the positions that there are rows for, half as much where a pair of dimensions shares its
+        entries; ``d`` dimensions of a head are rotated, an entry has ``e`` bytes; once for a model and each of its
+        bases, or once for each layer.
+    """
+    spec, tables = inputs.spec, inputs.setup.stack.rotary_tables
+    widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
+    element_bytes = 4 if tables.dtype == "fp32" else inputs.setup.compute_bytes
+    entries = sum(widths) if tables.each == "layer" else max(widths) * spec.rotary_tables
+    row_bytes = entries * element_bytes * (1 if tables.halved else 2)
+    if tables.rows == "model":
+        return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
+    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)
 
 
 def _rotary_width(part: Attention | LatentAttention) -> int:

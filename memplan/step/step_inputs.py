@@ -43,7 +43,9 @@ class StepInputs:
     @property
     def recomputation(self) -> Recomputation:
         """What forward saves of a layer, and how the rest is computed again."""
-        return Recomputation(self.setup.checkpointing)
+        rules = self.setup.stack.checkpointing
+        alternate = rules.selective == "alternate-products"
+        return Recomputation(self.setup.checkpointing, alternate=alternate, whole=not rules.early_stop)
 
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:
