@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import UnknownNameError
-from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, LogCodec
-from memplan.muon.state_codecs.codecs import codec_bytes, padded
+from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, GaussianCodec, LogCodec
+from memplan.muon.state_codecs.codecs import codec_bytes, padded, rounded_down_
 from memplan.muon.state_codecs.packing import group_of, index_dtype, pack_, unpack_
-from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS, adamw_codecs, momentum_codec
+from memplan.muon.state_codecs.state_formats import DIVERGING, MOMENTUM_FORMATS, adamw_codecs, momentum_codec
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 from .memory import LiveStorages, allocator_peak, storage_bytes
@@ -145,15 +145,17 @@ def test_scratch_is_all_that_loading_and_storing_allocates(name):
     codec = momentum_codec(name)
     state = codec.empty(SLOT, 5000, CPU)
 
+    spare = torch.empty(5120)
+
     def work():
         scratch = codec.scratch(5120, CPU)
         values = codec.load(state, SLOT, 0, 5000, scratch)
-        codec.store(values.normal_(), state, SLOT, 0, 5000, scratch)
+        codec.store(values.normal_(), state, SLOT, 0, 5000, scratch, spare=spare)
 
     if name == "int2-notes":
         pytest.skip("its ranges go through Python, one number at a time")
     expected = codec.scratch_bytes(5120)
-    with LiveStorages(state.values()) as memory:
+    with LiveStorages([*state.values(), spare]) as memory:
         work()
     assert memory.extra == expected
     assert allocator_peak(work) - expected <= 64
@@ -185,6 +187,101 @@ def test_the_notes_range_grows_without_any_gradient():
     for _ in range(60):
         codec.store(codec.load(state, SLOT, 0, 128, scratch).mul_(0.95), state, SLOT, 0, 128, scratch)
     assert state["scales"].item() > 1000 * first
+
+
+def blocks_drawn(kind, seed, elements):
+    """Blocks that codecs find hard: alike magnitudes, a few large ones, two sizes, powers, zeros, one element."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(elements, generator=generator)
+    share = torch.rand(elements, generator=generator)
+    return {
+        "normal": normal,
+        "alike": normal.sign(),
+        "nearly alike": normal.sign() * (1 + 0.2 * share),
+        "two sizes": normal.sign() * torch.where(share < 0.27, 1.76, 0.52),
+        "heavy": normal / share.clamp(min=1e-3),
+        "powers": normal.sign() * 10 ** (-30 * share),
+        "sparse": normal * (share < 0.02),
+        "zero": torch.zeros(elements),
+    }[kind]
+
+
+HARD = ("normal", "alike", "nearly alike", "two sizes", "heavy", "powers", "sparse", "zero")
+FP32_ROUNDING = 1e-6
+"""Relative, of sums over a block in fp32."""
+
+
+def size_of(codec, values):
+    """What storing must not make larger: of each block the norm where the scale is a fit, else the largest magnitude."""
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % codec.block_elements)).view(-1, codec.block_elements)
+    order = 2 if isinstance(codec, GaussianCodec) else math.inf
+    return torch.linalg.vector_norm(blocks.double(), ord=order, dim=1)
+
+
+@pytest.mark.parametrize("name", [name for name in MOMENTUM_FORMATS if name not in DIVERGING])
+@given(
+    st.sampled_from(HARD),
+    st.integers(0, 1000),
+    st.integers(1, 400),
+    st.sampled_from([8, 32, 128]),
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+    st.sampled_from([1e-6, 1.0, 100.0]),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_stored_is_never_larger_than_what_was_given(name, kind, seed, elements, block, scale, unit, random):
+    codec = momentum_codec(name, block, scale)
+    values = blocks_drawn(kind, seed, elements) * unit
+    noise = torch.rand(padded(elements, codec.block_elements), generator=torch.Generator().manual_seed(seed))
+    before, after = size_of(codec, values), size_of(codec, round_trip(codec, values, noise if random else None))
+    scales = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10}[scale]  # a linear codec's scale is rounded to nearest
+    rounded = FP32_ROUNDING + (0 if isinstance(codec, GaussianCodec) else 2**-8 if name == "bf16" else scales)
+    tiny = 2**-24 if scale == "fp16" and not isinstance(codec, GaussianCodec) else 0  # fp16 below its normal numbers
+    assert (after <= before * (1 + rounded) + tiny).all()
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("name", [name for name in MOMENTUM_FORMATS if name not in DIVERGING])
+def test_a_running_mean_does_not_grow_however_often_it_is_stored(name, kind, scale, random):
+    """Rounding the same mean over and over, which decays ever so little: scales' own rounding must not add up."""
+    torch.manual_seed(0)
+    codec, values = momentum_codec(name, 128, scale), blocks_drawn(kind, 3, 300)
+    first = size_of(codec, values) * (1 + 2**-8)
+    for _ in range(100):
+        values = round_trip(codec, values * 0.999, torch.rand(384) if random else None)
+        assert (size_of(codec, values) <= first).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_blocks_of_one_magnitude_are_stored_as_they_are(bits):
+    """The block that grew 1.51 times a step in two bits, and shrank in three and four."""
+    values = blocks_drawn("alike", 0, 256)
+    assert torch.allclose(round_trip(momentum_codec(f"gauss{bits}"), values), values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@given(st.floats(0, 2.0**126, width=32))
+def test_scales_are_rounded_towards_zero(dtype, value):
+    given_value = torch.tensor([value])
+    rounded = rounded_down_(given_value.clone(), dtype)
+    stored = rounded.to(dtype)
+    assert torch.equal(stored.float(), rounded)
+    assert (rounded <= given_value).all()
+    if value < torch.finfo(dtype).max and dtype != torch.float32:
+        infinity = torch.tensor([math.inf]).to(dtype)
+        assert (torch.nextafter(stored, infinity).float() > given_value).all()
+
+
+@given(st.sampled_from(HARD), st.integers(0, 1000), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_moments_of_adamw_have_no_larger_magnitude_than_was_given(kind, seed, random):
+    first, second = adamw_codecs("int8", 4096)
+    values, noise = blocks_drawn(kind, seed, 600), torch.rand(768)
+    for codec, given_values in ((first, values), (second, values.square())):
+        stored = round_trip(codec, given_values, noise.clone() if random else None)
+        assert (size_of(codec, stored) <= size_of(codec, given_values) * (1 + FP32_ROUNDING)).all()
 
 
 def test_second_moment_has_no_zero_and_keeps_its_mean():

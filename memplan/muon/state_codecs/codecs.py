@@ -17,7 +17,7 @@ from memplan.muon.state_codecs.packing import index_dtype, pack_, unpack_
 from memplan.units import ceil_div
 
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SMALLEST_SCALE = 1e-30
+SMALLEST_SCALE = 1e-30
 """Blocks whose largest element is below this become zeros; its reciprocal still fits in fp32."""
 
 
@@ -72,16 +72,28 @@ class Codec(Protocol):
         elements: int,
         scratch: Scratch,
         noise: Tensor | None = None,
+        spare: Tensor | None = None,
     ) -> None:
         """Store ``values``, as ``load`` returned and the caller changed them; they are destroyed.
 
-        With ``noise``, uniform in [0, 1) and as long as ``values``, rounding is stochastic.
+        With ``noise``, uniform in [0, 1) and as long as ``values``, rounding is stochastic. ``spare``, fp32 and
+        as long, may be overwritten, and so may ``noise``; codecs that fit scales need one of them, or take memory.
         """
 
 
 def padded(elements: int, block_elements: int) -> int:
     """Return ``elements`` rounded up to whole blocks."""
     return ceil_div(elements, block_elements) * block_elements
+
+
+def rounded_down_(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 ``values``, none negative, in place and towards zero to numbers that ``dtype`` holds."""
+    values.clamp_max_(torch.finfo(dtype).max)
+    if dtype == torch.float16:
+        values.mul_(2.0**24).floor_().mul_(2.0**-24).view(torch.int32).bitwise_and_(-(1 << 13))
+    elif dtype == torch.bfloat16:
+        values.view(torch.int32).bitwise_and_(-(1 << 16))
+    return values
 
 
 def codec_bytes(codec: Codec, elements: int) -> int:
@@ -137,9 +149,10 @@ class PlainCodec:
         elements: int,
         scratch: Scratch,
         noise: Tensor | None = None,
+        spare: Tensor | None = None,
     ) -> None:
         """Copy ``values`` back where they were copied; rounding is to nearest."""
-        del noise
+        del noise, spare
         if scratch.values is not None:
             state[slot].view(-1)[start : start + elements].copy_(values)
 
@@ -147,6 +160,9 @@ class PlainCodec:
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
     """Codes in blocks with one scale each; subclasses say which codes.
+
+    The scale is a block's largest magnitude and the largest level is one: what is stored has no larger
+    magnitude than what was given, so that a running mean cannot grow by being stored.
 
     Attributes:
         bits: Bits of a code.
@@ -221,14 +237,16 @@ class BlockCodec:
         elements: int,
         scratch: Scratch,
         noise: Tensor | None = None,
+        spare: Tensor | None = None,
     ) -> None:
         """Take each block's scale, then its codes."""
+        del spare
         codes, scales = self._stretch(state, slot, start, elements)
         assert scratch.factors is not None
         factors, rows = scratch.factors[: scales.numel()], values.view(-1, self.block_elements)
         self._statistic(rows, elements, scales, factors)
         scales.copy_(factors.clamp_max_(torch.finfo(scales.dtype).max))
-        factors.copy_(scales).clamp_min_(_SMALLEST_SCALE).reciprocal_()
+        factors.copy_(scales).clamp_min_(SMALLEST_SCALE).reciprocal_()
         rows.mul_(factors[:, None])
         self._encode(values, codes, scratch, None if noise is None else noise[: values.numel()])
 

@@ -106,7 +106,7 @@ def accumulate_low_rank_(
         ahead = new.lerp_(mean, options.momentum) if options.nesterov else mean
         update[start : start + count].copy_(ahead[:count])
         mean[:count].view(-1, columns).addmm_(fresh[first:last], basis.mT, alpha=-1)
-        options.codec.store(mean, state, RESIDUAL, start, count, work.scratch)
+        options.codec.store(mean, state, RESIDUAL, start, count, work.scratch, spare=new)
 
 
 def _buffers(shape: torch.Size, options: MuonOptions, device: torch.device) -> tuple[int, Scratch, Tensor]:

@@ -166,7 +166,7 @@ def accumulate_(
         ahead = new.lerp_(mean, options.momentum) if options.nesterov else mean
         update[start : start + count].copy_(ahead[:count])
         noise = new.uniform_(generator=generator) if options.stochastic_momentum else None
-        codec.store(mean, staged, MOMENTUM, offset, count, scratch, noise)
+        codec.store(mean, staged, MOMENTUM, offset, count, scratch, noise, spare=new)
         stager.flush(state, start, count)
     stager.finish()
 
