@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
+from memplan.library.lookup.released_keys import released_keys
 from memplan.model.model import Model
 from memplan.plan.allowances import context_bytes
 from memplan.plan.memory_plan import Device
@@ -212,6 +214,8 @@ def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]
 
         note(f"tracing {module}")
         return trace_module(module, subject.setup), module
+    if subject.options.get("stack") is not None and subject.setup.stack.name != DEFAULT_STACK:
+        return _traced_stack(subject, note)
     if hf is not None:
         from memplan.trace.modules import trace_huggingface
 
@@ -224,6 +228,24 @@ def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]
     capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
     note(f"tracing {STEPS} steps of {name}")
     return trace_training(subject.model, subject.setup, compute_capability=capability, steps=STEPS), name
+
+
+def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]:
+    """Return the trace of a stack's own code."""
+    from memplan.trace.stacks.registry import trace_stack
+    from memplan.trace.stacks.stack_inputs import StackInputs, details_of
+
+    model, setup, device = subject.model, subject.setup, subject.device
+    if model is None:
+        raise CannotAnswerError(
+            "stack: memplan has no formula for this model; trace its code with --hf, without --stack"
+        )
+    if setup.config.parallel.data > 1:
+        raise CannotAnswerError("parallel.data: the code of a stack is traced on one GPU only")
+    capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
+    note(f"tracing the code of {setup.stack.name}")
+    keys = released_keys(model, subject.catalog)
+    return trace_stack(setup.stack.name, StackInputs(model, keys, setup, capability, details_of(setup)))
 
 
 def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:

@@ -1,0 +1,1 @@
+"""Which kernels a card runs, where torch chooses among several."""

@@ -1,0 +1,81 @@
+"""Which kernel torch's scaled-dot-product attention takes on a card: restated, since it cannot be asked without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
+
+FLASH_LARGEST_WIDTH = 256
+CUDNN_LARGEST_WIDTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What the choice depends on.
+
+    Attributes:
+        dtype: Of query, key and value: ``fp32``, ``bf16`` or ``fp16``.
+        width: Of a head of query and key.
+        value_width: Of a head of the value.
+        masked: Whether a mask is given, and not only the flag of causal attention.
+        grouped: Whether key and value have fewer heads than the query, which is asked for by ``enable_gqa``.
+        dropout: Probability.
+        tokens: Keys of a sequence.
+        trained: Whether any of the three needs a gradient.
+    """
+
+    dtype: str
+    width: int
+    value_width: int
+    masked: bool = False
+    grouped: bool = False
+    dropout: float = 0.0
+    tokens: int = 2
+    trained: bool = True
+
+
+def chosen_kernel(call: AttentionCall, compute_capability: str) -> ChosenKernel:
+    """Return the kernel that torch takes on a card of NVIDIA.
+
+    cuDNN comes first on compute capability 9.0 and 10.x, where wheels carry one newer than 9.15; elsewhere flash,
+    efficient, math, in this order, the first that can. What pads heads to a multiple of 8 for flash comes after.
+
+    Source:
+        aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``check_prefer_cudnn_attention``,
+        ``can_use_flash_attention``, ``can_use_mem_efficient_attention``, ``can_use_cudnn_attention`` (v2.13.0).
+    """
+    major, minor = (int(part) for part in compute_capability.split("."))
+    if major in (9, 10) and _takes_cudnn(call):
+        return "cudnn"
+    if _takes_flash(call, major, minor):
+        return "flash"
+    if _takes_efficient(call, major):
+        return "efficient"
+    return "math"
+
+
+def _takes_cudnn(call: AttentionCall) -> bool:
+    sixteenths = call.dropout * 16 == int(call.dropout * 16)
+    widths = max(call.width, call.value_width) <= CUDNN_LARGEST_WIDTH or (call.width, call.value_width) == (192, 128)
+    aligned = call.width % 8 == 0 and call.value_width % 8 == 0
+    return call.dtype != "fp32" and widths and aligned and sixteenths and call.tokens > 1
+
+
+def _takes_flash(call: AttentionCall, major: int, minor: int) -> bool:
+    if major < 8 or call.dtype == "fp32" or call.masked:
+        return False
+    if call.width != call.value_width or call.width > FLASH_LARGEST_WIDTH:
+        return False
+    consumer = (major == 8 and 6 <= minor <= 9) or major == 12
+    return not (consumer and call.trained) or call.width <= 192 or (call.width > 224 and not call.dropout)
+
+
+def _takes_efficient(call: AttentionCall, major: int) -> bool:
+    if call.grouped or (major < 8 and call.dtype == "bf16"):
+        return False
+    alignment = 8 if call.dtype != "fp32" else 4
+    if major < 8:
+        alignment = 8 if major == 7 and call.dtype != "fp32" else 1
+    return call.width % alignment == 0 and call.value_width % alignment == 0

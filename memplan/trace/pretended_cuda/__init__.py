@@ -1,0 +1,1 @@
+"""What CUDA would do, done on tensors without memory: its autocast, its choice of attention kernels, its composite paths."""

@@ -1,0 +1,174 @@
+"""Composite operators on ``meta`` tensors as CUDA runs them on a named card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
+from memplan.trace.reference.operations import aten, rms_norm
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.units import round_up
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+MASK_COLUMNS = 16
+"""Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
+
+
+@contextmanager
+def composite_kernels(compute_capability: str, forced: ChosenKernel | None = None) -> Iterator[None]:
+    """Run attention, norms, softmax and dropout as CUDA would on a card, also where a part is computed again.
+
+    Args:
+        compute_capability: Of the card, such as ``8.6``.
+        forced: The attention kernel, where a job allows no other.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    overrides: dict[str, Callable[..., Tensor]] = {
+        "scaled_dot_product_attention": _attention(compute_capability, forced),
+        "rms_norm": _rms_norm,
+        "dropout": _dropout,
+        "softmax.int": _softmax,
+    }
+    try:
+        for name, function in overrides.items():
+            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable[..., Tensor]:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        call = AttentionCall(
+            dtype=_NAMES[query.dtype],
+            width=query.shape[-1],
+            value_width=value.shape[-1],
+            masked=attn_mask is not None,
+            grouped=enable_gqa and key.shape[1] != query.shape[1],
+            dropout=dropout_p,
+            tokens=key.shape[2],
+            trained=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
+        )
+        kernel = forced or chosen_kernel(call, compute_capability)
+        mask = _additive(attn_mask, query.dtype)
+        return _KERNELS[kernel](query, key, value, mask, call, is_causal, scale, enable_gqa)
+
+    return scaled_dot_product_attention
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a boolean mask as one that is added (``convert_boolean_attn_mask`` in attention.cpp)."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, _: Any, call: AttentionCall, causal: bool, scale: float | None, __: bool
+) -> Tensor:
+    width = query.shape[-1]
+    padded = round_up(width, 8)
+    parts = [part if width == padded else F.pad(part, (0, padded - width)) for part in (query, key, value)]
+    scale = scale or 1 / math.sqrt(width)
+    out: Tensor = aten._scaled_dot_product_flash_attention(*parts, call.dropout, causal, False, scale=scale)[0]
+    return out if width == padded else out[..., :width]
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: AttentionCall,
+    causal: bool,
+    scale: float | None,
+    _: bool,
+) -> Tensor:
+    if mask is not None:
+        columns = mask.shape[-1]
+        if columns % MASK_COLUMNS:
+            mask = F.pad(mask, (0, round_up(columns, MASK_COLUMNS) - columns))[..., :columns]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    out: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, call.trained, call.dropout, causal, scale=scale
+    )[0]
+    return out
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: AttentionCall,
+    causal: bool,
+    scale: float | None,
+    _: bool,
+) -> Tensor:
+    out: Tensor = aten._scaled_dot_product_cudnn_attention(
+        query, key, value, mask, call.trained, call.dropout, causal, False, scale=scale
+    )[0]
+    return out
+
+
+def _math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: AttentionCall,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    out: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, call.dropout, causal, scale=scale, enable_gqa=grouped
+    )[0]
+    return out
+
+
+_KERNELS: dict[ChosenKernel, Callable[..., Tensor]] = {
+    "flash": _flash,
+    "efficient": _efficient,
+    "cudnn": _cudnn,
+    "math": _math,
+}
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    del normalized_shape
+    return rms_norm(x, weight, eps or 1e-6, "cuda")
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, train)[0] if train and p else x
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the softmax; of fp16 in fp32 it is one kernel, of bf16 a cast and a softmax.
+
+    Source:
+        aten/src/ATen/native/SoftMax.cpp, ``softmax(Tensor, int64_t, optional<ScalarType>)`` (v2.13.0).
+    """
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return torch._softmax(x, dim, True)
+    out: Tensor = aten.softmax.int._op_dk(_COMPOSITE, x, dim, dtype)
+    return out

@@ -1,0 +1,1 @@
+"""Programs of transformers, PEFT, bitsandbytes and TRL."""

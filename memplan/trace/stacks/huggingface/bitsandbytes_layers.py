@@ -1,0 +1,180 @@
+"""Linear layers of bitsandbytes without memory, and its kernels as its CUDA backend runs them on a card.
+
+A layer is quantised when it is moved to a GPU, which a tensor without memory cannot be: packed codes and quant
+states are made by hand, as that move makes them.
+
+Source:
+    bitsandbytes 0.50.2, nn/modules.py (``Params4bit``, ``Int8Params``), functional.py (``quantize_4bit``),
+    backends/cuda/ops.py (``gemm_4bit``, ``_dequant_linear_fallback``, ``int8_vectorwise_quant``, ``int8_scaled_mm``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
+
+FOUR_BIT = {"nf4": ("nf4", False), "nf4-dq": ("nf4", True), "fp4": ("fp4", False), "fp4-dq": ("fp4", True)}
+"""Weight format -> bitsandbytes' name of it, and whether its scales are quantised again."""
+
+EIGHT_BIT = "llm-int8"
+"""Weight format of ``Linear8bitLt``."""
+
+BLOCK, SCALES_IN_A_BLOCK, CODE, NESTED_CODE = 64, 256, 16, 256
+
+
+def quantises(setup: TrainingSetup) -> bool:
+    """Tell whether linear layers are quantised by bitsandbytes."""
+    return setup.format_names["hidden_matrix"] in (*FOUR_BIT, EIGHT_BIT)
+
+
+def quantised(model: Any, setup: TrainingSetup) -> Any:
+    """Return ``model`` with its linear layers, the head aside, replaced as transformers' loading does."""
+    import transformers
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    config: Any = transformers.BitsAndBytesConfig
+    name = setup.format_names["hidden_matrix"]
+    kept = get_keys_to_not_convert(model)
+    biases = {path: module.bias for path, module in model.named_modules() if getattr(module, "bias", None) is not None}
+    if name == EIGHT_BIT:
+        options = config(load_in_8bit=True)
+    else:
+        kind, double = FOUR_BIT[name]
+        options = config(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=double,
+            bnb_4bit_compute_dtype=TORCH_DTYPES[setup.config.compute_dtype],
+        )
+    model = replace_with_bnb_linear(model, kept, options)
+    for path, layer in list(model.named_modules()):
+        if _is_quantised(layer):
+            _fill(layer, setup)
+            if path in biases:
+                layer.bias = nn.Parameter(biases[path].detach(), requires_grad=False)
+    setattr(model, "is_loaded_in_8bit" if name == EIGHT_BIT else "is_loaded_in_4bit", True)
+    model.config.quantization_config = options
+    return model
+
+
+def _is_quantised(layer: nn.Module) -> bool:
+    import bitsandbytes
+
+    return isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt)
+
+
+def _fill(layer: Any, setup: TrainingSetup) -> None:
+    """Give a layer what quantising leaves of its weight."""
+    if setup.format_names["hidden_matrix"] == EIGHT_BIT:
+        _fill_eight_bit(layer)
+    else:
+        _fill_four_bit(layer, setup)
+
+
+def _fill_four_bit(layer: Any, setup: TrainingSetup) -> None:
+    import bitsandbytes
+    from bitsandbytes.functional import QuantState
+
+    kind, double = FOUR_BIT[setup.format_names["hidden_matrix"]]
+    shape, dtype = layer.weight.shape, TORCH_DTYPES[setup.format_names["embedding"]]
+    blocks = ceil_div(shape.numel(), BLOCK)
+    nested: dict[str, Any] = {}
+    if double:
+        second = QuantState(
+            absmax=_empty(ceil_div(blocks, SCALES_IN_A_BLOCK)),
+            blocksize=SCALES_IN_A_BLOCK,
+            code=_empty(NESTED_CODE),
+            dtype=torch.float32,
+        )
+        nested = {"offset": torch.empty((), dtype=torch.float32, device="meta"), "state2": second}
+    scales = _empty(blocks, torch.uint8 if double else torch.float32)
+    state = QuantState(
+        absmax=scales, shape=shape, dtype=dtype, blocksize=BLOCK, code=_empty(CODE), quant_type=kind, **nested
+    )
+    codes = torch.empty((ceil_div(shape.numel(), 2), 1), dtype=torch.uint8, device="meta")
+    layer.weight = bitsandbytes.nn.Params4bit(
+        codes,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=BLOCK,
+        compress_statistics=double,
+        quant_type=kind,
+        bnb_quantized=True,
+        module=layer,
+    )
+    layer.quant_state = state
+
+
+def _fill_eight_bit(layer: Any) -> None:
+    import bitsandbytes
+
+    codes = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
+    weight: Any = bitsandbytes.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False)
+    weight.CB, weight.SCB = weight.data, _empty(layer.weight.shape[0])
+    layer.weight = weight
+
+
+def _empty(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what quantised layers hold beside their codes, each with the name of its weight."""
+    for path, layer in model.named_modules():
+        if not _is_quantised(layer):
+            continue
+        state: Any = getattr(layer.weight, "quant_state", None)
+        second = getattr(state, "state2", None)
+        held = [getattr(layer.weight, "SCB", None)]
+        held += [getattr(state, name, None) for name in ("absmax", "code", "offset")]
+        held += [getattr(second, name, None) for name in ("absmax", "code")]
+        yield from ((f"{path}.weight", tensor) for tensor in held if tensor is not None)
+
+
+@contextmanager
+def cuda_backend(compute_capability: str) -> Iterator[None]:
+    """Run bitsandbytes' operators on ``meta`` tensors with the allocations of its CUDA backend."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        yield
+        return
+    library = torch.library.Library("bitsandbytes", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("gemm_4bit", _gemm_4bit, "AutogradMeta")  # type: ignore[no-untyped-call]
+    del compute_capability
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _gemm_4bit(
+    x: Tensor,
+    codes: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """Return the product with a dequantised weight, as the CUDA backend forms it for more than 1536 rows."""
+    del blocksize, quant_type, absmax_code
+    if absmax_8bit is not None:
+        assert absmax_offset is not None
+        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        absmax = absmax + absmax_offset
+    del codes
+    weight = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    return torch.nn.functional.linear(x, weight, bias)

@@ -1,0 +1,88 @@
+"""Transformers' models on ``meta``, built from the keys of a ``config.json`` and set up as a job asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised, quantises
+from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.training.resolved import TrainingSetup
+
+DROPOUT_KEYS = (
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout"
+)  # fmt: skip
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+"""Tokens that no step without values reads; those of large vocabularies lie outside of small ones."""
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Skips ``torch.nn.init``: tensors without memory need no numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Make every tensor on ``meta``, and initialise none."""
+    with _NoInitialisation(), torch.device("meta"):
+        yield
+
+
+def base_dtype(setup: TrainingSetup) -> torch.dtype:
+    """Return the dtype that weights are loaded in, those aside that are quantised.
+
+    Raises:
+        CannotAnswerError: Weights of different roles have different dtypes, which no loading makes.
+    """
+    names = {setup.format_names[role] for role in ("embedding", "head", "norm", "bias", "router")}
+    if not quantises(setup):
+        names |= {setup.format_names[role] for role in ("hidden_matrix", "expert_matrix")}
+    if len(names) > 1 or not names <= TORCH_DTYPES.keys():
+        listed = ", ".join(sorted(names))
+        raise CannotAnswerError(f"transformers loads a model in one dtype, and this job has {listed}")
+    return TORCH_DTYPES[names.pop()]
+
+
+def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
+    """Return transformers' config of the model that has ``keys`` in its ``config.json``."""
+    given = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "dtype")}
+    config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **IDS})
+    config = config.get_text_config()
+    if setup.config.dropout is not None:
+        for name in DROPOUT_KEYS:
+            if hasattr(config, name):
+                setattr(config, name, setup.config.dropout)
+    config.use_cache = False
+    return config
+
+
+def loaded_model(inputs: StackInputs) -> Any:
+    """Return the model as ``from_pretrained`` leaves it: in one dtype, its linear layers quantised where asked for.
+
+    Raises:
+        CannotAnswerError: transformers has no such implementation of attention for it, or cannot load it so.
+    """
+    setup, attention = inputs.setup, inputs.details.attention
+    config, dtype = huggingface_config(inputs.keys, setup), base_dtype(setup)
+    auto: Any = AutoModelForCausalLM
+    with without_memory():
+        try:
+            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        except (ValueError, ImportError) as error:
+            raise CannotAnswerError(f"transformers cannot run {inputs.keys['model_type']} so: {error}") from None
+        model = model.to(dtype)
+        if quantises(setup):
+            model = quantised(model, setup)
+    return model.train()

@@ -1,0 +1,109 @@
+"""A training loop as transformers' and PEFT's documentation writes it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.huggingface.adapted_model import adapted
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
+from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, watch
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.training.resolved import TrainingSetup
+
+PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
+COLLATED = ("input_ids", "attention_mask", "labels")
+"""What a collator of transformers makes of rows of one length, int64 each."""
+
+LEARNING_RATE = 1e-4
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run the loop on the model that the inputs ask for."""
+    config = inputs.setup.config
+    if config.loss_scaling or config.gradients.lifetime != "step" or config.master_weights != "none":
+        raise CannotAnswerError("the plain loop has neither a loss scale nor master weights, and steps after backward")
+    capability = inputs.compute_capability
+    with cuda_autocast(), composite_kernels(capability), cuda_backend(capability), cuda_optimizer_paths():
+        model = loaded_model(inputs)
+        if config.adapter is not None:
+            model = adapted(model, inputs)
+        elif inputs.setup.checkpointing != "none":
+            model.gradient_checkpointing_enable({"use_reentrant": inputs.details.reentrant})
+        model.train()
+        watch(model, recorder)
+        optimizer = optimizer_of(model, inputs.setup)
+        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+            _loop(model, optimizer, inputs, recorder)
+    return StackRun(f"a plain loop over {type(model).__name__}", int(model.config.get_text_config().vocab_size))
+
+
+def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, recorder: Recorder) -> None:
+    """Train; names live as long as they do where this is written, the last step's among them."""
+    config = inputs.setup.config
+    shape, accumulated = (config.micro_batch_size, config.sequence_length), config.gradient_accumulation_steps
+    for _ in range(STEPS):
+        recorder.next_step()
+        for micro_step in range(accumulated):
+            later = LATER_MICRO_STEP if micro_step else ""
+            recorder.instant(later or "forward")
+            recorder.forward_begins()
+            batch = {name: torch.ones(shape, dtype=torch.long, device="meta") for name in COLLATED}
+            with autocast_of(inputs):
+                out = model(**batch)
+            recorder.forward_ends()
+            recorder.instant(later or "loss backward", backward=True)
+            (out.loss / accumulated if accumulated > 1 else out.loss).backward()
+        if config.clip_gradients:
+            recorder.instant("gradient clipping")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        recorder.instant("optimizer step")
+        optimizer.step()
+        mark_states(recorder, optimizer)
+        optimizer.zero_grad()
+
+
+def autocast_of(inputs: StackInputs) -> AbstractContextManager[Any]:
+    """Return the region that forward runs in."""
+    setup = inputs.setup
+    if not setup.autocast:
+        return nullcontext()
+    return torch.autocast("cuda", dtype=TORCH_DTYPES[setup.config.compute_dtype])
+
+
+def optimizer_of(model: Any, setup: TrainingSetup) -> torch.optim.Optimizer:
+    """Return the optimizer of the setup over all parameters, as a script makes it.
+
+    Raises:
+        CannotAnswerError: There are several, or its class cannot be imported.
+    """
+    entries = {name: setup.optimizers[role] for role, name in setup.optimizer_names.items()}
+    if len(entries) > 1:
+        raise CannotAnswerError(f"the plain loop has one optimizer, and this job has {', '.join(entries)}")
+    ((name, entry),) = entries.items()
+    module, _, last = entry.implementation.rpartition(".")
+    try:
+        chosen: Any = getattr(import_module(module), last)
+    except (ImportError, AttributeError, ValueError):
+        raise CannotAnswerError(
+            f"optimizer {name} has no class that a loop could use: {entry.implementation}"
+        ) from None
+    options: dict[str, Any] = {"lr": LEARNING_RATE}
+    if entry.implementation == "torch.optim.AdamW":
+        kernel = setup.profile.optimizer
+        options |= {"fused": True} if kernel == "fused" else {"foreach": kernel == "foreach"}
+    elif module.startswith("torch."):
+        options["foreach"] = setup.profile.optimizer != "for-loop"
+    optimizer: torch.optim.Optimizer = chosen(model.parameters(), **options)
+    return optimizer

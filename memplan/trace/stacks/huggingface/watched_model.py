@@ -1,0 +1,117 @@
+"""Where a model is in its step, and what its tensors are, told to a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import Component
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tensors
+
+
+class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets ``item()`` of a tensor without memory return one, or true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+def watch(model: nn.Module, recorder: Recorder) -> None:
+    """Let ``recorder`` see a model's tensors, every gradient when it is finished, and where backward is."""
+    for name, parameter in model.named_parameters():
+        recorder.mark(parameter, "weights", name)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
+    for name, tensor in quantised_tensors(model):
+        recorder.mark(tensor, "weights", name)
+    for name, tensor in model.named_buffers():
+        recorder.mark(tensor, "buffers", name)
+    layers = _layers(model)
+    for number, layer in enumerate(layers, start=1):
+        _watch_layer(layer, number, recorder)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Module):
+        head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+
+
+def mark_all(recorder: Recorder, tensors: Iterable[Tensor], component: Component) -> None:
+    """Book tensors under one component."""
+    for tensor in tensors:
+        recorder.mark(tensor, component)
+
+
+def mark_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    """Book the states of an optimizer, as far as it has made them."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                recorder.mark(value, "optimizer_states", key)
+
+
+def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradients", name)
+
+    return hook
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the longest list of modules of one class, which are taken for the layers."""
+    lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    return max(alike, key=len, default=[])
+
+
+def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
+    """Note when backward reaches a layer's result; checkpointing hides it inside, and hands it out once more."""
+    instant = f"layer {number} backward"
+
+    def entering(_module: nn.Module, inputs: Any) -> None:
+        recorder.recomputing(True)
+        first = _tensor_of(inputs)
+        if number == 1 and first is not None and torch.is_grad_enabled():
+            recorder.backward_reaches(first, "end of backward")
+
+    def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        recorder.recomputing(False)
+        tensor = _tensor_of(output)
+        if tensor is not None and torch.is_grad_enabled():
+            recorder.backward_reaches(tensor, instant)
+
+    layer.register_forward_pre_hook(entering)
+    layer.register_forward_hook(leaving, always_call=True)
+    inner = getattr(layer, "_gradient_checkpointing_func", None)
+    if not getattr(layer, "gradient_checkpointing", False) or inner is None:
+        return
+
+    def checkpointed(function: Any, *args: Any, **options: Any) -> Any:
+        first = _tensor_of(args)
+        if number == 1 and first is not None:
+            recorder.backward_reaches(first, "end of backward")
+        output = inner(function, *args, **options)
+        tensor = _tensor_of(output)
+        if tensor is not None and _is_reentrant(inner):
+            recorder.backward_reaches(tensor, instant)
+        return output
+
+    layer._gradient_checkpointing_func = checkpointed
+
+
+def _is_reentrant(function: Any) -> bool:
+    return bool(getattr(function, "keywords", {}).get("use_reentrant", False))
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    if isinstance(value, tuple | list) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None

@@ -1,0 +1,102 @@
+"""The stacks whose own code can be traced, and the tracing of one."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memplan.errors import CannotAnswerError, MemplanError
+from memplan.trace.recording.assembly import assembled
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import Trace
+from memplan.trace.recording.workspaces import cublas_workspace_bytes
+from memplan.trace.stacks.stack_inputs import StackInputs
+
+PROGRAMS: Mapping[str, str] = {
+    "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
+}
+"""Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
+
+
+def traceable_stacks() -> tuple[str, ...]:
+    """Return the names of stacks whose own code can be traced."""
+    return tuple(PROGRAMS)
+
+
+def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> tuple[Trace, str]:
+    """Return the trace of a stack's own training step, and what was run, in words.
+
+    Args:
+        name: Of the stack.
+        inputs: The job.
+        workspaces: Whether what CUDA's libraries hold is added to the events; it is in no requested figure.
+
+    Raises:
+        CannotAnswerError: There is no program for that stack, a package is missing, or the library cannot do the job.
+    """
+    program = _program(name)
+    cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
+    recorder = Recorder("meta", _own_files(), cublas_bytes=cublas)
+    with _explained(name):
+        run = program.run(inputs, recorder)
+    packages = ", ".join(f"{package} {number}" for package, number in versions(name).items())
+    return assembled(recorder, run.vocab_size, run.notes), f"{run.title} ({packages})"
+
+
+def versions(name: str) -> dict[str, str]:
+    """Return the versions of the packages that a stack's program imports, and of torch."""
+    return {package: version(package) for package in _program(name).PACKAGES} | {"torch": torch.__version__}
+
+
+def _program(name: str) -> Any:
+    if name not in PROGRAMS:
+        known = ", ".join(PROGRAMS)
+        raise CannotAnswerError(f"the code of stack {name} cannot be traced; stacks that can: {known}")
+    logging.disable(logging.WARNING)  # of kernels that a machine without a GPU has no use for
+    try:
+        program: Any = import_module(PROGRAMS[name])
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise CannotAnswerError(
+            f"tracing stack {name} needs {missing.partition('.')[0]}: pip install 'memplan[stacks]'"
+        ) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    for package in program.PACKAGES:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            raise CannotAnswerError(f"tracing stack {name} needs {package}: pip install 'memplan[stacks]'") from None
+    return program
+
+
+def _own_files() -> tuple[str, ...]:
+    """Return the files whose lines explain nothing about a model."""
+    own = Path(__file__).parent.parent
+    return tuple(str(path) for path in own.rglob("*.py"))
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn a failure of a library's code into one line."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except MemplanError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if not frame.filename.startswith((torch.__path__[0], "<"))]
+        place = f" at {Path(theirs[-1].filename).name}:{theirs[-1].lineno}" if theirs else ""
+        text = " ".join(str(error).split())[:200] or "no message"
+        raise CannotAnswerError(f"the code of stack {name} failed{place}: {type(error).__name__}: {text}") from error

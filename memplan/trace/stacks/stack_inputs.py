@@ -1,0 +1,93 @@
+"""What a stack's program is given, and what it has to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from memplan.model.model import Model
+from memplan.trace.recording.recorder import Recorder
+from memplan.training.resolved import TrainingSetup
+
+AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]
+"""What transformers calls the ways in which attention can run."""
+
+STEPS = 3
+"""Steps of a program: the first makes what stays, the second what a loop still has names for, the third is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackDetails:
+    """Settings of a stack's own that a training setup has no key for.
+
+    Attributes:
+        attention: How attention runs; ``sdpa`` is torch's choice on the card.
+        reentrant: Whether layers are computed again by the older, reentrant kind of checkpointing.
+        adapter_dropout: Probability of dropout in front of adapters.
+        rank_stabilised: Whether adapters are scaled by the root of their rank.
+        modules_to_save: Modules beside the adapters that are trained whole.
+    """
+
+    attention: AttentionImplementation = "sdpa"
+    reentrant: bool = False
+    adapter_dropout: float = 0.0
+    rank_stabilised: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+
+def details_of(setup: TrainingSetup) -> StackDetails:
+    """Return what a setup's stack says of itself."""
+    attention: AttentionImplementation = "eager" if setup.profile.attention == "eager" else "sdpa"
+    return StackDetails(attention=attention, reentrant=setup.stack.checkpointing.reentrant)
+
+
+@dataclass(frozen=True, slots=True)
+class StackInputs:
+    """A job for a stack.
+
+    Attributes:
+        model: The model, as memplan knows it.
+        keys: The same model, as the keys of its ``config.json``, ``model_type`` among them.
+        setup: How it is trained.
+        compute_capability: Of the card whose kernels are chosen, such as ``8.6``.
+        details: What the setup does not say.
+    """
+
+    model: Model
+    keys: Mapping[str, Any]
+    setup: TrainingSetup
+    compute_capability: str = "9.0"
+    details: StackDetails = StackDetails()
+
+
+class StackProgram(Protocol):
+    """A module of this folder, or of one in here: how one library trains.
+
+    Attributes:
+        PACKAGES: Packages that it imports, by the names that they are installed under.
+    """
+
+    PACKAGES: tuple[str, ...]
+
+    def run(self, inputs: StackInputs, recorder: Recorder) -> StackRun:
+        """Build the job and run ``STEPS`` steps of it, told to ``recorder``, the last of which is reported.
+
+        Raises:
+            CannotAnswerError: The library cannot do what the setup asks for.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StackRun:
+    """What a program says of the job that it ran.
+
+    Attributes:
+        title: What was run, in words.
+        vocab_size: Width of tensors that count as logits.
+        notes: What is left out or assumed, one sentence each.
+    """
+
+    title: str
+    vocab_size: int
+    notes: tuple[str, ...] = ()

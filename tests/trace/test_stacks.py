@@ -1,0 +1,120 @@
+"""Steps that other libraries run themselves, on tensors without memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from memplan.errors import CannotAnswerError  # noqa: E402
+from memplan.model.families import model_spec  # noqa: E402
+from memplan.model.model import Model  # noqa: E402
+from memplan.trace.pretended_cuda import autocast_region  # noqa: E402
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast  # noqa: E402
+from memplan.trace.recording.trace_result import Trace  # noqa: E402
+from memplan.trace.stacks.registry import trace_stack, traceable_stacks  # noqa: E402
+from memplan.trace.stacks.stack_inputs import StackDetails, StackInputs  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+KEYS = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "intermediate_size": 96,
+    "tie_word_embeddings": False,
+}
+TOKENS = 64
+
+
+@pytest.fixture
+def traced(make_setup):
+    for package in ("transformers", "peft", "bitsandbytes", "accelerate", "trl"):
+        pytest.importorskip(package)
+
+    @cache
+    def run(stack: str = "plain-loop", details: StackDetails = StackDetails(), **keys: Any) -> Trace:  # noqa: B008
+        plain = {name: dict(value) if isinstance(value, tuple) else value for name, value in keys.items()}
+        setup = make_setup(stack=stack, sequence_length=TOKENS, **plain)
+        model = Model.from_spec(model_spec(KEYS, "test", "test"), "test")
+        return trace_stack(stack, StackInputs(model, KEYS, setup, "8.0", details))[0]
+
+    return run
+
+
+def test_a_stack_without_a_program_is_refused():
+    with pytest.raises(CannotAnswerError, match="cannot be traced; stacks that can: plain-loop"):
+        trace_stack("megatron", None)
+    assert "plain-loop" in traceable_stacks()
+
+
+def test_a_plain_loop_has_a_name_for_the_last_steps_logits(traced):
+    trace = traced()
+    logits = [s for s in trace.storages if s.component == "logits" and s.shape[-1] == KEYS["vocab_size"]]
+    assert {s.bytes for s in logits} >= {TOKENS * 1000 * 2, TOKENS * 1000 * 4}
+    alive = trace.alive_after(trace.steady_from)
+    assert [trace.storages[i].bytes for i in alive if trace.storages[i].component == "logits"] == [TOKENS * 1000 * 2]
+
+
+def test_every_instant_of_a_step_is_seen(traced):
+    assert list(traced().instants) == [
+        "forward",
+        "loss backward",
+        "head backward",
+        "layer 2 backward",
+        "layer 1 backward",
+        "end of backward",
+        "optimizer step",
+    ]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_both_kinds_keeps_its_instants(traced, reentrant):
+    trace = traced(details=StackDetails(reentrant=reentrant), activation_checkpointing="full")
+    assert list(trace.instants)[3:6] == ["layer 2 backward", "layer 1 backward", "end of backward"]
+
+
+# ------------------------------------------------------------------ autocast
+def test_the_lists_of_autocast_are_torchs():
+    names = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+    lists = (
+        autocast_region.LOWERED,
+        autocast_region.RAISED,
+        autocast_region.RAISED_BY_OPTION,
+        autocast_region.PROMOTED,
+    )
+    ours = {f"aten::{name}" for one in lists for name in one}
+    absent = ("conv", "binary", "cell", "upsample", "loss", "norm", "cudnn", "pdist", "renorm")
+    assert ours <= names
+    assert [name for name in sorted(names - ours) if not any(word in name for word in absent)] == []
+
+
+def test_autocast_casts_a_trained_weight_once_a_region_and_a_frozen_one_each_time():
+    x, frozen = torch.empty(4, 8, device="meta"), torch.empty(8, 8, device="meta")
+    weight = torch.nn.Parameter(torch.empty(8, 8, device="meta"))
+    with cuda_autocast():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled()
+            with torch.no_grad():
+                torch.nn.functional.linear(x, weight)
+            copies = dict(autocast_region._REGION.copies)
+            torch.nn.functional.linear(torch.nn.functional.linear(x, weight), frozen)
+            assert autocast_region._REGION.copies == copies
+            assert len(copies) == 1
+            assert torch.softmax(x.bfloat16(), -1).dtype == torch.float32
+            assert torch.nn.functional.linear(x, weight).requires_grad
+        assert not autocast_region._REGION.copies
+        assert not torch.is_autocast_enabled()
+
+
+def test_outside_of_it_autocast_is_torchs_own():
+    own = torch.autocast
+    with cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.autocast is own
