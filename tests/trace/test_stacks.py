@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.errors import CannotAnswerError  # noqa: E402
 from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
@@ -38,12 +38,16 @@ def traced(make_setup):
     for package in ("transformers", "peft", "bitsandbytes", "accelerate", "trl"):
         pytest.importorskip(package)
 
-    @cache
+    known: dict[str, Trace] = {}
+
     def run(stack: str = "plain-loop", details: StackDetails = StackDetails(), **keys: Any) -> Trace:  # noqa: B008
+        if (key := repr((stack, details, keys))) in known:
+            return known[key]
         plain = {name: dict(value) if isinstance(value, tuple) else value for name, value in keys.items()}
         setup = make_setup(stack=stack, sequence_length=TOKENS, **plain)
         model = Model.from_spec(model_spec(KEYS, "test", "test"), "test")
-        return trace_stack(stack, StackInputs(model, KEYS, setup, "8.0", details))[0]
+        known[key] = trace_stack(stack, StackInputs(model, KEYS, setup, "8.0", details))[0]
+        return known[key]
 
     return run
 
@@ -78,6 +82,31 @@ def test_every_instant_of_a_step_is_seen(traced):
 def test_checkpointing_of_both_kinds_keeps_its_instants(traced, reentrant):
     trace = traced(details=StackDetails(reentrant=reentrant), activation_checkpointing="full")
     assert list(trace.instants)[3:6] == ["layer 2 backward", "layer 1 backward", "end of backward"]
+
+
+@pytest.mark.parametrize("stack", ["transformers", "trl"])
+def test_trainers_let_go_of_what_the_plain_loop_holds(traced, stack):
+    trace = traced(stack, gradient_accumulation_steps=2, clip_gradients=True)
+    assert list(trace.instants)[-3:] == ["second backward", "gradient clipping", "optimizer step"]
+    alive = trace.alive_after(trace.steady_from)
+    assert not [index for index in alive if trace.storages[index].component == "logits"]
+    assert trace.persistent_bytes == traced(gradient_accumulation_steps=2, clip_gradients=True).persistent_bytes
+
+
+def test_the_fused_head_of_trl_works_on_a_tile_of_its_own(traced):
+    tile = TOKENS - 1, 32768
+    assert tile in {s.shape for s in traced("trl").storages}
+    assert tile not in {s.shape for s in traced("transformers").storages}
+    assert "head backward" not in traced("trl").instants
+
+
+def test_adapters_on_four_bits_are_as_each_stack_makes_them(traced):
+    keys = {"adapter": Adapter(rank=4), "weights": (("default", "bf16"), ("hidden_matrix", "nf4-dq"))}
+    plain, trainer = (traced(stack, **keys) for stack in ("plain-loop", "transformers"))
+    norms = {s.bytes for s in plain.storages if s.component == "weights" and s.name.endswith("model.norm.weight")}
+    assert norms == {4 * 64}, "prepare_model_for_kbit_training casts what is not quantised to fp32"
+    norms = {s.bytes for s in trainer.storages if s.component == "weights" and s.name.endswith("model.norm.weight")}
+    assert norms == {2 * 64}
 
 
 # ------------------------------------------------------------------ autocast

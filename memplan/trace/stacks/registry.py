@@ -23,6 +23,8 @@ from memplan.trace.stacks.stack_inputs import StackInputs
 
 PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
+    "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
+    "trl": "memplan.trace.stacks.huggingface.sft_loop",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 

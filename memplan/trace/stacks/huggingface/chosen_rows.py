@@ -1,0 +1,41 @@
+"""Rows chosen by a boolean mask, of which every one is taken to be chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class ChosenRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets indexing by a mask without memory return all rows, with the indices that CUDA forms for it.
+
+    Source:
+        aten/src/ATen/native/IndexingUtils.h, ``expandTensors``: a mask becomes its ``nonzero`` (v2.13.0).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        options = kwargs or {}
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and _masks(args[1]):
+            indices = [item for mask in args[1] for item in _indices(mask)]
+            return func(args[0], indices, *args[2:], **options)
+        if func is aten.masked_select.default and args[0].is_meta:
+            return args[0].new_empty(args[1].numel())
+        return func(*args, **options)
+
+
+def _masks(indices: Any) -> bool:
+    return any(isinstance(item, Tensor) and item.is_meta and item.dtype == torch.bool for item in indices)
+
+
+def _indices(mask: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the positions of a mask's true elements, one tensor for each dimension, which share a storage."""
+    if mask is None or mask.dtype != torch.bool:
+        return (mask,)
+    found = torch.empty((mask.numel(), mask.dim()), dtype=torch.long, device=mask.device)
+    return tuple(found.unbind(1))

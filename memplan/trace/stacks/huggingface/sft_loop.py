@@ -1,0 +1,104 @@
+"""The loop of TRL's SFTTrainer: its own preparation of model and adapters, its own loss, the Trainer's ``train()``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import tokenizers
+import transformers
+import trl
+import trl.kernels.chunked_logprob as chunked_logprob
+import trl.trainer.utils as trl_utils
+
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.huggingface.adapted_model import lora_config
+from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
+from memplan.trace.stacks.huggingface.chosen_rows import ChosenRows
+from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, trained, training_arguments
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+
+PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
+ASSUMED = "every token of a row has a label, as in packed rows"
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run SFTTrainer on the model that the inputs ask for."""
+    config = inputs.setup.config
+    with (
+        pretended_machine(inputs.compute_capability),
+        _triton_kernels(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        model = loaded_model(inputs)
+        keywords = training_arguments(inputs, Path(folder))
+        with without_memory():
+            adapters = lora_config(inputs) if config.adapter is not None else None
+        arguments: Any = trl.SFTConfig(
+            **keywords, max_length=config.sequence_length, dataset_kwargs={"skip_prepare_dataset": True}
+        )
+        with without_memory():
+            trainer: Any = trl.SFTTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=_rows(inputs),
+                processing_class=_tokenizer(),
+                peft_config=adapters,
+            )
+        if adapters is not None:
+            _in_the_setups_dtype(trainer.model, inputs)
+        with ChosenRows():  # type: ignore[no-untyped-call]
+            run = trained(trainer, model, recorder, "TRL's SFTTrainer")
+    return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+def _in_the_setups_dtype(model: Any, inputs: StackInputs) -> None:
+    """Give adapters the dtype that the setup says, where it is another one than TRL's own choice."""
+    for name, parameter in model.named_parameters():
+        if (parameter.requires_grad and ".lora_A." in name) or ".lora_B." in name:
+            parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])
+
+
+def _rows(inputs: StackInputs) -> Any:
+    config = inputs.setup.config
+    count = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
+    row = [[1] * config.sequence_length] * count
+    return datasets.Dataset.from_dict({"input_ids": row, "labels": row})
+
+
+def _tokenizer() -> Any:
+    words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
+
+
+@contextmanager
+def _triton_kernels() -> Iterator[None]:
+    """Let TRL's fused head run as on a GPU: its Triton kernels write into what they are given and allocate nothing.
+
+    Source:
+        trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``.
+    """
+    replaced: list[tuple[Any, str, Any]] = [
+        (chunked_logprob, "_forward_tile", _nothing),
+        (chunked_logprob, "_backward_tile", _nothing),
+        (chunked_logprob, "_addmm_fp32", _nothing),
+        (trl_utils, "_use_triton", lambda _: True),
+    ]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, original in saved:
+            setattr(owner, name, original)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand for a kernel that writes in place."""

@@ -1,0 +1,206 @@
+"""The loop of transformers' Trainer: its own ``train()``, on a device that is said to be CUDA's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate.accelerator
+import torch
+import transformers
+import transformers.training_args
+from accelerate.state import AcceleratorState
+from torch import Tensor
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.stacks.huggingface.adapted_model import with_adapters
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
+from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, watch
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.training.resolved import TrainingSetup
+
+PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
+COLUMNS = ("input_ids", "attention_mask", "labels")
+"""What a collator makes of rows of one length."""
+
+DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""Variable of the environment that names the device to accelerate and to Trainer."""
+
+OPTIMIZERS = {
+    ("torch.optim.AdamW", "fused"): "adamw_torch_fused",
+    ("torch.optim.AdamW", "foreach"): "adamw_torch",
+    ("torch.optim.Adafactor", ""): "adafactor",
+    ("torch.optim.SGD", ""): "sgd",
+    ("bitsandbytes.optim.AdamW8bit", ""): "adamw_bnb_8bit",
+    ("bitsandbytes.optim.PagedAdamW8bit", ""): "paged_adamw_8bit",
+    ("bitsandbytes.optim.PagedAdamW", ""): "paged_adamw_32bit",
+}
+"""Class and kernel -> what ``optim`` calls it."""
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run Trainer on the model that the inputs ask for."""
+    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
+        model = loaded_model(inputs)
+        if inputs.setup.config.adapter is not None:
+            model = with_adapters(model, inputs)
+        arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
+        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(inputs.setup))
+        return trained(trainer, model, recorder, "transformers' Trainer")
+
+
+@contextmanager
+def pretended_machine(compute_capability: str) -> Iterator[None]:
+    """Let libraries take ``meta`` for a card of that compute capability."""
+    modern = int(compute_capability.split(".")[0]) >= 8
+    answers: list[tuple[Any, str, Any]] = [
+        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: modern),
+        (accelerate.accelerator, "is_bf16_available", lambda _=False: modern),
+    ]
+    saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in answers]
+    with ExitStack() as stack:
+        for one in (
+            cuda_autocast(),
+            composite_kernels(compute_capability),
+            cuda_backend(compute_capability),
+            cuda_optimizer_paths(),
+        ):
+            stack.enter_context(one)
+        for owner, name, answer in answers:
+            setattr(owner, name, answer)
+        before = os.environ.get(DEVICE)
+        os.environ[DEVICE] = "meta"
+        try:
+            yield
+        finally:
+            os.environ.pop(DEVICE)
+            if before is not None:
+                os.environ[DEVICE] = before
+            for owner, name, original in saved:
+                setattr(owner, name, original)
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
+    """Return the keywords of ``TrainingArguments`` for a job.
+
+    Raises:
+        CannotAnswerError: Trainer cannot do what the setup asks for.
+    """
+    setup, config = inputs.setup, inputs.setup.config
+    if config.gradients.lifetime != "step" or config.master_weights != "none" or config.weight_average != "none":
+        raise CannotAnswerError("Trainer steps after backward, without master weights and averages")
+    if setup.autocast and config.compute_dtype == "fp16":
+        raise CannotAnswerError("Trainer's fp16 scales the loss, whose scaler is not traced yet")
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "max_steps": STEPS,
+        "optim": _optimizer_name(setup),
+        "bf16": setup.autocast,
+        "max_grad_norm": 1.0 if config.clip_gradients else 0.0,
+        "gradient_checkpointing": setup.checkpointing != "none",
+        "gradient_checkpointing_kwargs": {"use_reentrant": inputs.details.reentrant},
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def _optimizer_name(setup: TrainingSetup) -> str:
+    entries = {setup.optimizers[role].implementation for role in setup.optimizers}
+    if len(entries) > 1:
+        raise CannotAnswerError(f"Trainer makes one optimizer, and this job has {', '.join(sorted(entries))}")
+    (implementation,) = entries
+    kernel = setup.profile.optimizer if implementation == "torch.optim.AdamW" else ""
+    name = OPTIMIZERS.get((implementation, kernel))
+    if name is None:
+        raise CannotAnswerError(f"Trainer has no optimizer that is {implementation} {kernel}".rstrip())
+    return name
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """As many full rows as the steps take."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        config = setup.config
+        self.length = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
+        self.row = {name: torch.ones(config.sequence_length, dtype=torch.long) for name in COLUMNS}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.row
+
+
+def trained(trainer: Any, model: Any, recorder: Recorder, title: str) -> StackRun:
+    """Let a trainer train, told to ``recorder``; return what was run."""
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    trainer.add_callback(_Instants(recorder))
+    backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
+    trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
+    trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
+    with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+        trainer.train()
+    config = trainer.model.config.get_text_config()
+    return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))
+
+
+def _announced(function: Callable[..., Any], announce: Callable[[], None]) -> Callable[..., Any]:
+    def announced(*args: Any, **options: Any) -> Any:
+        announce()
+        return function(*args, **options)
+
+    return announced
+
+
+def _backward_begins(recorder: Recorder) -> None:
+    recorder.forward_ends()
+    later = recorder.marks[-1][1] == LATER_MICRO_STEP
+    recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
+
+
+class _Instants(transformers.TrainerCallback):
+    """Tells a recorder where the loop is."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.optimizer = recorder, None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del args, state, control
+        watch(objects["model"], self.recorder)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del args, state, control, objects
+        self.recorder.next_step()
+        self.recorder.instant("forward")
+        self.recorder.forward_begins()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del args, state, control, objects
+        self.recorder.instant(LATER_MICRO_STEP)
+        self.recorder.forward_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del args, state, control, objects
+        self.recorder.instant("optimizer step")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del args, state, control
+        optimizer = objects["optimizer"]
+        mark_states(self.recorder, getattr(optimizer, "optimizer", optimizer))
