@@ -123,6 +123,7 @@ class StorageFormat:
         blocking: ``row``: blocks lie within rows of a matrix, whose width must divide into
             them (GGML); ``tensor``: blocks run over the flattened tensor.
         tensor_bytes: Bytes once per tensor, such as a scale.
+        coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
         ggml_type: Id of the type in GGUF files.
         storable: False for formats that exist only during computation.
         training: ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after
@@ -140,6 +141,7 @@ class StorageFormat:
     kind: Kind = "exact"
     blocking: Literal["row", "tensor"] = "row"
     tensor_bytes: int = 0
+    coded_scale_elements: int = 0
     ggml_type: int | None = None
     storable: bool = True
     codec: str | None = None

@@ -42,26 +42,50 @@ class RotaryTables:
 
     Attributes:
         each: Whether the ``model`` has one for all its layers, or each ``layer`` its own.
-        dtype: That of products (``compute``), or fp32 always.
+        dtype: That of products (``compute``), that of the ``residual`` stream, or fp32 always.
         halved: Whether a pair of dimensions that turn together shares its entries.
         rows: Positions that there are entries for: those of a ``sequence``, or all that the ``model`` is made for.
     """
 
     each: Literal["model", "layer"]
-    dtype: Literal["compute", "fp32"]
+    dtype: Literal["compute", "residual", "fp32"]
     halved: bool
     rows: Literal["sequence", "model"]
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
-    """What a training loop has names for while backward runs.
+class StackProjections:
+    """How projections run whose weights are codes, or that have adapters.
 
     Attributes:
-        holds: What it keeps alive so: ``logits``, ``fp32-logits``, ``shifted-labels``.
+        codes_result: Dtype of a product with codes: ``compute``; or ``input``, that of what it is given, to which it
+            is cast back.
+        codes_cloned: Whether an adapter's part is added to a copy of the product with codes.
+        codes_scales: Whether decoding forms the scales of codes first where these are codes themselves.
+        adapter_sum: ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their
+            sum; on codes ``wide`` casts before, and casts nothing under autocast.
     """
 
-    holds: tuple[str, ...]
+    codes_result: Literal["compute", "input"]
+    codes_cloned: bool
+    codes_scales: bool
+    adapter_sum: Literal["narrow", "wide"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a training loop has names for, and where its loss is formed.
+
+    Attributes:
+        holds: What it keeps alive through backward, and until the next forward is done: ``logits``.
+        loss: ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop
+            does, and lets go of logits as they are used.
+        labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
+    """
+
+    holds: tuple[Literal["logits"], ...]
+    loss: Literal["model", "loop"]
+    labels: Literal["given", "shifted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +94,12 @@ class BatchTensor:
 
     name: str
     dtype: str
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element: the bits that its dtype is named after; flags have one byte."""
+        bits = "".join(filter(str.isdigit, self.dtype))
+        return int(bits) // 8 if bits else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +132,7 @@ class Stack:
         adapter_dtype: Dtype of adapters on plain weights where a config does not say; ``weights`` is that of the
             hidden matrices, or the compute dtype where those are codes.
         adapter_dtype_quantised: The same on quantised weights.
+        projections: How projections of codes and with adapters run.
         kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms.
         checkpointing: How it checkpoints activations.
         rotary_tables: What its models keep of cosines and sines.
@@ -126,6 +157,7 @@ class Stack:
     autocast: AutocastRule
     adapter_dtype: AdapterDtype
     adapter_dtype_quantised: AdapterDtype
+    projections: StackProjections
     kbit_floats: KbitFloats
     checkpointing: StackCheckpointing
     rotary_tables: RotaryTables

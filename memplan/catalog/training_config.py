@@ -48,12 +48,14 @@ class Adapter:
         rank: Width of the adapter.
         targets: Last part of the names of the adapted projections, or ``all-linear``.
         dtype: Format of the adapter's weights; None is that of the stack.
+        dropout: Probability with which the adapter's input is dropped; None is 0.
     """
 
     kind: Literal["lora", "dora"] = "lora"
     rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR
     dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    dropout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
     Autocast, which all weights in fp32 mean, is another matter.
     """
     roles = {tensor.role for tensor in model.inventory} & {"embedding", "head"}
-    for role in () if setup.autocast else sorted(roles):
+    for role in () if setup.autocast or setup.kbit_floats else sorted(roles):
         name = setup.format_names[role]
         if FLOAT_BYTES.get(name, 0) > setup.compute_bytes:
             raise CannotAnswerError(

@@ -18,6 +18,7 @@ from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
+from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
 MOST_ENDS = 128
@@ -41,6 +42,8 @@ class EndSettings:
         head_bias: Whether the head has a bias.
         bounded_logits: Whether a scaled tanh bounds the logits.
         loss: Kernel of the cross-entropy.
+        names_logits: Whether the model has a name for logits until its forward ends.
+        shifts_labels: Whether the loss is given a shifted copy of the labels.
     """
 
     block: BlockSettings
@@ -52,6 +55,8 @@ class EndSettings:
     head_bias: bool
     bounded_logits: bool
     loss: LossKernel
+    names_logits: bool
+    shifts_labels: bool
 
     @property
     def loss_bytes(self) -> int:
@@ -71,12 +76,14 @@ class Head:
         normed: What the head is given.
         weights: The head's weight, and its bias where it has one.
         chunk: Head and loss of one chunk of tokens; None where the loss is not chunked.
+        logits: What the model returns beside the loss; None where it forms them chunk by chunk.
     """
 
     section: Section
     normed: Value
     weights: tuple[Weight, ...]
     chunk: Section | None
+    logits: Value | None
 
     @property
     def delayed_bytes(self) -> int:
@@ -84,7 +91,7 @@ class Head:
         return sum(weight.gradient_bytes for weight in self.weights if weight.delayed)
 
 
-def end_settings(spec: ModelSpec, block: BlockSettings, loss: LossKernel) -> EndSettings:
+def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> EndSettings:
     """Return what a model's ends depend on; equal ones give equal tapes."""
     return EndSettings(
         block=block,
@@ -95,7 +102,9 @@ def end_settings(spec: ModelSpec, block: BlockSettings, loss: LossKernel) -> End
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap),
-        loss=loss,
+        loss=setup.profile.loss,
+        names_logits=setup.stack.loop.loss == "model",
+        shifts_labels=setup.stack.loop.labels == "shifted",
     )
 
 
@@ -162,10 +171,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
     own = _head_weights(settings, builder.weights)
     if settings.loss == "chunked":
         section = Section(builder.tape, entry, normed)
-        return Head(section, normed, own, _chunk(settings, builder.weights, normed))
+        return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):
-        loss = _loss(builder, settings, normed, wide=settings.loss != "bf16")
-    return Head(Section(builder.tape, entry, loss), normed, own, None)
+        logits = _logits(builder, settings, normed)
+        loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
+    return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
 
 
 @lru_cache(maxsize=MOST_ENDS)
@@ -174,7 +184,7 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Played:
     builder = Builder(settings.block, dict(weights))
     _, normed = _final_norm(builder, settings, needs_gradient=True)
     with builder.tape.alive(normed):
-        _loss(builder, settings, normed, wide=settings.loss != "bf16")
+        _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
     return play_forward(builder.tape)
 
 
@@ -182,7 +192,10 @@ def _final_norm(builder: Builder, settings: EndSettings, needs_gradient: bool) -
     """Return the residual stream after the last layer, and its norm."""
     block = settings.block
     entry = builder.tape.given(TOKENS, block.hidden_size, block.residual_bytes, needs_gradient)
-    return entry, normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+    normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+    if settings.names_logits:
+        builder.tape.ends(entry)
+    return entry, normed
 
 
 def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:
@@ -194,7 +207,7 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
     tape = builder.tape
     tape.instant = "head backward"
     x = tape.part_of(Quantity.CHUNK, settings.block.hidden_size, normed.element_bytes, normed.needs_gradient)
-    loss = _loss(builder, settings, x, wide=True)
+    loss = _loss(builder, settings, _logits(builder, settings, x), wide=True)
     for node in tape.nodes:
         node.weights = tuple(
             w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True) for w in node.weights
@@ -202,26 +215,27 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
     return Section(tape, x, loss)
 
 
-def _loss(builder: Builder, settings: EndSettings, x: Value, *, wide: bool) -> Value:
-    """Record head and cross-entropy on ``x``; return the loss.
+def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) -> Value:
+    """Record cross-entropy; return the loss.
 
     Args:
         builder: Writes on the tape.
-        settings: What they depend on.
-        x: What the head is given.
-        wide: Whether logits are cast to fp32 first.
+        settings: What it depends on.
+        given: Logits.
+        wide: Whether they are cast to fp32 first.
     """
     tape = builder.tape
-    logits = _logits(builder, settings, x)
-    logits = builder.cast(logits, 4) if wide else logits
-    with tape.alive(logits):
+    logits = builder.cast(given, 4) if wide else given
+    with tape.alive(logits, *((given,) if settings.names_logits else ())):
+        labels = [tape.make("shift labels", tape.value(given.quantity, 1, 8))] if settings.shifts_labels else []
         logs = builder.fresh(logits)
         tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
         logs = builder.cast(logs, 4) if settings.block.autocast else logs
         loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
         total = tape.value(ONE, 1, logs.element_bytes)
         scratch = [(ONE, settings.loss_bytes)]
-        return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total], traits=Traits(scratch=scratch))
+        saves = [logs, total, *labels]
+        return tape.apply("nll_loss", [(logs, NEW)], loss, saves, traits=Traits(scratch=scratch))
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
@@ -230,7 +244,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
     weight, *biases = _head_weights(settings, builder.weights)
     with tape.alive(x):
         x = builder.lowered(x)
-        logits = tape.value(x.quantity, settings.vocab_size, builder.compute, part=Part.LOGITS)
+        width = builder.compute if weight.coded or settings.block.autocast else weight.element_bytes
+        logits = tape.value(x.quantity, settings.vocab_size, width, part=Part.LOGITS)
         copy = builder.cast_weight(weight)
         saves = [x] if weight.trainable else []
         if copy is not None and x.needs_gradient:

@@ -94,17 +94,26 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     taped = model_on_tape(inputs)
-    candidates = tuple(step_instants(inputs, taped, partial(_one_pass, inputs, taped)))
+    held = held_by_loop(setup, taped)
+    candidates = tuple(i.around(held) for i in step_instants(inputs, taped, partial(_one_pass, inputs, taped)))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), optimizer.formula)
 
 
 # -------------------------------------------------------------------- what lies around
+def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
+    """Return what a loop's own names keep alive from one forward to the end of the next: logits, where it says so."""
+    logits = taped.head.logits
+    if "logits" not in setup.stack.loop.holds or logits is None:
+        return ZERO
+    return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+
+
 def buffers(inputs: StepInputs) -> Form:
     """Return token ids, targets, positions and rotary tables."""
     spec, setup = inputs.spec, inputs.setup
     positions = 8 if spec.learned_positions else 0
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
-    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, 16)
+    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(part.element_bytes for part in setup.stack.batch))
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
     if _steps_through_scores(spec):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
@@ -121,7 +130,8 @@ def _rotary_tables(inputs: StepInputs) -> Form:
     """
     spec, tables = inputs.spec, inputs.setup.stack.rotary_tables
     widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
-    element_bytes = 4 if tables.dtype == "fp32" else inputs.setup.compute_bytes
+    widths_by_dtype = {"fp32": 4, "compute": inputs.setup.compute_bytes, "residual": inputs.setup.residual_bytes}
+    element_bytes = widths_by_dtype[tables.dtype]
     entries = sum(widths) if tables.each == "layer" else max(widths) * spec.rotary_tables
     row_bytes = entries * element_bytes * (1 if tables.halved else 2)
     if tables.rows == "model":

@@ -77,7 +77,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     """Return a model on tape; parts that it has in common with others are shared."""
     spec = inputs.spec
     block = block_settings(spec, inputs.setup, inputs.regime)
-    settings = end_settings(spec, block, inputs.setup.profile.loss)
+    settings = end_settings(spec, block, inputs.setup)
     weights = taped_weights(inputs.setup, inputs.states)
     prefix = f"{spec.names.layer}."
     root = tuple((name, weight) for name, weight in weights.items() if not name.startswith(prefix))

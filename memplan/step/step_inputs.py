@@ -18,6 +18,7 @@ from memplan.step.states.optimizer_scratch import (
 from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,14 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         and not entry.quantized
         and entry.format_name != setup.config.compute_dtype,
         decoding_bytes=decoding_bytes(entry, setup.compute_bytes),
+        scales_bytes=_scales_bytes(setup, entry),
     )
+
+
+def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
+    """Return the fp32 scales that decoding forms first, where they are stored as codes themselves."""
+    elements = setup.formats[entry.tensor.role].coded_scale_elements if entry.quantized else 0
+    return 4 * ceil_div(entry.tensor.elements, elements) if elements and setup.stack.projections.codes_scales else 0
 
 
 def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:

@@ -56,6 +56,8 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("sequence_length",), "batch times sequence length is beyond any machine"
     if config.dropout is not None and not 0 <= config.dropout < 1:
         yield ("dropout",), f"expected a probability from 0 to below 1, got {config.dropout}"
+    if config.adapter is not None and config.adapter.dropout is not None and not 0 <= config.adapter.dropout < 1:
+        yield ("adapter", "dropout"), f"expected a probability from 0 to below 1, got {config.adapter.dropout}"
     if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:
         yield ("adapter", "rank"), f"expected a whole number from 1 to 65,536, got {config.adapter.rank}"
     if config.kernels.loss_chunks is not None and not 1 <= config.kernels.loss_chunks <= 2**16:

@@ -24,6 +24,8 @@ from memplan.training.config_refusals import (
 from memplan.training.learning import Learning, Recipe, learning_of, recipe_of
 from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.training.stack_rules import (
+    beside_codes,
+    kbit_formats,
     refuse_unmodelled_stack,
     runs_autocast,
     stack_problems,
@@ -122,8 +124,25 @@ class TrainingSetup:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of an element of the residual stream, which autocast leaves in fp32."""
-        return 4 if self.autocast else self.compute_bytes
+        """Bytes of an element of the residual stream, which is as wide as the embedding and which autocast leaves so."""
+        if self.format_names["hidden_matrix"] == "fp32":
+            return 4 if self.autocast else self.compute_bytes
+        return max(self.compute_bytes, FLOAT_BYTES.get(self.format_names["embedding"], 0))
+
+    @property
+    def loaded_float(self) -> str:
+        """Format that the embedding is loaded in, before anything is cast: that of whatever is not quantised."""
+        return _format_name(self.config, "embedding")
+
+    @property
+    def kbit_floats(self) -> bool:
+        """Whether all that is not quantised is in fp32 beside quantised matrices."""
+        return self.stack.kbit_floats == "fp32" and beside_codes(self.config, self.format_names["hidden_matrix"])
+
+    @property
+    def wide_floats(self) -> bool:
+        """Whether fp32 weights are multiplied in fp32 beside products in 16 bits."""
+        return self.kbit_floats and not self.autocast
 
 
 def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | None = None) -> TrainingSetup:
@@ -158,7 +177,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
         for path, text in parallel_refusals(config, profile, named, FLOAT_BYTES, used):
             raise CannotAnswerError(f"{place(path)}: {text}")
-    known_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
+    known_formats = kbit_formats(config, stack, {role: catalog.formats.name_of(n) for role, n in format_names.items()})
     recipe = recipe_of(config, known_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
@@ -166,7 +185,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         stack=stack,
         profile=profile,
         format_names=known_formats,
-        formats={role: catalog.formats[n] for role, n in format_names.items()},
+        formats={role: catalog.formats[n] for role, n in known_formats.items()},
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},

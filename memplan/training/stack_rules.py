@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -11,6 +11,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.model.inventory import Role
 
 Path = tuple[str, ...]
 Floats = Literal["fp32", "bf16", "fp16"]
@@ -71,6 +72,25 @@ def runs_autocast(stack: Stack, hidden: str, compute_dtype: str) -> bool:
     return narrow and (stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32"))
 
 
+def beside_codes(config: TrainingConfig, hidden: str) -> bool:
+    """Tell whether weights stand beside quantised matrices that are frozen."""
+    return config.adapter is not None and hidden not in FLOATS
+
+
+def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
+    """Return the weight formats of a config, with those cast that its stack casts beside quantised matrices.
+
+    Source:
+        ``prepare_model_for_kbit_training`` in peft/utils/other.py (0.21.2): all parameters in 16 bits but the quantised
+        ones; a projection's bias goes back to the compute dtype at its first product (bitsandbytes/nn/modules.py).
+    """
+    if stack.kbit_floats != "fp32" or not beside_codes(config, names["hidden_matrix"]):
+        return dict(names)
+    cast = {role: "fp32" if name in FLOATS else name for role, name in names.items()}
+    cast["bias"] = config.compute_dtype
+    return cast
+
+
 def refuse_unmodelled_stack(
     config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile, place: Callable[[Path], str]
 ) -> None:
@@ -101,16 +121,9 @@ def _unmodelled(
     name = stack.name
     if profile.attention == "eager":
         yield ("kernels", "attention"), "eager is not modelled yet; use flash, efficient or math"
-    if stack.autocast == "always" and hidden != "fp32" and config.compute_dtype != "fp32":
+    if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
         yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
-    if config.adapter is not None and hidden not in FLOATS and stack.kbit_floats == "fp32":
-        yield ("stack",), f"{name} keeps what is not quantised in fp32 beside {hidden}, which is not modelled yet"
     if config.activation_checkpointing != "none" and stack.checkpointing.reentrant:
         yield ("activation_checkpointing",), f"{name} recomputes reentrantly, which is not modelled yet; use none"
     if config.adapter is not None and stack.input_gradients:
         yield ("stack",), f"{name} makes the embedding's output need a gradient, which is not modelled yet"
-    if stack.loop.holds:
-        yield ("stack",), f"the loop of {name} keeps {', '.join(stack.loop.holds)} alive, which is not modelled yet"
-    known = {("input_ids", "int64"), ("labels", "int64")}
-    if more := [f"{part.name} ({part.dtype})" for part in stack.batch if (part.name, part.dtype) not in known]:
-        yield ("stack",), f"{name} puts {', '.join(more)} on the device, which is not modelled yet"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.training.resolved import TrainingSetup
 
@@ -39,6 +40,8 @@ class BlockSettings:
         autocast: Whether weights are cast for products.
         selective: Whether selective checkpointing applies.
         dropout: Probability that applies.
+        projections: How projections of codes and with adapters run.
+        adapter_dropout: Probability with which an adapter's input is dropped.
         regime: What batch and length decide.
     """
 
@@ -50,6 +53,8 @@ class BlockSettings:
     autocast: bool
     selective: bool
     dropout: float
+    projections: StackProjections
+    adapter_dropout: float
     regime: Regime
 
 
@@ -66,5 +71,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         autocast=setup.autocast,
         selective=setup.checkpointing == "selective",
         dropout=spec.dropout if dropout is None else dropout,
+        projections=setup.stack.projections,
+        adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         regime=regime,
     )

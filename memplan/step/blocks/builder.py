@@ -98,9 +98,9 @@ class Builder:
         """Return what a product saves: each factor where the other needs a gradient."""
         return [v for v, other in ((first, second), (second, first)) if other.needs_gradient]
 
-    def dropped(self, x: Value) -> Value:
-        """Return ``x`` after dropout, which saves a mask of one byte per element."""
-        if not self.settings.dropout:
+    def dropped(self, x: Value, probability: float | None = None) -> Value:
+        """Return ``x`` after dropout, by default the model's, which saves a mask of one byte per element."""
+        if not (self.settings.dropout if probability is None else probability):
             return x
         mask = self.fresh(x, element_bytes=1)
         return self.tape.apply("dropout", [(x, NEW)], self.fresh(x), [mask])

@@ -20,6 +20,8 @@ def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
     weight = builder.weight(f"{name}.weight")
     bias = builder.weights.get(f"{name}.bias")
     with builder.tape.alive(x):
+        if weight.coded and builder.settings.projections.codes_result == "input":
+            return _recast_linear(builder, x, name, weight, rows)
         x = builder.lowered(x)
         with builder.tape.alive(x):
             if weight.coded:
@@ -73,6 +75,21 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     )
 
 
+def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
+    """Return the product of a copy in the compute dtype with frozen codes, cast back; a bias is added inside the product.
+
+    Source:
+        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py, ``MatMul4Bit`` in autograd/_functions.py (0.50.2).
+    """
+    low = builder.cast(x, builder.compute)
+    out = builder.tape.value(x.quantity, rows, builder.compute)
+    with builder.tape.alive(low):
+        builder.tape.apply(
+            f"linear {name}", [(low, VIEW)], out, weights=[weight], traits=Traits(custom=True, product=True)
+        )
+        return builder.cast(out, x.element_bytes, foreign=x.foreign)
+
+
 def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
     """Return the sum over rows that forms a bias's gradient."""
     return Reduction(x.quantity, 1, bias.rows) if bias is not None and bias.trainable else None
@@ -80,12 +97,22 @@ def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
 
 def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
     """Return a projection with what its adapter adds."""
-    own = builder.cast(x, down.element_bytes, foreign=down.foreign)
+    rules, coded = builder.settings.projections, builder.weight(f"{name}.weight").coded
+    if coded and rules.codes_cloned:
+        with builder.tape.alive(out):
+            out = builder.tape.apply("clone", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING)
+    wide = rules.adapter_sum == "wide"
+    uncast = coded and wide and builder.settings.autocast
+    own = x if uncast else builder.cast(x, down.element_bytes, foreign=down.foreign)
     with builder.tape.alive(own, out):
         if f"{name}.lora_magnitude_vector.weight" in builder.weights:
             return _with_magnitude(builder, own, out, name, rows, down)
-        low = _low_rank(builder, own, name, rows, down)
-        return builder.add(out, builder.cast(builder.pointwise("scale", low), out.element_bytes, foreign=out.foreign))
+        low = builder.pointwise(
+            "scale", _low_rank(builder, builder.dropped(own, builder.settings.adapter_dropout), name, rows, down)
+        )
+        if wide and not coded:
+            return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
+        return builder.add(out, low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign))
 
 
 def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> Value:

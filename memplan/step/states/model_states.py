@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -162,7 +162,11 @@ def _gradient_bytes(setup: TrainingSetup, elements: int, own_bytes: int) -> int:
 
 def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int:
     """Return the bytes of the copy in the compute dtype that a product makes, or 0."""
-    if FLOAT_BYTES.get(name) == setup.compute_bytes or tensor.role == "norm":
+    if (
+        FLOAT_BYTES.get(name) == setup.compute_bytes
+        or tensor.role == "norm"
+        or (name in FLOAT_BYTES and setup.wide_floats)
+    ):
         return 0
     return tensor.elements * setup.compute_bytes
 
@@ -257,6 +261,7 @@ class ModelStates:
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
     """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
     frozen = setup.config.adapter is not None
+    inventory = _beside_codes(inventory) if setup.kbit_floats else inventory
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
     kinds_of_own = merged(own)
     steppers = {} if frozen else _steppers(setup, kinds_of_own)
@@ -280,6 +285,17 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         state_bytes=sum(t.state_bytes * t.tensor.count for t in kinds) + _shared_bytes(setup, kinds),
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
+    )
+
+
+def _beside_codes(inventory: Inventory) -> Inventory:
+    """Return an inventory in which biases of what is not coded go with the norms, and those of projections are apart.
+
+    A projection of codes casts its bias to the compute dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2).
+    """
+    stems = {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")}
+    return tuple(
+        replace(t, role="norm") if t.role == "bias" and t.name.removesuffix(".bias") in stems else t for t in inventory
     )
 
 

@@ -136,7 +136,7 @@ class _Player:
 
     def _given(self) -> set[int]:
         """Return the storages that are there before the first operation."""
-        named = {storage for storage, last in self.tape.last_use.items() if last == FOREVER}
+        named = {storage for storage, last in self.tape.last_use.items() if last == FOREVER} | self.tape.given_until
         self.live.retain_all(named)
         return named
 
@@ -161,6 +161,7 @@ class _Player:
             if decoding := sum([w.decoding_bytes for w in operation.weights]):
                 self.with_scratch(instant, operation.name, [(Part.TEMPORARIES, Quantity.ONE, copies + decoding)])
             if copies:
+                copies += sum([2 * w.scales_bytes for w in operation.weights])
                 scratch.append((Part.TEMPORARIES, Quantity.ONE, copies))
         for storage in operation.makes:
             if storage in self.cache:
@@ -220,7 +221,8 @@ class _Player:
         late = bool(node.weights) and any(w.coded for w in node.weights)
         if not late:
             self.recompute_for(node)
-        self.note_codes(node, sum([w.copy_bytes + w.decoding_bytes for w in node.weights if w.decoding_bytes]))
+        taken = [(w.decoding_bytes + w.scales_bytes, w.copy_bytes) for w in node.weights]
+        self.note_codes(node, sum([extra + copy for extra, copy in taken if extra]))
         formed = self.input_gradients(node, arrived)
         self.note_codes(node, sum([w.copy_bytes for w in node.weights if not w.copy_saved]))
         if late:

@@ -38,6 +38,7 @@ class Tape:
         cast_weights: Weight's name -> the copy that such a region makes of it, once.
         graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
             checkpointing, or without gradients, has no such graph.
+        given_until: Storages that are there before the first operation, and not as long as forward runs.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Tape:
     regional: set[int] = field(default_factory=set)
     cast_weights: dict[str, Value] = field(default_factory=dict)
     graph_use: dict[int, int] = field(default_factory=dict)
+    given_until: set[int] = field(default_factory=set)
 
     def value(
         self,
@@ -144,6 +146,12 @@ class Tape:
         index = len(self.operations) - 1
         for value in values:
             self.last_use[value.storage] = max(index, self.last_use.get(value.storage, 0))
+
+    def ends(self, *values: Value) -> None:
+        """Note that nothing names ``values`` after the operation recorded last, though they were given."""
+        for value in values:
+            self.last_use[value.storage] = max(len(self.operations) - 1, 0)
+            self.given_until.add(value.storage)
 
     def alive(self, *values: Value) -> _Variables:
         """Keep ``values`` alive in forward until the block ends, as variables of a function are."""

@@ -38,6 +38,8 @@ class Weight:
         columns: Its last dimension.
         foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
         emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
+        scales_bytes: Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean,
+            for a product, and formed alone for backward.
         summed: Whether autograd adds up several gradients of it before it is stored.
     """
 
@@ -62,6 +64,7 @@ class Weight:
     emptied: bool = False
     summed: bool = False
     decoding_bytes: int = 0
+    scales_bytes: int = 0
 
     def own_mode(self, mode: Mode) -> Mode:
         """Return how this weight's gradient fares where gradients in general fare so."""

@@ -39,7 +39,9 @@ class StackDetails:
 def details_of(setup: TrainingSetup) -> StackDetails:
     """Return what a setup's stack says of itself."""
     attention: AttentionImplementation = "eager" if setup.profile.attention == "eager" else "sdpa"
-    return StackDetails(attention=attention, reentrant=setup.stack.checkpointing.reentrant)
+    adapter = setup.config.adapter
+    dropout = 0.0 if adapter is None else adapter.dropout or 0.0
+    return StackDetails(attention=attention, reentrant=setup.stack.checkpointing.reentrant, adapter_dropout=dropout)
 
 
 @dataclass(frozen=True, slots=True)

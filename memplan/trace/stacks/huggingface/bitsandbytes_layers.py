@@ -85,7 +85,7 @@ def _fill_four_bit(layer: Any, setup: TrainingSetup) -> None:
     from bitsandbytes.functional import QuantState
 
     kind, double = FOUR_BIT[setup.format_names["hidden_matrix"]]
-    shape, dtype = layer.weight.shape, TORCH_DTYPES[setup.format_names["embedding"]]
+    shape, dtype = layer.weight.shape, TORCH_DTYPES[setup.loaded_float]
     blocks = ceil_div(shape.numel(), BLOCK)
     nested: dict[str, Any] = {}
     if double:

@@ -47,6 +47,8 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
         CannotAnswerError: Weights of different roles have different dtypes, which no loading makes.
     """
     names = {setup.format_names[role] for role in ("embedding", "head", "norm", "bias", "router")}
+    if setup.kbit_floats:
+        names = {setup.loaded_float}
     if not quantises(setup):
         names |= {setup.format_names[role] for role in ("hidden_matrix", "expert_matrix")}
     if len(names) > 1 or not names <= TORCH_DTYPES.keys():
