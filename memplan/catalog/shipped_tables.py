@@ -83,9 +83,12 @@ class StackGaps:
 
 
 TABLES: Mapping[str, str] = {
+    "communicators": "configs/hardware/communicators.yaml",
+    "contexts": "configs/hardware/contexts.yaml",
     "gaps": "configs/family_gaps.yaml",
     "links": "configs/links.yaml",
     "reserve": "configs/allocator_reserve.yaml",
+    "workspaces": "configs/hardware/blas_workspaces.yaml",
 }
 """Table -> its file."""
 

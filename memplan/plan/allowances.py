@@ -10,37 +10,16 @@ from fractions import Fraction
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.units import MIB
+from memplan.hardware.contexts import context_range
+from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 
-CUBLAS_BYTES_BEFORE_HOPPER = 8_519_680
-CUBLAS_BYTES_FROM_HOPPER = 32 * MIB
-CUBLAS_HANDLES = 2
-CUBLAS_SOURCE = (
-    "aten/src/ATen/cuda/CublasHandlePool.cpp (v2.13.0): one workspace per handle and stream, 32 MiB from compute "
-    "capability 9.0 on, else 8.125 MiB; forward and backward run on two threads with a handle each"
-)
+HANDLES = 2
+"""Handles of cuBLAS in a training process: forward and backward run on two threads with a handle each."""
 
 RESERVE_SOURCE = (
     "simulated CUDA caching allocator on 192 traced steps of six models (configs/evidence/allocator-reserve.json): the "
     "smallest reserve with which each still runs, median, and 95th percentile at the upper end; with memory to spare the "
     "allocator reserves more, and releases it under pressure"
-)
-
-CONTEXT_BYTES_FROM_HOPPER = 780_140_544
-CONTEXT_BYTES_BEFORE_HOPPER = 500_000_000
-CONTEXT_UPPER_BYTES = 853_540_864
-CONTEXT_SOURCE = (
-    "CUDA context with the kernels that a step loads: from compute capability 9.0 on 780,140,544 bytes, 853,540,864 at the "
-    "upper end with a second stream, as measured on an H200 (tests/records/cuda, driver 580, torch 2.11); before, about 300 MB "
-    "(github.com/pytorch/pytorch/issues/107667) to 723 MiB (discuss.pytorch.org/t/73021)"
-)
-
-NCCL_EXPECTED_BYTES = {2: 544 * MIB}
-NCCL_EXPECTED_BYTES_BEYOND = 688 * MIB
-NCCL_UPPER_BYTES = 1_600_000_000
-NCCL_SOURCE = (
-    "one NCCL communicator, on 4 A100 with NVLink: 544 MiB between 2 GPUs, 688 MiB between more "
-    "(github.com/NVIDIA/nccl/issues/964); at the upper end 1.6 GB (github.com/NVIDIA/nccl/issues/864)"
 )
 
 
@@ -54,8 +33,13 @@ class Allowances:
         upper_reserve_fraction: The same at the upper end.
         context_bytes: Memory outside the allocator.
         upper_context_bytes: The same at the upper end.
+        least_context_bytes: The same at the lower end.
+        library_source: Where ``library_bytes`` was read.
+        context_source: What ``context_bytes`` rests on.
         measured_on: Card whose own figures workspaces and context are, or nothing.
         nccl_bytes: NCCL's buffers, which ``context_bytes`` includes.
+        upper_nccl_bytes: The same at the upper end, which ``upper_context_bytes`` includes.
+        nccl_source: Where they were measured.
         stream_bytes: Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes.
     """
 
@@ -64,8 +48,13 @@ class Allowances:
     upper_reserve_fraction: Fraction
     context_bytes: int
     upper_context_bytes: int
+    least_context_bytes: int = 0
+    library_source: str = ""
+    context_source: str = ""
     measured_on: str = ""
     nccl_bytes: int = 0
+    upper_nccl_bytes: int = 0
+    nccl_source: str = ""
     stream_bytes: int = 0
 
     def reserve_bytes(self, allocated_bytes: int) -> int:
@@ -116,60 +105,73 @@ def measured_allowances(allowances: Allowances, profile: MachineProfile, count: 
         library_bytes=profile.library_bytes * count,
         context_bytes=profile.context_bytes * count,
         upper_context_bytes=profile.upper_context_bytes * count,
+        least_context_bytes=profile.context_bytes * count,
         measured_on=f"{profile.device}, torch {profile.torch_version}",
     )
 
 
-def communicating(allowances: Allowances, ranks: int, stream_bytes: int) -> Allowances:
-    """Return the allowances of one of several GPUs that communicate through NCCL.
+def communicating(allowances: Allowances, stream_bytes: int, communicator: Communicator) -> Allowances:
+    """Return the allowances of one of several GPUs that communicate.
 
     Args:
         allowances: Those of the GPU alone.
-        ranks: How many GPUs there are.
         stream_bytes: Buffers of collectives that no other stream can use.
+        communicator: What the library that they communicate through keeps on each.
     """
-    expected = NCCL_EXPECTED_BYTES.get(ranks, NCCL_EXPECTED_BYTES_BEYOND)
+    expected, most = communicator.expected_bytes, communicator.most_bytes
     return replace(
         allowances,
         context_bytes=allowances.context_bytes + expected,
-        upper_context_bytes=allowances.upper_context_bytes + NCCL_UPPER_BYTES + stream_bytes,
+        upper_context_bytes=allowances.upper_context_bytes + most + stream_bytes,
+        least_context_bytes=allowances.least_context_bytes + expected,
         nccl_bytes=expected,
+        upper_nccl_bytes=most,
+        nccl_source=f"{communicator.note} ({', '.join(source.url for source in communicator.sources)})",
         stream_bytes=stream_bytes,
     )
 
 
-def allowances_for(gpu: Gpu, count: int, share: ReserveShare) -> Allowances:
+def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTables) -> Allowances:
     """Return the allowances for ``count`` devices of a kind.
 
     Args:
         gpu: The kind of device.
         count: How many there are.
         share: What the allocator needs besides.
+        tables: What is taken on cards, by architecture.
     """
+    workspace = tables.workspaces[entry_name(gpu, tables.workspaces)]
+    context = context_range(gpu, tables)
     return Allowances(
-        library_bytes=library_workspace_bytes(gpu) * count,
+        library_bytes=library_workspace_bytes(gpu, tables) * count,
         reserve_fraction=Fraction(share.expected_per_mille, 1000),
         upper_reserve_fraction=Fraction(share.upper_per_mille, 1000),
-        context_bytes=context_bytes(gpu) * count,
-        upper_context_bytes=CONTEXT_UPPER_BYTES * count,
+        context_bytes=context.expected_bytes * count,
+        upper_context_bytes=context.most_bytes * count,
+        least_context_bytes=context.least_bytes * count,
+        library_source=f"{workspace.source}; one workspace per handle and stream, two handles",
+        context_source=context.source,
     )
 
 
-def library_workspace_bytes(gpu: Gpu) -> int:
-    """Return the bytes of cuBLAS workspaces of a training process on one device.
+def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicator:
+    """Return what the library that GPUs of a kind communicate through keeps on each of them.
 
-    Cards without a compute capability (AMD, Apple, ``--gpu-memory``) are given the larger figure.
+    Args:
+        gpu: The kind of device.
+        ranks: How many there are.
+        tables: What is taken on cards.
     """
-    return CUBLAS_HANDLES * (CUBLAS_BYTES_FROM_HOPPER if _from_hopper(gpu) else CUBLAS_BYTES_BEFORE_HOPPER)
+    vendor = gpu.vendor if gpu.vendor in tables.communicators else "nvidia"
+    exact = f"{vendor}-{ranks}-ranks"
+    return tables.communicators[exact if exact in tables.communicators else vendor]
 
 
-def context_bytes(gpu: Gpu) -> int:
-    """Return the bytes of a CUDA context that a training process is expected to have on one device.
+def library_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
+    """Return the bytes of the workspaces of matrix products that a training process has on one device.
 
-    Cards without a compute capability are given the larger figure.
+    Args:
+        gpu: The kind of device.
+        tables: What is taken on cards, by architecture.
     """
-    return CONTEXT_BYTES_FROM_HOPPER if _from_hopper(gpu) else CONTEXT_BYTES_BEFORE_HOPPER
-
-
-def _from_hopper(gpu: Gpu) -> bool:
-    return not gpu.compute_capability or int(gpu.compute_capability.split(".")[0]) >= 9
+    return HANDLES * tables.workspaces[entry_name(gpu, tables.workspaces)].handle_bytes

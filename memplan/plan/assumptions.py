@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memplan.plan.allowances import NCCL_UPPER_BYTES
 from memplan.step.states.parallel_shards import is_sharded, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.units import format_bytes, format_fraction
@@ -68,7 +67,7 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
         if stream
         else ""
     )
-    yield f"NCCL may take {format_bytes(NCCL_UPPER_BYTES)} at the upper end{keeps}"
+    yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{keeps}"
 
 
 def _sharing(plan: MemoryPlan) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.catalog.entries import Kind
-from memplan.plan.allowances import CONTEXT_SOURCE, CUBLAS_SOURCE, NCCL_SOURCE, RESERVE_SOURCE
+from memplan.plan.allowances import RESERVE_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.linear_forms import Part
@@ -104,15 +104,18 @@ def _communication(plan: MemoryPlan) -> Iterator[Component]:
 def _outside(plan: MemoryPlan) -> Iterator[Component]:
     """Yield what no formula over tensors can see."""
     allowances = plan.allowances
-    yield _allowance(plan, "library_workspaces", allowances.library_bytes, "cuBLAS workspaces", CUBLAS_SOURCE)
+    yield _allowance(
+        plan, "library_workspaces", allowances.library_bytes, "cuBLAS workspaces", allowances.library_source
+    )
     reserve = plan.reserved_bytes - plan.allocated_bytes + plan.rounding_bytes
     formula = f"block rounding + {format_fraction(allowances.reserve_fraction * 100)} % of allocated"
     values = {"rounding": plan.rounding_bytes, "allocated": plan.allocated_bytes}
     yield Component("allocator_reserve", reserve, formula, values, RESERVE_SOURCE, "derived")
     context = allowances.context_bytes - allowances.nccl_bytes
-    yield _allowance(plan, "device_context", context, "CUDA context", CONTEXT_SOURCE)
+    yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
     ranks = {"N": plan.setup.config.parallel.data}
-    yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, NCCL_SOURCE, "stated")
+    source = allowances.nccl_source
+    yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, source, "stated")
 
 
 def _allowance(plan: MemoryPlan, name: str, size: int, formula: str, source: str) -> Component:

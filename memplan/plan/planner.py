@@ -9,7 +9,13 @@ from operator import mul
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.plan.allowances import Allowances, allowances_for, communicating, measured_allowances
+from memplan.plan.allowances import (
+    Allowances,
+    allowances_for,
+    communicating,
+    communicator_of,
+    measured_allowances,
+)
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
@@ -56,10 +62,12 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
         CannotAnswerError: States are to lie in host memory, which the device shares.
     """
     devices_for(setup, [device])
-    alone = allowances_for(device.gpu, device.count, setup.reserve_share)
+    alone = allowances_for(device.gpu, device.count, setup.reserve_share, setup.hardware)
     alone = alone if device.profile is None else measured_allowances(alone, device.profile, device.count)
     ranks = setup.config.parallel.data
-    return alone if ranks == 1 else communicating(alone, ranks, stream_bytes)
+    if ranks == 1:
+        return alone
+    return communicating(alone, stream_bytes, communicator_of(device.gpu, ranks, setup.hardware))
 
 
 def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:

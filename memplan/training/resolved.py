@@ -13,6 +13,7 @@ from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
+from memplan.hardware.hardware_tables import HardwareTables, hardware_tables
 from memplan.model.inventory import ROLES, Role
 from memplan.training.config_refusals import (
     number_problems,
@@ -71,6 +72,7 @@ class TrainingSetup:
         compute_bytes: Bytes of an element in matrix products.
         reserve_bytes: Memory of the device to leave free.
         reserve_share: What the allocator needs beyond what it hands out.
+        hardware: What cards can do, and what is taken on them.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
     """
 
@@ -86,6 +88,7 @@ class TrainingSetup:
     compute_bytes: int
     reserve_bytes: int
     reserve_share: ReserveShare
+    hardware: HardwareTables
     changed: bool = False
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
 
@@ -192,6 +195,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
+        hardware=hardware_tables(catalog.root),
         family_gaps=_family_gaps(stack, catalog),
     )
 

@@ -13,7 +13,6 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
-from memplan.plan.allowances import NCCL_EXPECTED_BYTES_BEYOND, NCCL_UPPER_BYTES
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import fewest_devices
 from memplan.plan.memory_plan import Device
@@ -21,6 +20,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
 from memplan.training.resolved import resolve
+from memplan.units import MIB
 
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
 SHAPE = st.tuples(st.integers(1, 5000), st.integers(1, 64))
@@ -110,12 +110,12 @@ def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog,
 def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):
     plan = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(8, 3))).evaluate(device)
     line = next(row for row in plan.components if row.name == "nccl_buffers")
-    assert (line.bytes, line.kind) == (NCCL_EXPECTED_BYTES_BEYOND, "stated")
+    assert (line.bytes, line.kind) == (688 * MIB, "stated")
     assert "github.com/NVIDIA/nccl" in line.source
     assert sum(row.bytes for row in plan.components) == plan.device_bytes
     alone = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog)).evaluate(device)
     assert plan.allowances.upper_context_bytes - alone.allowances.upper_context_bytes == (
-        NCCL_UPPER_BYTES + plan.allowances.stream_bytes
+        1_600_000_000 + plan.allowances.stream_bytes
     )
     assert plan.allowances.stream_bytes > 0
     assert alone.allowances.nccl_bytes == alone.allowances.stream_bytes == 0

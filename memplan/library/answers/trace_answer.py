@@ -202,7 +202,7 @@ def _data(traced: TracedStep) -> dict[str, Any]:
     sizes = {str(name): size for name, size in trace.peak.components.items()}
     workspaces = 0
     if traced.plan is not None:
-        workspaces = library_workspace_bytes(traced.plan.device.gpu)
+        workspaces = library_workspace_bytes(traced.plan.device.gpu, traced.setup.hardware)
     data: dict[str, Any] = {
         "schema": "memplan/trace/1",
         "memplan_version": memplan.__version__,

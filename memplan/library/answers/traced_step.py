@@ -12,12 +12,12 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.hardware.contexts import context_range
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
 from memplan.library.lookup.released_keys import released_keys
 from memplan.model.model import Model
-from memplan.plan.allowances import context_bytes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
@@ -256,7 +256,9 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
     alloc_conf = subject.options.get("alloc_conf") or expandable
     on_device = None
     if device is not None:
-        capacity = max(0, device.usable_bytes(setup.reserve_bytes) - context_bytes(device.gpu))
+        capacity = max(
+            0, device.usable_bytes(setup.reserve_bytes) - context_range(device.gpu, setup.hardware).expected_bytes
+        )
         on_device = _replayed(run, alloc_conf, capacity)
     return TracedStep(
         title=title,
@@ -266,7 +268,7 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
         on_device=on_device,
         plan=None if model is None else CompiledPlan(model, setup).evaluate(against),
         device=device,
-        context_bytes=context_bytes(against.gpu),
+        context_bytes=context_range(against.gpu, setup.hardware).expected_bytes,
         most_listed=subject.options.get("largest", MOST_LISTED),
     )
 

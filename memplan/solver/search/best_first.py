@@ -16,8 +16,9 @@ from heapq import heapify, heappop, heappush
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError
+from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
-from memplan.plan.allowances import Allowances, allowances_for, communicating
+from memplan.plan.allowances import Allowances, allowances_for, communicating, communicator_of
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import Gauge, gauge_of
@@ -170,11 +171,12 @@ class Search:
 
     def _allowances(self, coded: bool, allocator: str) -> Allowances:
         """Return the allowances, without the communication streams, which depend on the plan."""
-        allowances = allowances_for(
-            self.device.gpu, self.device.count, self.catalog.tables.reserve_share(allocator, coded)
-        )
+        share, tables = self.catalog.tables.reserve_share(allocator, coded), hardware_tables(self.catalog.root)
+        allowances = allowances_for(self.device.gpu, self.device.count, share, tables)
         ranks = self.space.base.parallel.data
-        return allowances if ranks == 1 else communicating(allowances, ranks, 0)
+        if ranks == 1:
+            return allowances
+        return communicating(allowances, 0, communicator_of(self.device.gpu, ranks, tables))
 
     def _codes(self, state: StateChoice) -> bool:
         return state.weights.coded and self.space.base.adapter is None

@@ -1,0 +1,146 @@
+"""Tables of what cards can do and of what is taken on them, each read when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from memplan.catalog.entries import Gpu, Source
+from memplan.catalog.shipped_tables import table_of
+
+T = TypeVar("T")
+
+UNKNOWN = "unknown"
+"""Entry for cards of which no architecture is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMeasurement:
+    """What one process held outside torch's allocator.
+
+    Attributes:
+        in_use: What the process held; bytes with their unit, as its source prints them.
+        run: ``whole`` run of a network, ``bare`` process, or all that a ``device`` held.
+        how: A ``record`` of this project, what nvidia-smi (``smi``) showed, or an out-of-memory ``message``.
+        card: As its owner names it.
+        allocated: What torch had handed out.
+        unallocated: What torch held besides.
+    """
+
+    in_use: str
+    run: Literal["whole", "bare", "device"]
+    how: Literal["record", "smi", "message"]
+    card: str
+    url: str
+    checked: str
+    allocated: str = "0 MiB"
+    unallocated: str = "0 MiB"
+    driver: str = ""
+    toolkit: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextEntry:
+    """Measurements on cards of one compute capability or architecture.
+
+    Attributes:
+        like: Entry whose measurements stand for this one, or nothing.
+        note: Why they do.
+    """
+
+    measured: tuple[ContextMeasurement, ...]
+    like: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlasWorkspace:
+    """Workspace of matrix products, for one handle and stream."""
+
+    handle_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """Buffers of one communicator on each GPU: as measured, and the most reported."""
+
+    expected_bytes: int
+    most_bytes: int
+    note: str
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareTables:
+    """Tables in ``configs/hardware``.
+
+    Attributes:
+        root: Folder of the shipped data.
+    """
+
+    root: str
+
+    @property
+    def contexts(self) -> Mapping[str, ContextEntry]:
+        """Device contexts by compute capability or architecture."""
+        return _table(self.root, "contexts", ContextEntry)
+
+    @property
+    def workspaces(self) -> Mapping[str, BlasWorkspace]:
+        """Workspaces of cuBLAS and hipBLAS."""
+        return _table(self.root, "workspaces", BlasWorkspace)
+
+    @property
+    def communicators(self) -> Mapping[str, Communicator]:
+        """Buffers of NCCL and RCCL."""
+        return _table(self.root, "communicators", Communicator)
+
+
+@lru_cache(maxsize=32)
+def _table(root: str, name: str, cls: type[T]) -> Mapping[str, T]:
+    return table_of(Path(root), name, cls)
+
+
+def hardware_tables(root: Path) -> HardwareTables:
+    """Return the tables below a folder."""
+    return HardwareTables(str(root))
+
+
+def entry_name(gpu: Gpu, names: Collection[str]) -> str:
+    """Return the entry that a card falls under: the most particular of ``names``, or ``unknown``.
+
+    Example:
+        >>> gpu = Gpu.of_memory("some card", 2**34, "stated", "8.7")
+        >>> entry_name(gpu, ["nvidia", "sm-8.0", "sm-8.6", "sm-9.0"]), entry_name(gpu, ["nvidia", "sm-9"])
+        ('sm-8.6', 'nvidia')
+    """
+    return next((name for name in _candidates(gpu) if name in names), UNKNOWN)
+
+
+def _candidates(gpu: Gpu) -> Iterator[str]:
+    """Yield the names that an entry for a card may have, the most particular first."""
+    if gpu.compute_capability:
+        major, minor = capability(gpu.compute_capability)
+        yield from (f"sm-{major}.{lower}" for lower in range(minor, -1, -1))
+        yield f"sm-{major}"
+        yield gpu.vendor
+    elif gpu.vendor != "nvidia":
+        yield gpu.architecture
+        yield gpu.architecture.rstrip("0123456789.")
+        yield gpu.vendor
+
+
+def capability(version: str) -> tuple[int, int]:
+    """Return a compute capability as numbers that can be compared.
+
+    Example:
+        >>> capability("12.0") > capability("9.0")
+        True
+    """
+    major, _, minor = version.partition(".")
+    return int(major), int(minor or 0)
