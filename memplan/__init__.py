@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from memplan.library.answers.config_rows import Fit as Fit
     from memplan.library.answers.config_rows import compare as compare
     from memplan.library.answers.config_rows import fit as fit
-    from memplan.library.answers.history_replay import Replay as Replay
-    from memplan.library.answers.history_replay import replay as replay
+    from memplan.library.runs.history_replay import Replay as Replay
+    from memplan.library.runs.history_replay import replay as replay
     from memplan.library.answers.planned_job import Components as Components
     from memplan.library.answers.planned_job import Job as Job
     from memplan.library.answers.planned_job import Plan as Plan
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from memplan.library.answers.traced_step import Traced as Traced
     from memplan.library.answers.traced_step import TraceOptions as TraceOptions
     from memplan.library.answers.traced_step import trace as trace
+    from memplan.library.runs.failed_run import Why as Why
+    from memplan.library.runs.failed_run import why as why
     from memplan.library.job_options import JobOptions as JobOptions
     from memplan.library.lookup import Shapes as Shapes
     from memplan.plan.memory_plan import Device as Device
@@ -78,8 +80,8 @@ _MODULES: dict[str, str] = {
     "Fit": f"{_ANSWERS}.config_rows",
     "compare": f"{_ANSWERS}.config_rows",
     "fit": f"{_ANSWERS}.config_rows",
-    "Replay": f"{_ANSWERS}.history_replay",
-    "replay": f"{_ANSWERS}.history_replay",
+    "Replay": "memplan.library.runs.history_replay",
+    "replay": "memplan.library.runs.history_replay",
     "Components": f"{_ANSWERS}.planned_job",
     "Job": f"{_ANSWERS}.planned_job",
     "Plan": f"{_ANSWERS}.planned_job",
@@ -93,6 +95,8 @@ _MODULES: dict[str, str] = {
     "TraceOptions": f"{_ANSWERS}.traced_step",
     "Traced": f"{_ANSWERS}.traced_step",
     "trace": f"{_ANSWERS}.traced_step",
+    "Why": "memplan.library.runs.failed_run",
+    "why": "memplan.library.runs.failed_run",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",
     "Device": "memplan.plan.memory_plan",

@@ -20,7 +20,7 @@ FLOORS = [
     {"muon", "training"},
     {"step"},
     {"plan", "trace"},
-    {"budget", "lab", "measure", "published", "solver"},
+    {"budget", "failure", "lab", "measure", "published", "solver"},
     {"report"},
     {"library"},
     {"cli", "testing"},

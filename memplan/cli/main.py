@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "compare": "commands.compare",
     "recommend": "commands.recommend",
     "explain": "commands.explain",
+    "why": "commands.explain",
     "trace": "torch_commands.trace",
     "validate": "torch_commands.validate",
     "check": "commands.check",

@@ -36,6 +36,7 @@ FILES: Mapping[str, type] = {
 }
 ANSWERS: Mapping[str, Callable[[], Schema]] = {
     "plan": plans.plan_schema,
+    "why": plans.why_schema,
     "check": check_schema,
     "diff": diff_schema,
     "evidence": evidence_schema,

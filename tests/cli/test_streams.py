@@ -30,6 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 RECORDS = Path(__file__).parents[1] / "records"
 TABLES, CHECKS = tuple(OutputFormat), tuple(CheckFormat)
 JOB = ("gpt2", "--gpu", "t4")
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 0.50 GiB is free. Of the "
+    "allocated memory 6.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated."
+)
 ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fit": (("fit", *JOB, "--config", "bf16-adamw"), TABLES),
     "max": (("max", "--config", "tier3", "--gpu", "rtx4090"), TABLES),
@@ -39,6 +43,7 @@ ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compare": (("compare", *JOB), TABLES),
     "recommend": (("recommend", "--gpu", "t4"), TABLES),
     "explain": (("explain", "gpt2"), TABLES),
+    "why": (("why", "gpt2", "--message", "train.log"), TABLES),
     "trace": (("trace", "--layers", "1", "--hidden", "64", "--heads", "2", "--vocab", "64", "-q"), TABLES),
     "validate": (("validate", "--calibrate", str(RECORDS)), TABLES),
     "check": (("check", "budget.yaml"), CHECKS),
@@ -105,6 +110,7 @@ def workplace(tmp_path, monkeypatch, cli) -> Path:
     base = json.loads((tmp_path / "base.json").read_text())
     base["rows"][0]["device_bytes"] += 1
     (tmp_path / "moved.json").write_text(json.dumps(base))
+    (tmp_path / "train.log").write_text(OUT_OF_MEMORY)
     return tmp_path
 
 

@@ -1,10 +1,14 @@
-"""``memplan explain``: why this number, so that it can be redone by hand."""
+"""``memplan explain``: why this number, so that it can be redone by hand; ``memplan why``: why a run was out of memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
 import memplan
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions
+from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
 
@@ -21,3 +25,29 @@ def explain_command(
     if device.gpu is None and device.gpu_memory is None:
         options["gpu"] = "rtx4090"
     return emit(memplan.plan(model.model, **options).explanation(output.unit), output)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOptions:
+    """Where the message stands."""
+
+    message: Annotated[
+        Path,
+        option(OUTPUT, "--message", metavar="FILE", help="A log with torch's message, or - for standard input."),
+    ] = Path("-")
+
+
+@command(example="memplan why llama-8b --config lora --message train.log")
+def why_command(
+    model: ModelOptions,
+    message: MessageOptions,
+    device: DeviceOptions,
+    training: TrainingOptions,
+    output: OutputOptions,
+) -> int:
+    """Why was it out of memory? Torch's message, read beside the plan of the job.
+
+    Without MODEL: what the message alone tells. Without --gpu: a GPU of the capacity that it names.
+    """
+    options = job_options(output, training, model, device)
+    return emit(memplan.why(model.model, file=message.message, **options).document(output.unit), output)

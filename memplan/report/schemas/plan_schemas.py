@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from memplan.failure.failure_causes import Cause
+from memplan.failure.out_of_memory_message import Phase
 from memplan.plan.bytes_per_parameter import BytesPerParameter
 from memplan.plan.components import Component
 from memplan.report.schemas import schema_terms as t
@@ -116,5 +120,32 @@ def recommend_row() -> t.Schema:
             "faster_on_paper": {"type": "object", "additionalProperties": t.NUMBER},
             "measured": t.FLAG,
             "timed_by": t.TEXT,
+        }
+    )
+
+
+def why_schema() -> t.Schema:
+    """Return the schema of ``memplan why``: the figures of a message, their cause, and the plan of the job."""
+    sizes = ("tried", "allocated", "unallocated", "outside", "other_processes", "free", "capacity", "short")
+    plan = t.object_schema(
+        {
+            "verdict": t.VERDICT,
+            "allocated_bytes": t.BYTES,
+            "peak_instant": t.TEXT,
+            "instant": t.TEXT_OR_NULL,
+            **t.same(t.BYTES, "beyond_bytes", "states_missing_bytes"),
+            "changes": t.array_schema(t.TEXT),
+        }
+    )
+    return t.object_schema(
+        {
+            "schema": {"const": "memplan/why/1"},
+            "answer": t.TEXT,
+            "cause": {"enum": list(get_args(Cause))},
+            "phase": {"enum": list(get_args(Phase))},
+            "step": t.BYTES_OR_NULL,
+            **t.same(t.BYTES, *(f"{size}_bytes" for size in sizes)),
+            "allowed_bytes": t.BYTES_OR_NULL,
+            "plan": t.or_null(plan),
         }
     )

@@ -1,0 +1,159 @@
+"""Torch's out-of-memory message, read from whatever it stands in: a log, a traceback, a few pasted lines.
+
+Source: ``malloc`` in c10/cuda/CUDACachingAllocator.cpp (torch 1.4 to 2.13), whose wording has changed twice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan.errors import InvalidFileError
+from memplan.units import GIB, parse_bytes
+
+Phase = Literal["loading", "forward", "backward", "optimizer step", "evaluation", "unknown"]
+
+_SIZE = r"([0-9]+(?:\.[0-9]+)? ?(?:bytes|[KMGT]iB))"
+_TRIED = re.compile(rf"(?:CUDA|HIP|XPU|NPU|MUSA) out of memory\. Tried to allocate {_SIZE}")
+_SINCE_2_1 = {
+    "capacity": re.compile(rf"has a total capaci?ty of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "own": re.compile(rf"this process has {_SIZE} memory in use"),
+    "allowed": re.compile(rf"{_SIZE} allowed"),
+    "allocated": re.compile(rf"Of the allocated memory {_SIZE} is allocated by PyTorch"),
+    "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+_BEFORE_2_1 = re.compile(
+    rf"\(GPU \d+; {_SIZE} total capacity; {_SIZE} already allocated; {_SIZE} free; {_SIZE} (?:reserved in total by PyTorch|cached)"
+)
+_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
+_STEP = re.compile(r"(?<![\d/.])(\d{1,9})/(\d{1,9}) \[\d")
+"""A progress bar's count, as tqdm prints it: ``3/1000 [00:05<27:41``."""
+
+_PHASES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
+    (
+        "optimizer step",
+        re.compile(r"optimizer\.step\(|\bopt\.step\(|_multi_tensor_\w+\(|/torch/optim/|/bitsandbytes/optim/"),
+    ),
+    ("backward", re.compile(r"\.backward\(|run_backward|_engine_run_backward")),
+    ("evaluation", re.compile(r"evaluation_loop|prediction_step|\.evaluate\(")),
+    ("loading", re.compile(r"from_pretrained\(|load_state_dict\(|_load_state_dict_into|load_checkpoint")),
+    ("forward", re.compile(r"\bforward\(|in forward\b|_call_impl|compute_loss")),
+)
+"""What a traceback names, the most telling first."""
+
+MAXIMUM_TEXT = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """What one message says, in bytes; torch prints two decimals.
+
+    Attributes:
+        tried: Bytes of the allocation that failed.
+        capacity: What the device has by CUDA.
+        free: What no process held.
+        allocated: What torch had handed out.
+        unallocated: What torch held besides, in pieces.
+        own: What this process held in all; None where the message does not say.
+        others: What other processes held.
+        allowed: What the process was allowed, or None.
+        phase: Where in a step the traceback says it was.
+        step: The last step that a progress bar had counted, or None where there is none.
+    """
+
+    tried: int
+    capacity: int
+    free: int
+    allocated: int
+    unallocated: int
+    own: int | None
+    others: int
+    allowed: int | None
+    phase: Phase
+    step: int | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that torch would have handed out had it succeeded."""
+        return self.allocated + self.tried
+
+    @property
+    def outside(self) -> int:
+        """Bytes of this process outside torch's allocator: context, libraries, other frameworks."""
+        held = self.own if self.own is not None else self.capacity - self.free - self.others
+        return max(0, held - self.allocated - self.unallocated)
+
+    @property
+    def available(self) -> int:
+        """Bytes that torch's allocator could have had on this device, as things stood."""
+        most = self.capacity if self.allowed is None else min(self.capacity, self.allowed)
+        return max(0, min(most, self.capacity - self.others - self.outside))
+
+
+def read_message(text: str, where: str) -> OutOfMemory:
+    """Return what the last out-of-memory message in a text says.
+
+    Args:
+        text: A log, a traceback, or the message alone; line breaks within it do not matter.
+        where: What errors call it.
+
+    Raises:
+        InvalidFileError: There is none, or one that is cut off.
+    """
+    flat = " ".join(text[-MAXIMUM_TEXT:].split())
+    matches = list(_TRIED.finditer(flat))
+    if not matches:
+        raise InvalidFileError(
+            [f"{where}: no out-of-memory message of torch in it; expected 'CUDA out of memory. Tried to allocate ...'"]
+        )
+    last = matches[-1]
+    before, said = text[: text.rfind("out of memory")], flat[last.start() : last.start() + 4000]
+    sizes = _sizes(said)
+    missing = [name for name in ("capacity", "free", "allocated", "unallocated") if name not in sizes]
+    if missing:
+        raise InvalidFileError([f"{where}: the message is cut off: it does not say {', '.join(missing)}"])
+    processes = [_bytes(size) for size in _PROCESS.findall(said)]
+    reserved = sizes["allocated"] + sizes["unallocated"]
+    own = sizes.get("own")
+    if own is None and processes:  # before torch 2.2 this process is among them, under a number of its own
+        own = min((size for size in processes if size >= reserved), default=None)
+        if own is not None:
+            processes.remove(own)
+    step = [int(count) for count, total in _STEP.findall(before) if int(count) <= int(total)]
+    return OutOfMemory(
+        tried=_bytes(last[1]),
+        capacity=sizes["capacity"],
+        free=sizes["free"],
+        allocated=sizes["allocated"],
+        unallocated=sizes["unallocated"],
+        own=own,
+        others=sum(processes),
+        allowed=sizes.get("allowed"),
+        phase=_phase(before[before.rfind("Traceback") :] if "Traceback" in before else ""),
+        step=step[-1] if step else None,
+    )
+
+
+def _sizes(said: str) -> dict[str, int]:
+    """Return the figures of a message, by what they are."""
+    old = _BEFORE_2_1.search(said)
+    if old is not None:
+        capacity, allocated, free, reserved = map(_bytes, old.groups())
+        return {"capacity": capacity, "allocated": allocated, "free": free, "unallocated": max(0, reserved - allocated)}
+    hits = {name: pattern.search(said) for name, pattern in _SINCE_2_1.items()}
+    return {name: _bytes(hit[1]) for name, hit in hits.items() if hit is not None}
+
+
+def _bytes(size: str) -> int:
+    return parse_bytes(size)
+
+
+def _phase(traceback: str) -> Phase:
+    return next((phase for phase, pattern in _PHASES if pattern.search(traceback)), "unknown")
+
+
+def capacity_text(message: OutOfMemory) -> str:
+    """Return the device's capacity as ``--gpu-memory`` takes it."""
+    return f"{message.capacity / GIB:.2f}GiB"

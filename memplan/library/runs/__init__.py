@@ -1,0 +1,1 @@
+"""What real runs leave behind, read beside plans and the simulated allocator."""

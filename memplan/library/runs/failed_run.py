@@ -1,0 +1,84 @@
+"""Why a run was out of memory: ``memplan.why``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from memplan.catalog.catalog import Catalog
+from memplan.documents.opening import read_bytes, shown_path, usable_path
+from memplan.failure.failure_causes import Cause, Diagnosis, diagnose
+from memplan.failure.out_of_memory_message import MAXIMUM_TEXT, capacity_text, read_message
+from memplan.library.answers.answer import Answer
+from memplan.library.answers.planned_job import plan
+from memplan.library.job_options import FilePath, JobOptions, ModelGiven
+from memplan.plan.suggestions import with_suggestions
+from memplan.report.document import Document
+from memplan.report.plans.why_answer import why_document
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Why(Answer):
+    """Why a run was out of memory, and what to change.
+
+    Attributes:
+        diagnosis: What the message says, and what the plan of the job says to it.
+        catalog: What names were looked up in, or None where no job was named.
+    """
+
+    diagnosis: Diagnosis
+    catalog: Catalog | None
+
+    @property
+    def cause(self) -> Cause:
+        """What kept the allocation from succeeding."""
+        return self.diagnosis.cause
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan why``."""
+        return why_document(self.diagnosis, unit)
+
+
+def why(
+    model: ModelGiven = None, *, message: str | None = None, file: FilePath = "-", **options: Unpack[JobOptions]
+) -> Why:
+    """Return why a run was out of memory.
+
+    Args:
+        model: As :func:`memplan.plan` takes it; None to read the message alone.
+        message: Torch's message, or a log that has it; the last one counts.
+        file: Where to read it instead; ``-`` is standard input.
+        options: Keywords of :class:`memplan.JobOptions`; without a GPU, the capacity that the message names.
+
+    Raises:
+        InvalidFileError: No out-of-memory message of torch, or one that is cut off.
+        MemplanError: As :func:`memplan.plan` raises it.
+
+    Example:
+        >>> import memplan
+        >>> log = (
+        ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.02 GiB is "
+        ...     "free. Including non-PyTorch memory, this process has 22.61 GiB memory in use. Of the allocated memory 20.10 GiB "
+        ...     "is allocated by PyTorch, and 2.05 GiB is reserved by PyTorch but unallocated."
+        ... )
+        >>> memplan.why(message=log).cause
+        'fragmentation'
+    """
+    path = usable_path(os.fspath(file))
+    text = message if message is not None else _log(path)
+    said = read_message(text, "the message" if message is not None else shown_path(path))
+    shapes = options.get("shapes")
+    if model is None and (shapes is None or not shapes.given()) and options.get("config") is None:
+        return Why(diagnose(said, None), None)
+    if options.get("gpu") is None and options.get("gpu_memory") is None:
+        options["gpu_memory"] = capacity_text(said)
+    planned = plan(model, **options)
+    memory = planned.memory if planned.verdict == "fits" else with_suggestions(planned.memory, planned.catalog)
+    return Why(diagnose(said, memory), planned.catalog)
+
+
+def _log(path: Path) -> str:
+    """Return the text of a log, which may have bytes of any kind in it."""
+    return read_bytes(path, MAXIMUM_TEXT, "give a log, or the message", "give its end").decode("utf-8", "replace")

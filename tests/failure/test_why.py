@@ -1,0 +1,156 @@
+"""Torch's out-of-memory messages, of every wording that there has been, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import memplan
+from memplan.cli.main import make_app
+from memplan.failure.out_of_memory_message import read_message
+from memplan.report.json_schemas import schema_of
+from memplan.units import GIB, MIB, parse_bytes
+
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of 23.65 GiB of which "
+    "{free} is free. {processes}Of the allocated memory {allocated} is allocated by PyTorch, and {unallocated} is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting ..."
+)
+OWN = "Including non-PyTorch memory, this process has {} memory in use. "
+
+
+def new(tried="1.00 GiB", free="0.15 GiB", own="23.50 GiB", allocated="22.90 GiB", unallocated="0.10 GiB", others=""):
+    return NEW.format(
+        tried=tried,
+        free=free,
+        processes=others + (OWN.format(own) if own else ""),
+        allocated=allocated,
+        unallocated=unallocated,
+    )
+
+
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB already allocated; "
+    "9.28 GiB free; 4.68 MiB cached)"
+)
+SINCE_1_6 = (
+    "CUDA out of memory. Tried to allocate 2.26 GiB (GPU 0; 6.00 GiB total capacity; 781.59 MiB already allocated; 3.03 GiB "
+    "free; 1.24 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb"
+)
+
+
+def test_every_figure_of_a_message_is_read():
+    said = read_message(new(others="Process 77 has 512.00 MiB memory in use. "), "log")
+    assert (said.tried, said.capacity, said.free) == (GIB, parse_bytes("23.65 GiB"), parse_bytes("0.15 GiB"))
+    assert (said.allocated, said.unallocated) == (parse_bytes("22.90 GiB"), parse_bytes("0.10 GiB"))
+    assert said.own == parse_bytes("23.50 GiB")
+    assert said.others == 512 * MIB
+    assert said.outside == said.own - said.allocated - said.unallocated
+
+
+@pytest.mark.parametrize(
+    ("text", "tried", "unallocated"), [(OLD, "12.50 MiB", None), (SINCE_1_6, "2.26 GiB", "1.24 GiB")]
+)
+def test_older_wordings_are_read(text, tried, unallocated):
+    said = read_message(text, "log")
+    assert said.tried == parse_bytes(tried)
+    if unallocated:
+        assert said.unallocated == parse_bytes(unallocated) - said.allocated
+
+
+def test_a_misspelt_capacity_zero_bytes_and_other_vendors_are_read():
+    text = new(free="0 bytes").replace("capacity", "capacty").replace("CUDA", "HIP")
+    assert read_message(text, "log").free == 0
+
+
+def test_line_breaks_within_the_message_do_not_matter():
+    assert read_message(new().replace(" ", "\n"), "log") == read_message(new(), "log")
+
+
+def test_this_process_is_told_from_others_by_what_it_holds():
+    text = new(own="", others="Process 1 has 1.46 GiB memory in use. Process 2 has 23.30 GiB memory in use. ")
+    said = read_message(text, "log")
+    assert (said.own, said.others) == (parse_bytes("23.30 GiB"), parse_bytes("1.46 GiB"))
+
+
+def test_the_last_message_of_a_log_counts():
+    assert read_message(new(tried="1.00 GiB") + "\nagain\n" + new(tried="2.00 GiB"), "log").tried == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("trace", "phase"),
+    [
+        ("  File 'a.py', line 3\n    loss.backward()", "backward"),
+        ("    optimizer.step()\n  File 'torch/optim/adamw.py'", "optimizer step"),
+        ("    return self._call_impl(*args)\n  File 'm.py', line 2, in forward", "forward"),
+        ("    model = AutoModel.from_pretrained(name)", "loading"),
+        ("    nothing that is known", "unknown"),
+    ],
+)
+def test_the_traceback_tells_the_phase(trace, phase):
+    text = f"Traceback (most recent call last):\n{trace}\n{new()}"
+    assert read_message(text, "log").phase == phase
+
+
+def test_the_progress_bar_tells_the_step():
+    assert read_message(f"  1%|  | 7/1000 [00:05<27:41]Traceback\n{new()}", "log").step == 7
+    assert read_message(f"shards: 2/3\n{new()}", "log").step is None
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (new(tried="30.00 GiB"), "one allocation"),
+        (new(tried="1.00 GiB", unallocated="2.00 GiB", allocated="21.00 GiB"), "fragmentation"),
+        (
+            new(own="20.00 GiB", allocated="19.00 GiB", others="Process 5 has 3.50 GiB memory in use. "),
+            "other processes",
+        ),
+        (new(), "the job"),
+        (new(tried="0.10 GiB").replace("Of the allocated", "20.00 GiB allowed; Of the allocated"), "a limit"),
+    ],
+)
+def test_the_cause_is_the_simplest_that_explains_it(message, cause):
+    assert memplan.why(message=message).cause == cause
+
+
+def test_a_job_that_does_not_fit_is_told_its_instant_and_what_to_change():
+    text = f"  0%|  | 0/1000 [00:00<?]Traceback\n  loss.backward()\n{new(allocated='22.64 GiB')}"
+    answer = memplan.why("llama-8b", config="bf16-adamw", message=text).to_dict()
+    assert answer["cause"] == "the job"
+    assert answer["plan"]["verdict"] == "no"
+    assert answer["plan"]["states_missing_bytes"] > 20 * GIB
+    assert answer["plan"]["changes"]
+
+
+def test_a_run_that_needs_more_than_its_plan_is_told_so():
+    answer = memplan.why("llama-3.2-1b", config="lora", message=new(), sequence_length=128).to_dict()
+    assert answer["plan"]["beyond_bytes"] > 10 * GIB
+
+
+def test_the_answer_matches_its_schema():
+    jsonschema = pytest.importorskip("jsonschema")
+    for model in (None, "llama-3.2-1b"):
+        jsonschema.validate(memplan.why(model, message=new()).to_dict(), schema_of("why"))
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_read_or_refused_in_a_line(text):
+    for log in (text, f"CUDA out of memory. Tried to allocate {text}", new(tried="1.00 GiB", free=text)):
+        with suppress(memplan.MemplanError):
+            read_message(log, "log")
+
+
+def test_the_command_reads_standard_input_and_files(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_bytes(b"\xff\xfe noise\n" + new().encode())
+    runner = CliRunner()
+    app = make_app(["why", "fit"])
+    assert json.loads(runner.invoke(app, ["why", "--json", "--message", str(log)]).stdout)["cause"] == "the job"
+    assert json.loads(runner.invoke(app, ["why", "--json"], input=new()).stdout)["cause"] == "the job"
+    assert runner.invoke(app, ["why"], input="nothing of the kind").exception.exit_code == 2
