@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from memplan.library.answers.config_rows import Fit as Fit
     from memplan.library.answers.config_rows import compare as compare
     from memplan.library.answers.config_rows import fit as fit
-    from memplan.library.runs.history_replay import Replay as Replay
-    from memplan.library.runs.history_replay import replay as replay
     from memplan.library.answers.planned_job import Components as Components
     from memplan.library.answers.planned_job import Job as Job
     from memplan.library.answers.planned_job import Plan as Plan
@@ -49,10 +47,12 @@ if TYPE_CHECKING:
     from memplan.library.answers.traced_step import Traced as Traced
     from memplan.library.answers.traced_step import TraceOptions as TraceOptions
     from memplan.library.answers.traced_step import trace as trace
-    from memplan.library.runs.failed_run import Why as Why
-    from memplan.library.runs.failed_run import why as why
     from memplan.library.job_options import JobOptions as JobOptions
     from memplan.library.lookup import Shapes as Shapes
+    from memplan.library.runs.failed_run import Why as Why
+    from memplan.library.runs.failed_run import why as why
+    from memplan.library.runs.history_replay import Replay as Replay
+    from memplan.library.runs.history_replay import replay as replay
     from memplan.plan.memory_plan import Device as Device
     from memplan.plan.memory_plan import Suggestion as Suggestion
     from memplan.plan.memory_plan import Verdict as Verdict
