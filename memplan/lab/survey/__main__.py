@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, result in enumerate(verdicts):
         if result.outcome in ("differs", "crashed") or options.job:
             small = shrunk(result, catalog) if options.shrink else result
-            sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *_lines(small), ""]))
+            sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *lines(small), ""]))
     for line in summary(verdicts):
         sys.stdout.write(line + "\n")
     return int(any(result.outcome in ("differs", "crashed") for result in verdicts))
@@ -45,7 +45,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _lines(result: Verdict) -> Iterator[str]:
+def lines(result: Verdict) -> Iterator[str]:
     """Yield what is wrong with a job."""
     if result.outcome == "refused" or result.outcome == "crashed":
         yield f"  {result.outcome}: {result.reason[:400]}"

@@ -93,7 +93,7 @@ def drawn_job(seed: int, number: int, catalog: Catalog) -> Job:
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
     rng = Random(f"memplan {seed} {number}")
     values = model_values(rng, catalog)
-    return Job(values, config_keys(rng, _model(values), catalog))
+    return Job(values, config_keys(rng, model_of(values), catalog))
 
 
 def verdict(job: Job, catalog: Catalog) -> Verdict:
@@ -107,7 +107,7 @@ def verdict(job: Job, catalog: Catalog) -> Verdict:
         trace = trace_training(model, setup)
     except Exception as error:
         return Verdict(job, "crashed", f"{type(error).__name__}: {error}", plan.requested_bytes)
-    return _compared(job, plan, trace)
+    return compared(job, plan, trace)
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
@@ -117,15 +117,17 @@ def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
         MemplanError: The job is refused.
     """
     config = validate(TrainingConfig, Document("job", dict(job.training), {}))
-    return _model(job.model), resolve(config, catalog, "job")
+    return model_of(job.model), resolve(config, catalog, "job")
 
 
-def _model(values: Mapping[str, Any]) -> Model:
+def model_of(values: Mapping[str, Any]) -> Model:
+    """Return the model that has these keys in its ``config.json``."""
     spec = model_spec(values, "drawn at random", "job")
     return Model.from_spec(spec, "job")
 
 
-def _compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
+def compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
+    """Return what a plan and a trace of the same job have in common."""
     states = plan.states
     persistent = (plan.persistent_bytes, plan.host_bytes, states.weight_bytes, states.master_bytes, states.state_bytes)
     formula = {**dict(plan.instants), **dict(zip(EXACT, persistent, strict=True))}

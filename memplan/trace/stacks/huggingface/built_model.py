@@ -74,7 +74,7 @@ def loaded_model(inputs: StackInputs) -> Any:
     """Return the model as ``from_pretrained`` leaves it: in one dtype, its linear layers quantised where asked for.
 
     Raises:
-        CannotAnswerError: transformers has no such implementation of attention for it, or cannot load it so.
+        CannotAnswerError: A package for its attention is missing, or transformers cannot load it so.
     """
     setup, attention = inputs.setup, inputs.details.attention
     config, dtype = huggingface_config(inputs.keys, setup), base_dtype(setup)
@@ -82,8 +82,10 @@ def loaded_model(inputs: StackInputs) -> Any:
     with without_memory():
         try:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        except (ValueError, ImportError) as error:
+        except ImportError as error:
             raise CannotAnswerError(f"transformers cannot run {inputs.keys['model_type']} so: {error}") from None
+        except ValueError:  # as loading decides where nothing is asked for
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
         model = model.to(dtype)
         if quantises(setup):
             model = quantised(model, setup)

@@ -1,0 +1,91 @@
+"""``python -m memplan.lab.stack_survey``: draw jobs for stacks, compare formula and traces, print agreement by stack and family."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.lab.stack_survey.drawn_stack_jobs import STACKS, StackJob, drawn_stack_job, stack_verdict
+from memplan.lab.survey.__main__ import lines
+from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict
+
+Judged = list[tuple[StackJob, Verdict]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a survey; return 1 where a job differs or crashes."""
+    options = _options(arguments)
+    catalog = Catalog(data_directory())
+    stacks = tuple(options.stack or STACKS)
+    if options.job:
+        jobs = [StackJob.read(options.job)]
+    else:
+        jobs = [drawn_stack_job(options.seed, number, catalog, stacks) for number in range(options.jobs)]
+    jobs = [job for job in jobs if not options.family or job.family in options.family]
+    jobs = [job for job in jobs if not options.method or job.method in options.method]
+    judged: Judged = []
+    for number, job in enumerate(jobs):
+        judged.append((job, stack_verdict(job, catalog)))
+        sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
+    sys.stderr.write("\n")
+    for number, (job, verdict) in enumerate(judged):
+        if options.job or (options.verbose and verdict.outcome in ("differs", "crashed")):
+            sys.stdout.write("\n".join([f"job {number}: {job.text}", *lines(verdict), ""]))
+    for line in summary(judged):
+        sys.stdout.write(line + "\n")
+    return int(any(verdict.outcome in ("differs", "crashed") for _, verdict in judged))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m memplan.lab.stack_survey", description=__doc__)
+    parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
+    parser.add_argument("--jobs", type=int, default=250)
+    parser.add_argument("--stack", action="append", choices=STACKS, help="only this stack; may be repeated")
+    parser.add_argument("--family", action="append", help="only models of this family; may be repeated")
+    parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
+    parser.add_argument("--verbose", action="store_true", help="print every job that differs")
+    parser.add_argument("--job", help="one job as JSON, as a survey prints it")
+    return parser.parse_args(arguments)
+
+
+def summary(judged: Judged) -> Iterator[str]:
+    """Yield agreement by stack, method and family, and what was refused, with its reason."""
+    yield f"{'':24}{'jobs':>6}{'within 0.1 %':>14}{'worst':>9}{'instants':>10}{'persistent':>12}"
+    yield _row("all", judged)
+    for title, of in (("stack", "stack"), ("method", "method"), ("family", "family")):
+        groups: dict[str, Judged] = defaultdict(list)
+        for job, verdict in judged:
+            groups[getattr(job, of)].append((job, verdict))
+        for name, group in sorted(groups.items()):
+            yield _row(f"{title} {name}", group)
+    reasons = Counter(_reason(verdict) for _, verdict in judged if verdict.outcome in ("refused", "crashed"))
+    for reason, count in reasons.most_common():
+        yield f"{count:5} {reason}"
+
+
+def _row(name: str, judged: Judged) -> str:
+    answered = [verdict for _, verdict in judged if verdict.outcome in ("agrees", "differs")]
+    if not answered:
+        return f"{name:24}{0:>6}"
+    near = _share(verdict.peak_share <= PEAK_SHARE for verdict in answered)
+    worst = max(verdict.peak_share for verdict in answered)
+    instants = _share(verdict.instant_share <= INSTANT_SHARE for verdict in answered)
+    exact = _share(not verdict.differences.get("persistent") for verdict in answered)
+    return f"{name:24}{len(answered):>6}{near:>14.1%}{worst:>9.2%}{instants:>10.1%}{exact:>12.1%}"
+
+
+def _share(values: Iterable[bool]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _reason(verdict: Verdict) -> str:
+    return f"{verdict.outcome}: {verdict.reason[:160]}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

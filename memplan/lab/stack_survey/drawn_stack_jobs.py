@@ -1,0 +1,160 @@
+"""One job of a survey of stacks: what it is, and what formula and trace say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.errors import MemplanError
+from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, resolved
+from memplan.lab.survey.drawn_models import model_values
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
+from memplan.trace.recording.trace_result import Trace
+from memplan.trace.stacks.registry import trace_stack
+from memplan.trace.stacks.stack_inputs import StackInputs, details_of
+from memplan.training.resolved import TrainingSetup
+
+STACKS = ("plain-loop", "transformers", "trl")
+CARDS = ("7.5", "8.0", "8.6", "8.9", "9.0")
+"""Compute capabilities of cards that attention is chosen for."""
+
+METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
+DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
+LENGTHS, EAGER_LENGTHS = (64, 65, 200, 512, 1000, 2048), (64, 65, 200, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class StackJob:
+    """A job for a stack.
+
+    Attributes:
+        job: Model and training config.
+        card: Compute capability of the card.
+        reentrant: Whether checkpointing is the reentrant kind.
+    """
+
+    job: Job
+    card: str
+    reentrant: bool
+
+    @property
+    def stack(self) -> str:
+        """Name of the stack."""
+        return str(self.job.training["stack"])
+
+    @property
+    def family(self) -> str:
+        """Family of the model."""
+        return str(self.job.model["model_type"])
+
+    @property
+    def method(self) -> str:
+        """How it trains: ``full``, ``lora``, or the format of a quantised base."""
+        training = self.job.training
+        if "adapter" not in training:
+            return "full"
+        return str(training["weights"].get("hidden_matrix", "lora"))
+
+    @property
+    def text(self) -> str:
+        """All of it as JSON on one line, which ``--job`` takes."""
+        data = {"model": self.job.model, "training": self.job.training, "card": self.card, "reentrant": self.reentrant}
+        return json.dumps(data, sort_keys=True)
+
+    @classmethod
+    def read(cls, text: str) -> StackJob:
+        """Return the job that :attr:`text` gave."""
+        data: dict[str, Any] = json.loads(text)
+        return cls(Job(data["model"], data["training"]), data["card"], data["reentrant"])
+
+
+def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS) -> StackJob:
+    """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
+    rng = Random(f"memplan stacks {seed} {number}")
+    values = model_values(rng, catalog)
+    training = {"description": "drawn at random", "stack": rng.choice(stacks), **_weights(rng)}
+    eager = rng.random() < 0.3
+    if eager:
+        training["kernels"] = {"attention": "eager"}
+    training["sequence_length"] = rng.choice(EAGER_LENGTHS if eager else LENGTHS)
+    if values["model_type"] == "gpt2":
+        training["sequence_length"] = min(training["sequence_length"], int(values.get("n_positions") or 1024))
+    training["micro_batch_size"] = rng.choice((1, 1, 2, 3))
+    training["activation_checkpointing"] = rng.choice(("none", "full", "full"))
+    training["gradient_accumulation_steps"] = rng.choice((1, 1, 2))
+    training["clip_gradients"] = rng.random() < 0.5
+    cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
+    return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
+
+
+def _weights(rng: Random) -> dict[str, Any]:
+    """Return weights, adapters, and the dtype of products."""
+    method, dtype = rng.choice(METHODS), rng.choice(DTYPES)
+    plain = "fp32" if dtype == "autocast" else dtype
+    weights = {"default": plain}
+    keys: dict[str, Any] = {"weights": weights, "compute_dtype": "bf16" if dtype == "autocast" else dtype}
+    keys["optimizer"] = {"default": "adamw-fp32" if plain == "fp32" or method != "full" else "adamw-bf16"}
+    if method == "full":
+        return keys
+    if method != "lora":
+        weights["hidden_matrix"] = method
+        weights["default"] = "bf16" if plain == "fp32" else plain
+        keys["compute_dtype"] = weights["default"]
+    keys["adapter"] = {"kind": rng.choice(("lora", "lora", "dora")), "rank": rng.choice((4, 16)), "dtype": "fp32"}
+    return keys
+
+
+def stack_setup(job: StackJob, catalog: Catalog) -> tuple[Any, TrainingSetup]:
+    """Return model and setup of a job.
+
+    Raises:
+        MemplanError: The job is refused.
+    """
+    model, setup = resolved(job.job, catalog)
+    checkpointing = replace(setup.stack.checkpointing, reentrant=job.reentrant)
+    return model, replace(setup, stack=replace(setup.stack, checkpointing=checkpointing))
+
+
+def planned(job: StackJob, catalog: Catalog) -> MemoryPlan:
+    """Return what the formula says of a job.
+
+    Raises:
+        MemplanError: The job is refused.
+    """
+    model, setup = stack_setup(job, catalog)
+    return CompiledPlan(model, setup).evaluate(Device(catalog.gpus[GPU], GPU))
+
+
+def traced(job: StackJob, catalog: Catalog) -> Trace:
+    """Return the trace of the stack's own code.
+
+    Raises:
+        MemplanError: The job is refused.
+    """
+    model, setup = stack_setup(job, catalog)
+    inputs = StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
+    return trace_stack(job.stack, inputs, workspaces=False)[0]
+
+
+def _keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in values.items() if value is not None or name == "q_lora_rank"}
+
+
+def stack_verdict(job: StackJob, catalog: Catalog) -> Verdict:
+    """Return what formula and trace say of a job."""
+    try:
+        plan = planned(job, catalog)
+    except MemplanError as error:
+        return Verdict(job.job, "refused", f"formula: {error}")
+    except Exception as error:
+        return Verdict(job.job, "crashed", f"formula: {type(error).__name__}: {error}")
+    try:
+        trace = traced(job, catalog)
+    except MemplanError as error:
+        return Verdict(job.job, "refused", f"trace: {error}")
+    return compared(job.job, plan, trace)
