@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from memplan.model.spec import LatentAttention
-from memplan.step.blocks.attention import rotary
-from memplan.step.blocks.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
+from memplan.step.layers.attention import rotary
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 

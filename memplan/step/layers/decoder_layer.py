@@ -6,13 +6,13 @@ from functools import lru_cache
 
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
-from memplan.step.blocks.attention import attention
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import TOKENS, Builder
-from memplan.step.blocks.feed_forward import mlp
-from memplan.step.blocks.latent_attention import latent_attention
-from memplan.step.blocks.mixture_of_experts import mixture
 from memplan.step.blocks.norms import normalised
+from memplan.step.layers.attention import attention
+from memplan.step.layers.feed_forward import mlp
+from memplan.step.layers.latent_attention import latent_attention
+from memplan.step.layers.mixture_of_experts import mixture
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Weight

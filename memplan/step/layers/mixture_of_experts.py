@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.feed_forward import gated, mlp
 from memplan.step.blocks.projections import linear, plain_linear
+from memplan.step.layers.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
 from memplan.units import round_up
