@@ -138,7 +138,7 @@ class Stack:
         rotary_tables: What its models keep of cosines and sines.
         loop: What its loop keeps alive.
         batch: Tensors of a micro-batch on the device.
-        input_gradients: Whether the embedding's output is made to need a gradient where the base is frozen.
+        input_gradients: Whether a frozen embedding's output is made to need a gradient where activations are checkpointed.
         clip_gradients: Whether it clips where a config does not say.
         keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
         values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.

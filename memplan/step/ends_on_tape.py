@@ -44,6 +44,7 @@ class EndSettings:
         loss: Kernel of the cross-entropy.
         names_logits: Whether the model has a name for logits until its forward ends.
         shifts_labels: Whether the loss is given a shifted copy of the labels.
+        input_gradients: Whether the output of a frozen embedding is made to need a gradient.
     """
 
     block: BlockSettings
@@ -57,6 +58,7 @@ class EndSettings:
     loss: LossKernel
     names_logits: bool
     shifts_labels: bool
+    input_gradients: bool
 
     @property
     def loss_bytes(self) -> int:
@@ -105,6 +107,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         loss=setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",
+        input_gradients=setup.stack.input_gradients and setup.checkpointing != "none",
     )
 
 
@@ -132,6 +135,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         (Quantity.PARTIAL_SUMS, 8 + 4 * block.hidden_size),
     ]
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
+    x.needs_gradient = x.needs_gradient or settings.input_gradients
     if settings.learned_positions:
         x = _with_positions(builder, x)
     if settings.embedding_scale:

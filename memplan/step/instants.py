@@ -95,7 +95,8 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     taped = model_on_tape(inputs)
     held = held_by_loop(setup, taped)
-    candidates = tuple(i.around(held) for i in step_instants(inputs, taped, partial(_one_pass, inputs, taped)))
+    passes = partial(_one_pass, inputs, taped)
+    candidates = tuple(i.around(held) for i in step_instants(inputs, taped, passes, held_graph(inputs, taped)))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), optimizer.formula)
 
 
@@ -106,6 +107,24 @@ def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
     if "logits" not in setup.stack.loop.holds or logits is None:
         return ZERO
     return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+
+
+def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return the output of a frozen embedding that needs a gradient, or nothing: a leaf, which its gradient stays with.
+
+    Source:
+        ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0).
+    """
+    table = taped.weight(inputs.spec.names.embedding)
+    if not taped.settings.input_gradients or table is None or table.trainable:
+        return ZERO
+    width = inputs.spec.hidden_size * inputs.setup.residual_bytes
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
+
+
+def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient."""
+    return embedded_leaf(inputs, taped) * 2 if inputs.setup.stack.loop.holds else ZERO
 
 
 def buffers(inputs: StepInputs) -> Form:
@@ -166,13 +185,14 @@ def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
 
 
 # -------------------------------------------------------------------- instants
-def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass) -> Iterator[Instant]:
+def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, graph: Form = ZERO) -> Iterator[Instant]:
     """Yield the candidates for the peak.
 
     Args:
         inputs: What is compiled.
         taped: The model on tape.
         one_pass: Yields those of one forward and backward.
+        graph: What the last graph holds from backward to the end of the next forward.
     """
     config = inputs.setup.config
     fills = config.zero_gradients == "fill"
@@ -182,7 +202,8 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass) -> 
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
-    yield from after_backward(inputs, taped, filled_bytes)
+    for instant in after_backward(inputs, taped, filled_bytes):
+        yield instant.around(graph)
 
 
 def _filled_bytes(inputs: StepInputs) -> int:
@@ -196,7 +217,10 @@ def _filled_bytes(inputs: StepInputs) -> int:
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
-    yield from _forward(inputs, taped, played, base)
+    leaf = embedded_leaf(inputs, taped)
+    apart = leaf if taped.embedding.tape.nodes else ZERO  # else it is the first layer's input
+    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), apart)
+    base += apart
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
@@ -214,12 +238,17 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
         yield moment.around(around, "end of backward")
+    if leaf is not ZERO:
+        yield Instant("end of backward", "gradient of the embedded tokens", around + leaf * 2 - apart)
 
 
-def _forward(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form) -> Iterator[Instant]:
+def _forward(
+    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, apart: Form
+) -> Iterator[Instant]:
     """Yield the moments of forward: of the embedding, the last layer of each kind, and the head."""
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
+    around += apart
     left = {kind: part.saved + part.carried for kind, part in enumerate(played.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
     places, around = last_places(runs, left, around + played.embedding.saved + played.embedding.carried)

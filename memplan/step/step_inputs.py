@@ -46,7 +46,8 @@ class StepInputs:
         """What forward saves of a layer, and how the rest is computed again."""
         rules = self.setup.stack.checkpointing
         alternate = rules.selective == "alternate-products"
-        return Recomputation(self.setup.checkpointing, alternate=alternate, whole=not rules.early_stop)
+        whole = rules.reentrant or not rules.early_stop
+        return Recomputation(self.setup.checkpointing, alternate, whole, rules.reentrant)
 
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:

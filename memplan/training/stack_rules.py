@@ -123,7 +123,3 @@ def _unmodelled(
         yield ("kernels", "attention"), "eager is not modelled yet; use flash, efficient or math"
     if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
         yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
-    if config.activation_checkpointing != "none" and stack.checkpointing.reentrant:
-        yield ("activation_checkpointing",), f"{name} recomputes reentrantly, which is not modelled yet; use none"
-    if config.adapter is not None and stack.input_gradients:
-        yield ("stack",), f"{name} makes the embedding's output need a gradient, which is not modelled yet"

@@ -26,11 +26,14 @@ class Recomputation(NamedTuple):
         alternate: Whether ``selective`` leaves out every second product of two matrices.
         whole: Whether the part is computed again to its end, and not only as far as backward needs it
             (``early_stop=False`` of torch/utils/checkpoint.py).
+        reentrant: Whether it is computed again, whole, before a backward of its own (``CheckpointFunction`` in
+            torch/utils/checkpoint.py), which has names for the part's input, its output and the gradient of that.
     """
 
     kind: Checkpointing
     alternate: bool = False
     whole: bool = False
+    reentrant: bool = False
 
 
 NOTHING_AGAIN = Recomputation("none")
@@ -55,8 +58,10 @@ def play(
     saved = player.live.form()
     if tape.nodes:
         player.start(output)
+        named = player.reenter(output) if recomputation.reentrant else ()
         for node in reversed(tape.nodes):
             player.run(node)
+        player.live.release_all(named)
     return Played(dominant(forward), saved, carried, dominant(player.instants))
 
 
@@ -133,6 +138,17 @@ class _Player:
         if not last.saves_last and not whole:
             self._save(last)
         self.live.release_all(named)
+
+    def reenter(self, output: Value) -> tuple[int, ...]:
+        """Compute everything again before backward begins; return what that has names for until it ends."""
+        if not self.to_recompute or self.entry is None:
+            return ()
+        self.to_recompute = False
+        named = (self.gradients[id(output)], self.entry.storage, output.storage)
+        self.live.retain_all(named[:2])
+        self.recompute(self.tape.nodes[-1].instant)
+        self.live.retain(output.storage)
+        return named
 
     def _given(self) -> set[int]:
         """Return the storages that are there before the first operation."""

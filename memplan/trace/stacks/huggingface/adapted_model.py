@@ -7,7 +7,6 @@ from typing import Any
 import peft
 
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantises
 from memplan.trace.stacks.huggingface.built_model import without_memory
 from memplan.trace.stacks.stack_inputs import StackInputs
 
@@ -40,7 +39,7 @@ def adapted(model: Any, inputs: StackInputs) -> Any:
     setup = inputs.setup
     checkpoints = setup.checkpointing != "none"
     kwargs = {"use_reentrant": inputs.details.reentrant}
-    if quantises(setup):
+    if setup.kbit_floats:
         model = peft.prepare_model_for_kbit_training(
             model, use_gradient_checkpointing=checkpoints, gradient_checkpointing_kwargs=kwargs
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate.accelerator
+import peft
 import torch
 import transformers
 import transformers.training_args
@@ -52,6 +53,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model that the inputs ask for."""
     with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
+        if inputs.setup.kbit_floats:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if inputs.setup.config.adapter is not None:
             model = with_adapters(model, inputs)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))

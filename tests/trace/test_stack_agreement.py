@@ -1,0 +1,76 @@
+"""The formula beside the libraries' own code at toy size: every instant of adapters, quantised bases and both kinds of checkpointing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+for package in ("transformers", "peft", "accelerate", "bitsandbytes"):
+    pytest.importorskip(package)
+
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
+from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
+from memplan.model.families import model_spec  # noqa: E402
+from memplan.model.model import Model  # noqa: E402
+from memplan.plan.memory_plan import Device  # noqa: E402
+from memplan.plan.planner import CompiledPlan  # noqa: E402
+from memplan.trace.stacks.registry import trace_stack  # noqa: E402
+from memplan.trace.stacks.stack_inputs import StackInputs, details_of  # noqa: E402
+from memplan.training.resolved import resolve  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+KEYS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+NF4 = {"hidden_matrix": "nf4-dq", "default": "bf16"}
+EFFICIENT = Kernels(attention="efficient")
+
+TOLERANCE_BYTES = 2 * (2 * 128 * 32 * 4) + 32 * 128
+"""Rotary tables, which transformers drops between steps, and keeps twice where a loop holds a graph that is computed
+again reentrantly; and ids of positions and padded labels, of a few bytes a token."""
+
+
+def differences(catalog, keys=KEYS, reentrant=False, **settings) -> dict[str, int]:
+    """Return, for each instant, by how many bytes the formula exceeds the trace."""
+    config = TrainingConfig("", micro_batch_size=2, sequence_length=128, **{"stack": "plain-loop", **settings})
+    setup = resolve(config, catalog, "test")
+    if reentrant:
+        kind = replace(setup.stack.checkpointing, reentrant=True)
+        setup = replace(setup, stack=replace(setup.stack, checkpointing=kind))
+    model = Model.from_spec(model_spec(keys, "toy", "test"), "test")
+    trace, _ = trace_stack(config.stack, StackInputs(model, keys, setup, "9.0", details_of(setup)))
+    name = "h100-sxm-80gb"
+    formula = dict(CompiledPlan(model, setup).evaluate(Device(catalog.gpus[name], name)).instants)
+    return {instant: formula[instant] - size for instant, size in trace.instant_bytes.items()}
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "fp32 adapters": {"adapter": Adapter(rank=4)},
+    "bf16 adapters": {"adapter": Adapter(rank=4, dtype="bf16")},
+    "dropout": {"adapter": Adapter(rank=4, dropout=0.1)},
+    "some targets": {"adapter": Adapter(rank=4, targets=("q_proj", "down_proj"), dropout=0.1)},
+    "4 bits, fp32 beside": {"adapter": Adapter(rank=4), "weights": NF4, "kernels": EFFICIENT},
+    "4 bits, one level": {"adapter": Adapter(rank=4), "weights": {**NF4, "hidden_matrix": "nf4"}, "kernels": EFFICIENT},
+}
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "reentrant"])
+@pytest.mark.parametrize("job", JOBS)
+def test_every_instant_is_that_of_the_libraries_own_code(catalog, job, kind):
+    checkpointing = "none" if kind == "none" else "full"
+    found = differences(catalog, reentrant=kind == "reentrant", activation_checkpointing=checkpointing, **JOBS[job])
+    assert {"forward", "loss backward", "head backward", "layer 2 backward", "optimizer step"} <= found.keys()
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
