@@ -9,7 +9,7 @@ AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager"]
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
-LossKernel = Literal["bf16", "fp32", "chunked"]
+LossKernel = Literal["bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place"]
 ElementwiseKernel = Literal["composite", "fused"]
 RotaryKernel = Literal["composite", "fused", "complex"]
 
@@ -30,7 +30,9 @@ class KernelProfile:
         optimizer: How AdamW with fp32 or bf16 states steps.
         newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
-            ``loss_chunks`` chunks of tokens, each recomputed in backward.
+            ``loss_chunks`` chunks of tokens, each recomputed in backward; ``token-chunks`` are of a length of their
+            own; ``fused-head`` multiplies by the head inside the loss and never has whole logits; ``in-place`` works
+            in the fp32 copy.
         loss_chunks: Chunks of a chunked loss.
     """
 

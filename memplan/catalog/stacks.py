@@ -24,6 +24,7 @@ class StackCheckpointing:
 
     Attributes:
         default: What it does where a config does not say.
+        default_quantised: The same where adapters stand on quantised weights.
         reentrant: Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         selective: What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
             ``alternate-products``, the first product of two matrices, the third and so on.
@@ -31,6 +32,7 @@ class StackCheckpointing:
     """
 
     default: Checkpointing
+    default_quantised: Checkpointing
     reentrant: bool
     selective: Literal["products", "alternate-products"]
     early_stop: bool
@@ -140,6 +142,7 @@ class Stack:
         batch: Tensors of a micro-batch on the device.
         input_gradients: Whether a frozen embedding's output is made to need a gradient where activations are checkpointed.
         clip_gradients: Whether it clips where a config does not say.
+        not_modelled: What else it does that the formula does not follow, a job of it being refused then.
         keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
         values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
         sources: Where all this was read.
@@ -165,6 +168,7 @@ class Stack:
     batch: tuple[BatchTensor, ...]
     input_gradients: bool
     clip_gradients: bool
+    not_modelled: tuple[str, ...]
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[str, Mapping[str, str]]]
     sources: tuple[Source, ...]
@@ -204,9 +208,11 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
     """
     stack = stacks[name]
     newest = next(iter(stack.versions.values()))
-    if not version:
+    if version in ("", newest):
         return replace(stack, name=name, version=newest)
     given = _parts(version, name)
+    if not newest.replace(".", "").isdigit():
+        raise CannotAnswerError(f"stack: {name}@{version} was not read, only {newest}")
     if given > _parts(newest, name):
         raise CannotAnswerError(f"stack: {name}@{version} is newer than {newest}, the newest version that was read")
     for older in stack.history:

@@ -27,9 +27,10 @@ from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.training.stack_rules import (
     beside_codes,
     kbit_formats,
-    refuse_unmodelled_stack,
+    never_run,
     runs_autocast,
     stack_problems,
+    unmodelled,
     with_stack_defaults,
 )
 from memplan.units import parse_bytes
@@ -73,6 +74,7 @@ class TrainingSetup:
         reserve_bytes: Memory of the device to leave free.
         reserve_share: What the allocator needs beyond what it hands out.
         hardware: What cards can do, and what is taken on them.
+        unmodelled: What of the job the formula does not follow; it plans none of that.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
     """
 
@@ -91,6 +93,7 @@ class TrainingSetup:
     hardware: HardwareTables
     changed: bool = False
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
+    unmodelled: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -169,7 +172,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
     refuse_unmodelled(config, place)
     format_names = {role: _format_name(config, role) for role in ROLES}
-    refuse_unmodelled_stack(config, stack, format_names["hidden_matrix"], profile, place)
+    named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
+    hidden = named_formats["hidden_matrix"]
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
@@ -177,11 +181,10 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         refuse_offloading(config, optimizer_names.values(), catalog, place)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
-        named = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
-        for path, text in parallel_refusals(config, profile, named, FLOAT_BYTES, used):
+        for path, text in parallel_refusals(config, profile, named_formats, FLOAT_BYTES, used):
             raise CannotAnswerError(f"{place(path)}: {text}")
-    known_formats = kbit_formats(config, stack, {role: catalog.formats.name_of(n) for role, n in format_names.items()})
-    recipe = recipe_of(config, known_formats, optimizer_names, catalog)
+    known_formats = kbit_formats(config, stack, named_formats)
+    recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
         config=_with_learning(config, recipe, catalog, name),
@@ -197,6 +200,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
         hardware=hardware_tables(catalog.root),
         family_gaps=_family_gaps(stack, catalog),
+        unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(config, stack, hidden, profile)),
     )
 
 
@@ -266,8 +270,12 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     yield from word_problems(config, ())
     yield from number_problems(config)
     yield from _names(config, catalog)
-    yield from (problems := tuple(stack_problems(config, catalog)))
-    yield from _contradictions(config if problems else filled(config, catalog.stack(config.stack)))
+    if problems := tuple(stack_problems(config, catalog)):
+        yield from problems
+    else:
+        stack = catalog.stack(config.stack)
+        yield from _contradictions(whole := filled(config, stack))
+        yield from never_run(whole, stack, _format_name(config, "hidden_matrix"))
     yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)

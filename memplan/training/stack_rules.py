@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
 Path = tuple[str, ...]
@@ -41,10 +41,16 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
     return replace(
         config,
-        activation_checkpointing=config.activation_checkpointing or stack.checkpointing.default,
+        activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         adapter=adapter,
     )
+
+
+def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:
+    """Return how a stack checkpoints activations where a config does not say."""
+    rules = stack.checkpointing
+    return rules.default_quantised if beside_codes(config, hidden) else rules.default
 
 
 def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
@@ -91,35 +97,35 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
     return cast
 
 
-def refuse_unmodelled_stack(
-    config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile, place: Callable[[Path], str]
-) -> None:
-    """Refuse what a stack does that the formula cannot follow.
+def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield what a config says that its stack never does.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        hidden: Weight format of the hidden matrices.
+    """
+    if stack.autocast == "never" and hidden == "fp32" and config.compute_dtype != "fp32":
+        narrow = config.compute_dtype
+        text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
+        yield ("compute_dtype",), text
+
+
+def unmodelled(config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
+    """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
 
     Args:
         config: The config, filled in.
         stack: Its stack.
         hidden: Weight format of the hidden matrices.
         profile: Its kernels.
-        place: Turns a path of keys into a place for messages.
-
-    Raises:
-        CannotAnswerError: What is not modelled yet.
-        InvalidFileError: What the stack never does.
     """
-    for path, text in _unmodelled(config, stack, hidden, profile):
-        raise CannotAnswerError(f"{place(path)}: {text}")
-    if stack.autocast == "never" and hidden == "fp32" and config.compute_dtype != "fp32":
-        text = f"{config.compute_dtype} on fp32 weights is autocast, which {stack.name} does not run; use weights: {config.compute_dtype}"
-        raise InvalidFileError([f"{place(('compute_dtype',))}: {text}"])
-
-
-def _unmodelled(
-    config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile
-) -> Iterator[tuple[Path, str]]:
-    """Yield what the formula does not follow; whoever teaches it a mechanism takes the line away."""
     name = stack.name
     if profile.attention == "eager":
         yield ("kernels", "attention"), "eager is not modelled yet; use flash, efficient or math"
     if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
         yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
+    if profile.loss in ("token-chunks", "fused-head", "in-place"):
+        yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
+    if stack.not_modelled:
+        yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"

@@ -43,7 +43,9 @@ def test_a_gap_in_words(gap, text):
 
 @pytest.mark.parametrize(("stack", "first"), [("transformers", "gpt2 in transformers: "), ("bundled", "memory of ")])
 def test_a_plan_names_the_gap_first_under_the_stack_that_has_it(stack, first):
-    config = TrainingConfig(description="a stack", stack=stack, sequence_length=1024)
+    config = TrainingConfig(
+        description="a stack", stack=stack, weights={"default": "fp32"}, compute_dtype="fp32", sequence_length=1024
+    )
     setup = resolve(config, CATALOG, stack)
     plan = CompiledPlan(catalog_model("gpt2", CATALOG), setup).evaluate(Device(CATALOG.gpus["rtx4090"], "rtx4090"))
     assert plan.not_modelled[0].startswith(first)

@@ -17,6 +17,8 @@ SAMPLE = replace(
     values={"weights.hidden_matrix": {"nf4-dq": {"load_in_4bit": "true", "use_bnb_nested_quant": "true"}}},
 )
 
+FP32 = {"weights": "fp32", "compute_dtype": "fp32"}
+
 
 def test_a_setting_has_the_key_of_the_stack():
     assert own_settings(SAMPLE, [("micro_batch_size", 4)]) == (
@@ -41,11 +43,27 @@ def test_a_stack_without_keys_of_its_own_takes_memplans():
 
 
 def test_suggestions_are_written_in_the_stacks_own_keys_and_name_nothing_it_cannot_do(cli):
-    plan = memplan.plan("llama-8b", gpu="rtx4090", config="bf16-adamw", stack="transformers", micro_batch_size=4)
+    plan = memplan.plan(
+        "llama-8b", gpu="rtx4090", config="bf16-adamw", stack="transformers", micro_batch_size=4, set=FP32
+    )
     assert plan.suggestions
     assert all(own.own_key is not None for suggestion in plan.suggestions for own in suggestion.own)
     assert not any("gradients.lifetime" in suggestion.change for suggestion in plan.suggestions)
-    asked = ("fit", "llama-8b", "--gpu", "rtx4090", "--full", "--stack", "transformers", "-b", "4")
+    asked = (
+        "fit",
+        "llama-8b",
+        "--gpu",
+        "rtx4090",
+        "--full",
+        "--stack",
+        "transformers",
+        "-b",
+        "4",
+        "--set",
+        "weights=fp32",
+        "--set",
+        "compute_dtype=fp32",
+    )
     assert "[per_device_train_batch_size: 2]" in cli(*asked).out
     rows = cli(*asked, "--json").data["suggestions"]
     half = next(row for row in rows if row["change"] == "micro_batch_size=2")

@@ -9,12 +9,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.errors import CannotAnswerError  # noqa: E402
 from memplan.trace.modules import imported_factory, trace_huggingface, trace_module  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 
 nn: Any = torch.nn
+
+
+TRANSFORMERS = Kernels(norm="composite", optimizer="fused", loss="fp32")
 
 
 class Own(nn.Module):
@@ -113,7 +117,7 @@ def test_the_reference_equals_transformers_at_full_size(make_model, make_setup, 
     pytest.importorskip("transformers")
     entry = catalog.models[name]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": entry.architecture, **entry.config}))
-    setup = make_setup(stack="transformers", optimizer={"default": optimizer}, sequence_length=1024)
+    setup = make_setup(kernels=TRANSFORMERS, optimizer={"default": optimizer}, sequence_length=1024)
     real, ours = trace_huggingface(tmp_path, setup), trace_training(make_model(name), setup)
     assert abs(ours.peak_bytes - real.peak_bytes) <= 1e-4 * real.peak_bytes
     assert ours.peak_instant == real.peak_instant
@@ -124,6 +128,6 @@ def test_checkpointing_is_that_of_transformers(make_model, make_setup, catalog, 
     pytest.importorskip("transformers")
     entry = catalog.models["llama-3.2-1b"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": entry.architecture, **entry.config}))
-    setup = make_setup(stack="transformers", activation_checkpointing="full", micro_batch_size=2)
+    setup = make_setup(kernels=TRANSFORMERS, activation_checkpointing="full", micro_batch_size=2)
     real, ours = trace_huggingface(tmp_path, setup), trace_training(make_model("llama-3.2-1b"), setup)
     assert abs(ours.peak_bytes - real.peak_bytes) <= 1e-4 * real.peak_bytes

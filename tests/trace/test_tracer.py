@@ -103,8 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "math": {"kernels": Kernels(attention="math")},
     "efficient": {"kernels": Kernels(attention="efficient")},
-    "megatron": {"stack": "megatron"},
-    "hf": {"stack": "transformers"},
+    "megatron": {"kernels": Kernels("cudnn", "fused", "fused", "fused", "fused", loss="fp32")},
+    "hf": {"kernels": Kernels(norm="composite", optimizer="fused", loss="fp32")},
     "scaled": {"loss_scaling": True, "weights": {"default": "fp16"}, "compute_dtype": "fp16"},
 }
 

@@ -197,12 +197,16 @@ def _known_model(inputs: JobInputs, hf: FilePath | None) -> Model | None:
         return None
 
 
+TRANSFORMERS_KERNELS = ("kernels.norm=composite", "kernels.optimizer=fused", "kernels.loss=fp32")
+"""Kernels of transformers' own code: norms in Python, ``adamw_torch_fused``, logits upcast for the loss."""
+
+
 def _setup(inputs: JobInputs, model: Model | None, hf: FilePath | None) -> TrainingSetup:
     """Return the training setup; transformers' own code runs with its own kernels, unless others are set."""
     settings = settings_of(inputs.options.get("set"))
     if hf is None or any(setting.startswith(("kernels", "stack")) for setting in settings):
         return inputs.setup(model, gpus=inputs.gpus)
-    settings = ("stack=transformers", *settings)
+    settings = (*TRANSFORMERS_KERNELS, *settings)
     return JobInputs(inputs.catalog, inputs.given, {**inputs.options, "set": settings}).setup(model, gpus=inputs.gpus)
 
 
@@ -266,7 +270,7 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
         setup=setup,
         replayed=_replayed(run, alloc_conf, None),
         on_device=on_device,
-        plan=None if model is None else CompiledPlan(model, setup).evaluate(against),
+        plan=None if model is None or setup.unmodelled else CompiledPlan(model, setup).evaluate(against),
         device=device,
         context_bytes=context_range(against.gpu, setup.hardware).expected_bytes,
         most_listed=subject.options.get("largest", MOST_LISTED),

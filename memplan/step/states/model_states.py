@@ -259,7 +259,13 @@ class ModelStates:
 
 
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
-    """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen."""
+    """Return the states that one rank has of a model under a setup; with adapters, its own tensors are frozen.
+
+    Raises:
+        CannotAnswerError: The job's stack does what the formula does not follow.
+    """
+    if setup.unmodelled:
+        raise CannotAnswerError(setup.unmodelled[0])
     frozen = setup.config.adapter is not None
     inventory = _beside_codes(inventory) if setup.kbit_floats else inventory
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
