@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-Activation = Literal["silu", "gelu", "gelu-tanh", "relu", "clamped-swiglu"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "clamped-swiglu"]
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
 

@@ -21,7 +21,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu-tanh",
+    "gelu_new": "gelu-new",
     "gelu_fast": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh",
     "relu": "relu",

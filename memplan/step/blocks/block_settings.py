@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
+from memplan.step.kernels.family_code import FamilyCode, family_code
 from memplan.training.resolved import TrainingSetup
 
 
@@ -42,6 +43,7 @@ class BlockSettings:
         dropout: Probability that applies.
         projections: How projections of codes and with adapters run.
         adapter_dropout: Probability with which an adapter's input is dropped.
+        code: What the model's code does otherwise than the bundled models.
         regime: What batch and length decide.
     """
 
@@ -55,6 +57,7 @@ class BlockSettings:
     dropout: float
     projections: StackProjections
     adapter_dropout: float
+    code: FamilyCode
     regime: Regime
 
 
@@ -73,5 +76,6 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         dropout=spec.dropout if dropout is None else dropout,
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
+        code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,
     )

@@ -24,6 +24,11 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
         with tape.alive(x, *casts):
             if norm.kind == "rms" and builder.profile.norm == "composite":
                 return _composite_norm(builder, x, norm, used, casts, x.width // size)
+            if builder.settings.code.wide_layer_norm:
+                wide = builder.cast(x, 4)
+                return builder.cast(
+                    _fused_norm(builder, wide, norm, name, used, casts, x.width // size), x.element_bytes
+                )
             return _fused_norm(builder, x, norm, name, used, casts, x.width // size)
 
 
@@ -63,6 +68,8 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
         with tape.alive(normal):
             return builder.cast(_times_weight(builder, normal, used, (shift,)), x.element_bytes)
     with tape.alive(normal):
+        if builder.settings.code.wide_scale:
+            return builder.cast(_times_weight(builder, normal, used), x.element_bytes)
         return _times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memplan.model.spec import Mlp
+from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.projections import linear
-from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
@@ -13,7 +13,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
     names, inner, tape = builder.settings.names, part.intermediate_size, builder.tape
     with tape.alive(x):
         if not part.gated:
-            hidden = activated(builder, linear(builder, x, f"{prefix}.{names.up}", inner))
+            hidden = activated(builder, linear(builder, x, f"{prefix}.{names.up}", inner), part.activation)
         elif part.fused_gate_up:
             both = linear(builder, x, f"{prefix}.{names.gate_up}", 2 * inner)
             gate, up = tape.view(both, inner), tape.view(both, inner)
@@ -32,9 +32,28 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
         return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
 
 
-def activated(builder: Builder, x: Value) -> Value:
+def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
     """Return the activation of ``x``, which saves its input."""
+    if kind == "gelu-new" and builder.settings.code.functions:
+        return _gelu_new(builder, x)
     return builder.pointwise("activation", x, (x,))
+
+
+def _gelu_new(builder: Builder, x: Value) -> Value:
+    """Return ``0.5 x (1 + tanh(c (x + 0.044715 x^3)))``, operation by operation (transformers, ``NewGELUActivation``)."""
+    tape = builder.tape
+    with tape.alive(x):
+        half = builder.pointwise("half", x)
+        with tape.alive(half):
+            wide = builder.cast(x, 4) if builder.settings.autocast else x
+            scratch = [(wide.quantity, 2 * wide.coefficient)]
+            cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
+            inner = builder.pointwise("scale", builder.add(x, builder.pointwise("scale", cube)))
+            bounded = builder.fresh(inner)
+            tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
+            shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)
+            with tape.alive(shifted):
+                return builder.multiply(half, shifted)
 
 
 def gated(builder: Builder, gate: Value, up: Value) -> Value:

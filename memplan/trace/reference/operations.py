@@ -205,6 +205,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "gelu-new": partial(F.gelu, approximate="tanh"),
 }
 
 

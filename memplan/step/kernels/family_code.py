@@ -1,0 +1,49 @@
+"""What the model code of a library does otherwise than the bundled models, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memplan.catalog.stacks import ModelCode
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCode:
+    """How a family's code computes, where libraries differ.
+
+    Attributes:
+        functions: Whether activations that have no kernel (``gelu_new``) run operation by operation.
+        wide_scale: Whether a norm's weight multiplies in fp32, and the product is cast.
+        wide_layer_norm: Whether a layer norm is formed in fp32 and cast.
+        added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
+        wide_softmax: Whether attention step by step forms probabilities in fp32.
+        copies_heads: Whether heads are copied together before they are rotated.
+    """
+
+    functions: bool = False
+    wide_scale: bool = False
+    wide_layer_norm: bool = False
+    added_mask: bool = False
+    wide_softmax: bool = True
+    copies_heads: bool = False
+
+
+OWN = FamilyCode()
+TRANSFORMERS = FamilyCode(functions=True, added_mask=True)
+
+_TRANSFORMERS: Mapping[str, FamilyCode] = {
+    "gpt2": FamilyCode(functions=True, added_mask=True, wide_softmax=False),
+    "falcon": FamilyCode(functions=True, added_mask=True, wide_softmax=False, copies_heads=True),
+    "olmo": FamilyCode(functions=True, added_mask=True, wide_layer_norm=True),
+    "olmo2": FamilyCode(functions=True, added_mask=True, wide_scale=True),
+    "gpt_oss": FamilyCode(functions=True, added_mask=True, wide_scale=True),
+}
+"""Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
+(activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
+``eager_attention_forward`` of gpt2, ``FalconAttention._split_heads`` with ``reshape``."""
+
+
+def family_code(code: ModelCode, architecture: str) -> FamilyCode:
+    """Return how a family runs in somebody's implementation."""
+    return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
