@@ -17,6 +17,7 @@ from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, Mod
 from memplan.step.after_backward import LOSS_SCALE_BYTES, after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
+from memplan.step.kernels.family_code import family_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -72,7 +73,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     tokens, spec, profile = batch * length, model.spec, setup.profile
     learned = spec.learned_positions > 0
     return Regime(
-        one_sequence=batch == 1 and (profile.attention == "math" or learned or _steps_through_scores(spec)),
+        one_sequence=batch == 1 and (profile.attention in ("math", "eager") or learned or _steps_through_scores(spec)),
         one_token=length == 1,
         one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
@@ -134,7 +135,7 @@ def buffers(inputs: StepInputs) -> Form:
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
     form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(part.element_bytes for part in setup.stack.batch))
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
-    if _steps_through_scores(spec):
+    if _steps_through_scores(spec) and not family_code(setup.stack.model_code, spec.architecture).added_mask:
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     return form + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions) + _rotary_tables(inputs)
 
@@ -217,10 +218,12 @@ def _filled_bytes(inputs: StepInputs) -> int:
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
+    masks = _masks(inputs)
     leaf = embedded_leaf(inputs, taped)
     apart = leaf if taped.embedding.tape.nodes else ZERO  # else it is the first layer's input
-    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), apart)
+    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), (apart, masks))
     base += apart
+    bare_base, base = base, base + (ZERO if inputs.setup.checkpointing == "none" else masks)
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
@@ -234,7 +237,8 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         around, name = around_of(place), f"layer {place.layer} backward"
         for moment in played.layers[place.kind[0]].backward:
             yield moment.around(around, name)
-    around = base + constant_form(Part.GRADIENTS, formed)
+    around = bare_base + constant_form(Part.GRADIENTS, formed)
+    around += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
         yield moment.around(around, "end of backward")
@@ -242,10 +246,30 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         yield Instant("end of backward", "gradient of the embedded tokens", around + leaf * 2 - apart)
 
 
+def _masks(inputs: StepInputs) -> Form:
+    """Return the masks that a forward makes for attention step by step: (b, 1, t, t) each, in the dtype of the residual stream."""
+    spec, setup = inputs.spec, inputs.setup
+    code = family_code(setup.stack.model_code, spec.architecture)
+    if not code.added_mask or not (setup.profile.attention == "eager" or _steps_through_scores(spec)):
+        return ZERO
+    return single_form(Part.ACTIVATIONS, Quantity.SCORES, code.masks * setup.residual_bytes)
+
+
 def _forward(
-    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, apart: Form
+    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, besides: tuple[Form, Form]
 ) -> Iterator[Instant]:
-    """Yield the moments of forward: of the embedding, the last layer of each kind, and the head."""
+    """Yield the moments of forward: of the embedding, the last layer of each kind, and the head.
+
+    Args:
+        inputs: What is compiled.
+        taped: The model on tape.
+        played: The same, played.
+        around: What is there throughout.
+        besides: The embedding's output where it is a tensor apart; and masks, which are let go of when the layers have
+            run, but for those that checkpointing keeps for when they run again.
+    """
+    apart, masks = besides
+    around += masks
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
     around += apart
@@ -255,6 +279,8 @@ def _forward(
     for kind, below in places:
         for moment in played.layers[kind].forward:
             yield moment.around(below, "forward")
+    if inputs.setup.checkpointing == "none":
+        around -= masks
     yield from head_forward(inputs, taped.head, played.head, around)
 
 

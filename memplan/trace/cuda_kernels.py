@@ -31,7 +31,7 @@ def _overridden(overrides: Mapping[str, Callable[..., Tensor]]) -> Iterator[None
     try:
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
-        library.impl("_grouped_mm", _grouped_mm, "Meta")  # type: ignore[no-untyped-call]
+        library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
-def _grouped_mm(
+def grouped_mm(
     first: Tensor,
     second: Tensor,
     offs: Tensor | None = None,

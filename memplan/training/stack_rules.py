@@ -121,8 +121,8 @@ def unmodelled(config: TrainingConfig, stack: Stack, hidden: str, profile: Kerne
         profile: Its kernels.
     """
     name = stack.name
-    if profile.attention == "eager":
-        yield ("kernels", "attention"), "eager is not modelled yet; use flash, efficient or math"
+    if profile.attention == "eager" and stack.model_code != "transformers":
+        yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
         yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
     if profile.loss in ("token-chunks", "fused-head", "in-place"):

@@ -43,6 +43,7 @@ class BlockSettings:
         dropout: Probability that applies.
         projections: How projections of codes and with adapters run.
         adapter_dropout: Probability with which an adapter's input is dropped.
+        fp16: Whether products are computed in fp16, whose softmax in fp32 is one kernel.
         code: What the model's code does otherwise than the bundled models.
         regime: What batch and length decide.
     """
@@ -57,6 +58,7 @@ class BlockSettings:
     dropout: float
     projections: StackProjections
     adapter_dropout: float
+    fp16: bool
     code: FamilyCode
     regime: Regime
 
@@ -76,6 +78,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         dropout=spec.dropout if dropout is None else dropout,
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
+        fp16=setup.config.compute_dtype == "fp16" and own.attention == "eager",
         code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,
     )

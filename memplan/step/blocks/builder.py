@@ -29,6 +29,9 @@ class Builder:
     Args:
         settings: All that they depend on besides.
         weights: Parameters by name relative to a layer, or to the model.
+
+    Attributes:
+        held: Values that a layer's code has names for until it returns.
     """
 
     def __init__(self, settings: BlockSettings, weights: Mapping[str, Weight]) -> None:
@@ -37,6 +40,7 @@ class Builder:
         self.weights = weights
         self.compute = settings.compute_bytes
         self.tape = Tape()
+        self.held: list[Value] = []
 
     def weight(self, name: str) -> Weight:
         """Return the parameter of this name."""

@@ -18,6 +18,7 @@ class FamilyCode:
         wide_layer_norm: Whether a layer norm is formed in fp32 and cast.
         added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
+        masks: How many masks a forward makes: of windowed layers and of others.
         copies_heads: Whether heads are copied together before they are rotated.
     """
 
@@ -26,6 +27,7 @@ class FamilyCode:
     wide_layer_norm: bool = False
     added_mask: bool = False
     wide_softmax: bool = True
+    masks: int = 1
     copies_heads: bool = False
 
 
@@ -37,7 +39,9 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "falcon": FamilyCode(functions=True, added_mask=True, wide_softmax=False, copies_heads=True),
     "olmo": FamilyCode(functions=True, added_mask=True, wide_layer_norm=True),
     "olmo2": FamilyCode(functions=True, added_mask=True, wide_scale=True),
-    "gpt_oss": FamilyCode(functions=True, added_mask=True, wide_scale=True),
+    "gpt_oss": FamilyCode(functions=True, added_mask=True, wide_scale=True, masks=2),
+    "gemma2": FamilyCode(functions=True, added_mask=True, masks=2),
+    "gemma3_text": FamilyCode(functions=True, added_mask=True, masks=2),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,

@@ -6,7 +6,8 @@ from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
+from memplan.step.layers.attended import attended, goes_by_steps
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
@@ -105,7 +106,7 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     """
     if part.num_heads == 1:
         return False
-    eager = part.sinks or part.logit_softcap > 0
+    eager = goes_by_steps(builder, part)
     if not eager and builder.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
         return True
     partial = 0 < part.rotary_dim < part.head_dim and builder.profile.rotary == "composite"

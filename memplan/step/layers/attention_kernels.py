@@ -38,21 +38,7 @@ class Heads(NamedTuple):
         return self.query, self.key, self.value
 
 
-def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> Value:
-    """Return attention."""
-    query, key, value = (builder.lowered(x) for x in heads.tensors)
-    lowered = Heads(query, key, value, heads.number, heads.groups)
-    with builder.tape.alive(query, key, value):
-        if part is not None and (part.sinks or part.logit_softcap):
-            return _eager_attention(builder, lowered, part)
-        if builder.profile.attention == "math":
-            return _math_attention(builder, lowered)
-        if builder.profile.attention == "flash":
-            return _flash_attention(builder, lowered)
-        return _kernel(builder, _ungrouped(builder, lowered) if builder.profile.attention == "efficient" else lowered)
-
-
-def _ungrouped(builder: Builder, heads: Heads) -> Heads:
+def ungrouped(builder: Builder, heads: Heads) -> Heads:
     """Return heads whose keys and values are repeated, one for each head of the query."""
     if heads.groups == heads.number:
         return heads
@@ -61,7 +47,7 @@ def _ungrouped(builder: Builder, heads: Heads) -> Heads:
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
-def _kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Value:
+def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Value:
     """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
 
     Args:
@@ -84,7 +70,7 @@ def _kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Value:
         return tape.apply("attention", ways, (out, statistics, random), saves, traits=traits)
 
 
-def _flash_attention(builder: Builder, heads: Heads) -> Value:
+def flash_attention(builder: Builder, heads: Heads) -> Value:
     """Return flash attention, which wants heads of one width, a multiple of 8."""
     counts = (heads.number, heads.groups, heads.groups)
     widths = [x.width // count for x, count in zip(heads.tensors, counts, strict=True)]
@@ -94,7 +80,7 @@ def _flash_attention(builder: Builder, heads: Heads) -> Value:
         for x, count, width in zip(heads.tensors, counts, widths, strict=True)
     )
     scratch = _flash_workspace(builder, heads.number, heads.groups, padded)
-    out = _kernel(builder, Heads(query, key, value, heads.number, heads.groups), scratch)
+    out = attention_kernel(builder, Heads(query, key, value, heads.number, heads.groups), scratch)
     builder.tape.touch(query, key, value)
     return out if padded == widths[2] else builder.sliced(out, heads.number * widths[2])
 
@@ -115,12 +101,12 @@ def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> S
     return (rows,) if groups == heads else (rows, (TOKENS, 2 * builder.compute * heads * width))
 
 
-def _eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:
+def eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:
     """Return attention step by step, as soft caps and sinks need it (transformers' eager_attention_forward)."""
     tape = builder.tape
-    query, key, value, heads, _ = _ungrouped(builder, given)
+    query, key, value, heads, _ = ungrouped(builder, given)
     with tape.alive(query, key, value):
-        scores = _scores(builder, query, key, heads, builder.compute)
+        scores = scores_of(builder, query, key, heads, builder.compute)
         scores = builder.pointwise("scale", scores)
         if part.logit_softcap:
             bounded = builder.fresh(scores := builder.pointwise("scale", scores))
@@ -128,17 +114,17 @@ def _eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:
             scores = builder.pointwise("scale", bounded)
         scores = builder.pointwise("mask", scores, packs=True)
         if part.sinks:
-            scores, weights = _with_sinks(builder, scores, heads)
+            scores, weights = with_sinks(builder, scores, heads)
         else:
             with tape.alive(scores):
                 weights = _softmax(builder, scores)
         with tape.alive(scores):
             with tape.alive(weights):
                 weights = builder.dropped(weights)
-            return _weighted_sum(builder, weights, value, query.width, heads)
+            return weighted_sum(builder, weights, value, query.width, heads)
 
 
-def _scores(builder: Builder, query: Value, key: Value, heads: int, width: int) -> Value:
+def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int) -> Value:
     """Return query times key; heads of several sequences that lie apart are copied together first."""
     tape = builder.tape
     with tape.alive(query, key):
@@ -150,7 +136,7 @@ def _scores(builder: Builder, query: Value, key: Value, heads: int, width: int) 
             return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, traits=Traits(product=True))
 
 
-def _weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
+def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
     """Return probabilities times value."""
     tape = builder.tape
     value = builder.copied(value, moves=_lies_apart(builder, value, heads))
@@ -167,17 +153,17 @@ def _lies_apart(builder: Builder, x: Value, heads: int) -> bool:
 
 def _softmax(builder: Builder, scores: Value) -> Value:
     """Return probabilities, formed in fp32 and cast."""
-    return builder.cast(_probabilities(builder, builder.cast(scores, 4)), builder.compute)
+    return builder.cast(probabilities(builder, builder.cast(scores, 4)), builder.compute)
 
 
-def _probabilities(builder: Builder, scores: Value) -> Value:
+def probabilities(builder: Builder, scores: Value) -> Value:
     """Return the softmax, whose backward first forms the product of gradient and result (SoftMax.cu)."""
     softmax = builder.fresh(scores)
     full = [(scores.quantity, scores.coefficient)]
     return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], traits=Traits(workspace=full))
 
 
-def _with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Value]:
+def with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Value]:
     """Return scores less the highest, and probabilities over them and one learned sink per head, without it (gpt-oss)."""
     tape = builder.tape
     sinks = builder.weights[f"{builder.settings.names.attention}.{builder.settings.names.sinks}"]
@@ -190,7 +176,7 @@ def _with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Val
         ways = [(joined, SAME), (top, NEW)]
         shifted = tape.apply("sub", ways, builder.fresh(joined), traits=Traits(workspace=full, packs=False))
     with tape.alive(shifted):
-        softmax = _probabilities(builder, shifted)
+        softmax = probabilities(builder, shifted)
     cut = Value(softmax.storage, scores.quantity, scores.coefficient, scores.element_bytes)
     return shifted, tape.apply("slice", [(softmax, NEW)], cut, traits=SAVES_NOTHING)
 
@@ -203,7 +189,7 @@ def _repeated(builder: Builder, x: Value, times: int) -> Value:
         return builder.tape.apply("repeat", [(x, NEW)], repeated, traits=SAVES_NOTHING)
 
 
-def _math_attention(builder: Builder, heads: Heads) -> Value:
+def math_attention(builder: Builder, heads: Heads) -> Value:
     """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
     tape = builder.tape
     out_bytes, count = heads.query.element_bytes, heads.number
@@ -212,16 +198,16 @@ def _math_attention(builder: Builder, heads: Heads) -> Value:
     square = (Quantity.SQUARE, 1)
     flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
     mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
-    _, key, value, _, _ = _ungrouped(builder, Heads(query, key, value, count, heads.groups))
+    _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
     with tape.alive(*wide, query, key, value, mask):
-        scores = _scores(builder, query, builder.pointwise("scale", key), count, 4)
+        scores = scores_of(builder, query, builder.pointwise("scale", key), count, 4)
         masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
-        probabilities = _probabilities(builder, masked)
-        with tape.alive(probabilities):
-            probabilities = builder.dropped(probabilities)
-        results = [probabilities]
+        weights = probabilities(builder, masked)
+        with tape.alive(weights):
+            weights = builder.dropped(weights)
+        results = [weights]
         if out_bytes != 4:
-            results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), probabilities))
+            results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
         with tape.alive(*results):
-            out = _weighted_sum(builder, probabilities, value, value.width, count)
+            out = weighted_sum(builder, weights, value, value.width, count)
             return builder.cast(out, out_bytes)

@@ -36,7 +36,9 @@ def layer_section(
     builder = Builder(settings, dict(weights))
     builder.tape.instant = "layer"
     entry = builder.tape.given(TOKENS, settings.hidden_size, settings.residual_bytes, needs_gradient)
-    return Section(builder.tape, entry, layer_output(builder, entry, layer))
+    output = layer_output(builder, entry, layer)
+    builder.tape.touch(*builder.held)
+    return Section(builder.tape, entry, output)
 
 
 def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -6,8 +6,9 @@ from memplan.model.spec import LatentAttention
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
+from memplan.step.layers.attended import attended
 from memplan.step.layers.attention import rotary
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, attended
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 
@@ -58,7 +59,7 @@ def _output(builder: Builder, query: Value, key: Value, value: Value, part: Late
     heads = part.num_heads
     out = attended(builder, Heads(query, key, value, heads, heads))
     cut = builder.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
-    first = builder.profile.attention in ("flash", "cudnn", "math") and not builder.settings.regime.one_token
+    first = builder.profile.attention in ("flash", "cudnn", "math", "eager") and not builder.settings.regime.one_token
     with builder.tape.alive(out):
         out = builder.copied(out, moves=heads > 1 and (first or cut))
         with builder.tape.alive(out):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
+from memplan.trace.cuda_kernels import grouped_mm
 from memplan.trace.reference.operations import aten, rms_norm
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.units import round_up
@@ -40,6 +41,7 @@ def composite_kernels(compute_capability: str, forced: ChosenKernel | None = Non
     try:
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
+        library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]

@@ -1,0 +1,41 @@
+"""Attention of query, key and value on a tape: by the kernel that a setup asks for, or step by step."""
+
+from __future__ import annotations
+
+from memplan.model.spec import Attention
+from memplan.step.blocks.builder import Builder
+from memplan.step.layers.attention_kernels import (
+    Heads,
+    attention_kernel,
+    eager_attention,
+    flash_attention,
+    math_attention,
+    ungrouped,
+)
+from memplan.step.layers.stepwise_attention import stepwise_attention
+from memplan.step.tapes.taped_operations import Value
+
+
+def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> Value:
+    """Return attention."""
+    stepwise = goes_by_steps(builder, part)
+    if stepwise and builder.settings.code.added_mask:
+        return stepwise_attention(builder, heads, part)
+    query, key, value = (builder.lowered(x) for x in heads.tensors)
+    lowered = Heads(query, key, value, heads.number, heads.groups)
+    with builder.tape.alive(query, key, value):
+        if stepwise and part is not None:
+            return eager_attention(builder, lowered, part)
+        if builder.profile.attention == "math":
+            return math_attention(builder, lowered)
+        if builder.profile.attention == "flash":
+            return flash_attention(builder, lowered)
+        efficient = builder.profile.attention == "efficient"
+        return attention_kernel(builder, ungrouped(builder, lowered) if efficient else lowered)
+
+
+def goes_by_steps(builder: Builder, part: Attention | None) -> bool:
+    """Tell whether scores are formed operation by operation: as asked for, or as soft caps and sinks need it."""
+    if builder.profile.attention == "eager":
+        return True
+    return part is not None and bool(part.sinks or part.logit_softcap)

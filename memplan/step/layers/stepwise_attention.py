@@ -1,0 +1,68 @@
+"""Attention step by step on a tape, as the models of transformers have it.
+
+Source: ``eager_attention_forward`` in transformers 5.23.0, models llama (the same in most families), gpt2, gemma2, gpt_oss;
+``FalconAttention.forward``.
+"""
+
+from __future__ import annotations
+
+from memplan.model.spec import Attention
+from memplan.step.blocks.builder import Builder
+from memplan.step.layers.attention_kernels import (
+    Heads,
+    probabilities,
+    scores_of,
+    ungrouped,
+    weighted_sum,
+    with_sinks,
+)
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+
+
+def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -> Value:
+    """Return attention whose scores get an additive mask, and whose probabilities live until the layer ends."""
+    tape, own = builder.tape, given.query.element_bytes
+    query, key, value, heads, _ = ungrouped(builder, given)
+    with tape.alive(*given.tensors, query, key, value):
+        rows, columns = builder.lowered(query), builder.lowered(key)
+        scores = builder.pointwise("scale", scores_of(builder, rows, columns, heads, rows.element_bytes))
+        if part is not None and part.logit_softcap:
+            bounded = builder.fresh(scores := builder.pointwise("scale", scores))
+            tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
+            scores = builder.pointwise("scale", bounded)
+        scores = _masked(builder, scores)
+        if part is not None and part.sinks:
+            shifted, weights = with_sinks(builder, scores, heads)
+            tape.touch(scores)
+        else:
+            shifted = weights = _probabilities(builder, scores, own)
+        builder.held.append(weights)
+        with tape.alive(shifted, weights):
+            weights = builder.dropped(weights)
+            builder.held.append(weights)
+            read = builder.lowered(weights)
+            return weighted_sum(builder, read, builder.lowered(value), value.width, heads)
+
+
+def _masked(builder: Builder, scores: Value) -> Value:
+    """Return scores with a mask in the dtype of the residual stream added."""
+    width = max(scores.element_bytes, builder.settings.residual_bytes)
+    way = SAME if width == scores.element_bytes else NEW
+    with builder.tape.alive(scores):
+        masked = builder.fresh(scores, element_bytes=width)
+        return builder.tape.apply("add mask", [(scores, way)], masked, traits=SAVES_NOTHING)
+
+
+def _probabilities(builder: Builder, scores: Value, own: int) -> Value:
+    """Return probabilities in the dtype of the query; of fp16 the fp32 ones are formed by one kernel (SoftMax.cpp)."""
+    settings = builder.settings
+    with builder.tape.alive(scores):
+        if not settings.code.wide_softmax and not settings.autocast:
+            return probabilities(builder, scores)
+        if settings.fp16 and scores.element_bytes == 2:
+            wide = builder.fresh(scores, element_bytes=4)
+            traits = Traits(workspace=[(wide.quantity, wide.coefficient)])
+            builder.tape.apply("softmax", [(scores, NEW)], wide, [wide], traits=traits)
+        else:
+            wide = probabilities(builder, builder.cast(scores, 4))
+        return builder.cast(wide, own)
