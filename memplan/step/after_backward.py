@@ -59,5 +59,5 @@ def _evaluation(taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     for kind, below in places:
         for moment in parts[kind].forward:
             yield moment.around(below, "evaluation")
-    for moment in evaluated_head(taped.settings, taped.weights).forward:
+    for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward:
         yield moment.around(around, "evaluation")

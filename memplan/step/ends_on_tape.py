@@ -13,8 +13,6 @@ from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.liveness import play_forward
-from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
@@ -183,13 +181,13 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
 
 
 @lru_cache(maxsize=MOST_ENDS)
-def evaluated_head(settings: EndSettings, weights: Named) -> Played:
+def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
     builder = Builder(settings.block, dict(weights))
-    _, normed = _final_norm(builder, settings, needs_gradient=True)
+    entry, normed = _final_norm(builder, settings, needs_gradient=True)
     with builder.tape.alive(normed):
-        _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
-    return play_forward(builder.tape)
+        loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
+        return Section(builder.tape, entry, loss)
 
 
 def _final_norm(builder: Builder, settings: EndSettings, needs_gradient: bool) -> tuple[Value, Value]:
@@ -266,6 +264,7 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
                 custom=weight.coded,
                 packs=not weight.coded or weight.trainable,
                 reduces=bias_sum(x, bias[0] if bias else None),
+                product=True,
             ),
         )
         if weight.coded and biases:

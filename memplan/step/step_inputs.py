@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memplan.model.spec import ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.states.model_states import ModelStates, TensorStates
-from memplan.step.states.muon_scratch import decoding_bytes
+from memplan.step.states.muon_scratch import decoding_bytes, decoding_rows_bytes
 from memplan.step.states.optimizer_scratch import (
     Temporaries,
     handed_over,
@@ -88,6 +88,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         and entry.format_name != setup.config.compute_dtype,
         decoding_bytes=decoding_bytes(entry, setup.compute_bytes),
         scales_bytes=_scales_bytes(setup, entry),
+        decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
     )
 
 

@@ -17,7 +17,7 @@ from memplan.step.blocks.block_settings import BlockSettings, Regime, block_sett
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.projections import linear
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.liveness import play
+from memplan.step.tapes.section import play
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import resolve
 

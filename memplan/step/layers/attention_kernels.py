@@ -97,8 +97,9 @@ def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> S
         128, dk and dv for every query head where heads are grouped.
     """
     rounded = round_up(width, 32 if width <= 128 else 64)
-    rows = (Quantity.PADDED_TOKENS, 4 * heads * (1 + rounded))
-    return (rows,) if groups == heads else (rows, (TOKENS, 2 * builder.compute * heads * width))
+    sums, query = (Quantity.PADDED_TOKENS, 4 * heads), (Quantity.PADDED_TOKENS, 4 * heads * rounded)
+    repeated = (TOKENS, builder.compute * heads * width)
+    return (sums, query) if groups == heads else (sums, query, repeated, repeated)
 
 
 def eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:

@@ -68,11 +68,21 @@ def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
     if entry.coded_as is None:
         return 0
     scratch = codec_scratch(entry.coded_as)
-    columns = entry.tensor.shape[-1]
-    rows = min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
-    exact = 0 if compute_bytes == 4 else 4 * rows * columns
-    decoded = min(rows * columns, CHUNK_ELEMENTS)
+    exact = decoding_rows_bytes(entry, compute_bytes)
+    decoded = min(_rows_at_once(entry) * entry.tensor.shape[-1], CHUNK_ELEMENTS)
     return exact + scratch.decoding_bytes * decoded // entry.coded_as.block_elements + scratch.once_bytes
+
+
+def decoding_rows_bytes(entry: TensorStates, compute_bytes: int) -> int:
+    """Return the fp32 rows that a weight is decoded into, some at a time, where products are not in fp32."""
+    if entry.coded_as is None or compute_bytes == 4:
+        return 0
+    return 4 * _rows_at_once(entry) * entry.tensor.shape[-1]
+
+
+def _rows_at_once(entry: TensorStates) -> int:
+    columns = entry.tensor.shape[-1]
+    return min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
 
 
 def codec_scratch(layout: StorageFormat) -> CodecScratch:

@@ -178,7 +178,7 @@ def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
 def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of master weights: all gradients are cast to their dtype first."""
     name = setup.config.master_weights
-    of_kind = {_kind(entry): _master(entry, name) for entry in trained_kinds(group)}
+    of_kind = {_kind(entry): master_of(entry, name) for entry in trained_kinds(group)}
     masters = [of_kind[_kind(entry)].of(entry.tensor) for entry in group]
     casts = sum(
         master.gradient_bytes * entry.tensor.count
@@ -189,7 +189,7 @@ def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporarie
     return Temporaries(casts + update.bytes, f"gradients cast to {name}, and {update.formula}")
 
 
-def _master(entry: TensorStates, name: str) -> TensorStates:
+def master_of(entry: TensorStates, name: str) -> TensorStates:
     """Return the master weight of a tensor, and its gradient, in place of the weight."""
     width = FLOAT_BYTES[name]
     size = entry.tensor.elements * width

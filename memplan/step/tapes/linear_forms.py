@@ -64,6 +64,9 @@ class Part(IntEnum):
     GRADIENTS = 3
 
 
+Storage = tuple[Part, Quantity, int]
+"""What a storage counts as, what its bytes are proportional to, and how many there are for each unit of that."""
+
 Coefficients = tuple[int, ...]
 """Bytes for one of each quantity, in the order of :class:`Quantity`."""
 
@@ -153,6 +156,12 @@ def single_form(part: Part, quantity: Quantity, coefficient: int) -> Form:
 def constant_form(part: Part, size: int) -> Form:
     """Return so many bytes, whatever batch and length are."""
     return single_form(part, Quantity.ONE, size)
+
+
+def scratch_pieces(size: int, piece: int) -> list[Storage]:
+    """Return scratch memory beside gradients as tensors of one size, and what is left of it."""
+    whole, rest = divmod(size, piece) if size > 0 < piece else (0, size)
+    return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
 
 
 def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, ...]:

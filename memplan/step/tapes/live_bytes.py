@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from memplan.step.tapes.linear_forms import NOTHING, Coefficients, Form, Part, Quantity
-
-Storage = tuple[Part, Quantity, int]
-"""What a storage counts as, what its bytes are proportional to, and how many there are for each unit of that."""
+from memplan.step.tapes.linear_forms import NOTHING, Coefficients, Form, Part, Quantity, Storage
+from memplan.step.tapes.taped_operations import Reduction
 
 
 class LiveBytes:
@@ -72,6 +70,34 @@ class LiveBytes:
         """Refer to each of several storages once less."""
         for storage in storages:
             self.release(storage)
+
+    def take(self, storages: Sequence[Storage]) -> Sequence[Storage]:
+        """Allocate what an operation takes for itself; return what :meth:`give_back` takes."""
+        for part, quantity, coefficient in storages:
+            self.add(part, quantity, coefficient)
+        return storages
+
+    def give_back(self, taken: Sequence[Storage]) -> None:
+        """Free what an operation has taken for itself."""
+        for part, quantity, coefficient in taken:
+            self.add(part, quantity, -coefficient)
+
+    def arrive(self, part: Part, quantity: Quantity, coefficient: int) -> int:
+        """Count a storage that another part of the model has allocated; return its index."""
+        return self.new(part, quantity, coefficient)
+
+    def reduce(self, reduces: Reduction) -> None:
+        """Note partial sums, which are counted with the moment (:class:`memplan.step.tapes.played.Instant`)."""
+
+    def keep(self, name: str, storage: int) -> None:
+        """Note that a weight's gradient stays in a storage."""
+
+    def hand_on(self, _: str, storage: int) -> None:
+        """Let go of a weight's gradient, which others are added to."""
+        self.release(storage)
+
+    def multiply(self, *, with_bias: bool = False) -> None:
+        """Note that a product of matrices has its result."""
 
     def is_shared(self, storage: int) -> bool:
         """Whether a storage is referred to more than once."""

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
-from memplan.step.tapes.live_bytes import LiveBytes, Storage
-from memplan.step.tapes.played import Instant, Played, dominant
+from memplan.step.tapes.event_recorder import EventRecorder
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, scratch_pieces
+from memplan.step.tapes.live_bytes import LiveBytes
+from memplan.step.tapes.played import Instant
 from memplan.step.tapes.tape import FOREVER, Tape
 from memplan.step.tapes.taped_operations import SAME, VIEW, Node, Operation, Reduction, Value
 from memplan.step.tapes.taped_weight import Mode, Weight
 
 Checkpointing = Literal["none", "selective", "full"]
+
+Sink = LiveBytes | EventRecorder
+"""What a player tells of every storage: one counts bytes, the other writes events down."""
 
 
 class Recomputation(NamedTuple):
@@ -39,46 +43,23 @@ class Recomputation(NamedTuple):
 NOTHING_AGAIN = Recomputation("none")
 
 
-def play(
-    tape: Tape, output: Value, mode: Mode, entry: Value | None = None, recomputation: Recomputation = NOTHING_AGAIN
-) -> Played:
-    """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
+class Player:
+    """Plays a tape: forward, what checkpointing computes again, and backward.
 
     Args:
         tape: The operations.
-        output: The value whose gradient comes in.
         mode: What becomes of weight gradients.
         entry: What the part is given; checkpointing saves it until backward is done.
         recomputation: What forward saves, and what is computed again.
+        live: What is told of every storage: one that counts by default, or one that writes events down.
     """
-    player = _Player(tape, mode, entry, recomputation)
-    player.forward(saves=True)
-    forward, player.instants = player.instants, []
-    carried = player.region_ends()
-    saved = player.live.form()
-    if tape.nodes:
-        player.start(output)
-        named = player.reenter(output) if recomputation.reentrant else ()
-        for node in reversed(tape.nodes):
-            player.run(node)
-        player.live.release_all(named)
-    return Played(dominant(forward), saved, carried, dominant(player.instants))
 
-
-def play_forward(tape: Tape) -> Played:
-    """Return the moments of a forward that saves nothing, as under ``no_grad``."""
-    player = _Player(tape, "first", None, NOTHING_AGAIN)
-    player.forward(saves=False)
-    return Played(dominant(player.instants), ZERO, player.region_ends(), [])
-
-
-class _Player:
-    """Plays a tape: forward, what checkpointing computes again, and backward."""
-
-    def __init__(self, tape: Tape, mode: Mode, entry: Value | None, recomputation: Recomputation) -> None:
+    def __init__(
+        self, tape: Tape, mode: Mode, entry: Value | None, recomputation: Recomputation, live: Sink | None = None
+    ) -> None:
         self.tape, self.mode, self.recomputation = tape, mode, recomputation
         self.checkpointing = recomputation.kind
-        self.live = LiveBytes(tape.storages)
+        self.live: Sink = live or LiveBytes(tape.storages)
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
         self.instants: list[Instant] = []
@@ -171,21 +152,24 @@ class _Player:
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
-        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
-        if operation.weights:
-            copies = sum([w.copy_bytes for w in operation.weights if not w.copy_saved])
-            if decoding := sum([w.decoding_bytes for w in operation.weights]):
-                self.with_scratch(instant, operation.name, [(Part.TEMPORARIES, Quantity.ONE, copies + decoding)])
-            if copies:
-                copies += sum([2 * w.scales_bytes for w in operation.weights])
-                scratch.append((Part.TEMPORARIES, Quantity.ONE, copies))
+        copies = [(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in operation.weights if not w.copy_saved]
+        decoded = self.live.take(copies)
+        for weight in operation.weights:
+            if weight.decoding_bytes:
+                self.with_scratch(instant, operation.name, weight.decoding)
         for storage in operation.makes:
             if storage in self.cache:
                 self.cache.remove(storage)
             else:
                 self.live.retain(storage)
         named.update(operation.makes)
+        if operation.traits.product:
+            self.live.multiply(with_bias=len(operation.weights) > 1)
+        scratch = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
+        if copies:
+            scratch += [scale for weight in operation.weights for scale in weight.scales * 2]
         self.with_scratch(instant, operation.name, scratch)
+        self.live.give_back(decoded)
 
     def _save(self, operation: Operation) -> None:
         if operation.node is not None:
@@ -199,16 +183,28 @@ class _Player:
                 self.live.release(storage)
 
     # ---------------------------------------------------------------- backward
-    def start(self, output: Value) -> None:
-        """Begin backward with the gradient of ``output``."""
-        self.gradients[id(output)] = self.live.new(self.gradient_part(output), output.quantity, output.coefficient)
+    def backward(self, output: Value) -> int:
+        """Play backward from the gradient of ``output``; return its storage."""
+        arriving = self.start(output)
+        named = self.reenter(output) if self.recomputation.reentrant else ()
+        for node in reversed(self.tape.nodes):
+            self.run(node)
+        self.live.release_all(named)
+        return arriving
+
+    def start(self, output: Value) -> int:
+        """Begin backward with the gradient of ``output``; return its storage."""
+        arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
+        self.gradients[id(output)] = arriving
         self.note("", "start")
+        return arriving
 
     def gradient_part(self, value: Value) -> Part:
         """Gradients of logits are logits; other gradients of activations are temporaries."""
         return Part.LOGITS if self.live.storages[value.storage][0] is Part.LOGITS else Part.TEMPORARIES
 
     def note(self, name: str, operation: str, reduces: Reduction | None = None) -> None:
+        """Note what is alive now."""
         self.instants.append(Instant(name, operation, self.live.form(), 0, reduces))
 
     def run(self, node: Node) -> None:
@@ -237,18 +233,29 @@ class _Player:
         late = bool(node.weights) and any(w.coded for w in node.weights)
         if not late:
             self.recompute_for(node)
-        taken = [(w.decoding_bytes + w.scales_bytes, w.copy_bytes) for w in node.weights]
-        self.note_codes(node, sum([extra + copy for extra, copy in taken if extra]))
+        first = self.weight_gradients(node) if node.weight_first else []
+        if first:
+            self.live.multiply()
+        decoded = self.live.take(
+            [(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in node.weights if not w.copy_saved]
+        )
+        for weight in node.weights:
+            if weight.decoding_bytes or weight.scales_bytes:
+                self.with_scratch(node.instant, node.name, [*weight.decoding, *weight.scales])
         formed = self.input_gradients(node, arrived)
-        self.note_codes(node, sum([w.copy_bytes for w in node.weights if not w.copy_saved]))
+        if node.weights and node.inputs:
+            self.live.multiply()
+        if decoded:
+            self.note(node.instant, node.name)
+        self.live.give_back(decoded)
         if late:
             self.recompute_for(node)
-        self.finish(node, arrived, formed)
+        self.finish(node, arrived, formed, first or self.weight_gradients(node))
 
-    def note_codes(self, node: Node, size: int) -> None:
-        """Note the moment at which a weight is decoded, or is there decoded."""
-        if size:
-            self.with_scratch(node.instant, node.name, [(Part.TEMPORARIES, Quantity.ONE, size)])
+    def weight_gradients(self, node: Node) -> list[tuple[Weight, int]]:
+        """Form the gradients of a node's weights; return them with their storages."""
+        trained = [weight for weight in node.weights if weight.trainable]
+        return [(weight, self.live.new(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)) for weight in trained]
 
     def input_gradients(self, node: Node, arrived: list[int]) -> list[tuple[Value, int]]:
         """Form the gradients of a node's inputs; return them with their storages."""
@@ -270,28 +277,31 @@ class _Player:
             self.recompute(node.instant)
             self.to_recompute = False
 
-    def finish(self, node: Node, arrived: list[int], formed: list[tuple[Value, int]]) -> None:
-        """Form the gradients of a node's weights, then let go of what it saved and hand its gradients on."""
+    def finish(
+        self,
+        node: Node,
+        arrived: list[int],
+        formed: list[tuple[Value, int]],
+        trained: list[tuple[Weight, int]],
+    ) -> None:
+        """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
         scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in node.traits.workspace]
-        trained = [w for w in node.weights if w.trainable]
-        for weight in trained:
-            self.live.add(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)
         again = self.checkpointing != "none"
         uncast: list[Storage] = (
             [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.traits.casts] if again else []
         )
         self.with_scratch(node.instant, node.name, [*scratch, *uncast], None if again else node.traits.reduces)
-        for weight in trained:
+        for weight, gradient in trained:
             if weight.coded:
-                self.store(node, weight)
+                self.store(node, weight, gradient)
         self.unsave(node)
         if again and (node.traits.reduces is not None or node.traits.casts):
             # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
             self.with_scratch(node.instant, node.name, scratch, node.traits.reduces)
         self.live.release_all(arrived)
-        for weight in trained:
+        for weight, gradient in trained:
             if not weight.coded:
-                self.store(node, weight)
+                self.store(node, weight, gradient)
         for value, gradient in formed:
             self.accumulate(node, value, gradient)
 
@@ -299,25 +309,34 @@ class _Player:
         self, instant: str, operation: str, scratch: Sequence[Storage], reduces: Reduction | None = None
     ) -> None:
         """Note the moment at which an operation's scratch memory is there."""
-        for item in scratch:
-            self.live.add(*item)
+        taken = self.live.take(scratch)
+        if reduces is not None:
+            self.live.reduce(reduces)
         self.note(instant, operation, reduces)
-        for part, quantity, coefficient in scratch:
-            self.live.add(part, quantity, -coefficient)
+        self.live.give_back(taken)
 
-    def store(self, node: Node, weight: Weight) -> None:
+    def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
         mode = weight.own_mode(self.mode)
         if weight.delayed:
             mode = "first"
         elif weight.shared and self.mode != "layer":
             mode = "again"
-        if extra := weight.storing_bytes(mode):
-            self.live.add(Part.GRADIENTS, Quantity.ONE, extra)
-            self.note(node.instant, f"{weight.name} gradient")
-            self.live.add(Part.GRADIENTS, Quantity.ONE, -extra)
         stored = weight.gradient_bytes if mode == "first" else 0
-        self.live.add(Part.GRADIENTS, Quantity.ONE, stored - weight.formed_bytes)
+        stays: int | None = formed
+        if stored != weight.formed_bytes or weight.converted:
+            stays = self.live.new(Part.GRADIENTS, Quantity.ONE, stored) if stored else None
+        if extra := weight.storing_bytes(mode):
+            rest = extra - (stored if stays != formed else 0)
+            taken = self.live.take(scratch_pieces(rest, weight.own_bytes if self.mode == "layer" else rest))
+            self.note(node.instant, f"{weight.name} gradient")
+            self.live.give_back(taken)
+        if stays is not None:
+            self.live.keep(weight.name, stays)
+        if weight.summed:
+            self.live.hand_on(weight.name, formed)
+        elif stays != formed:
+            self.live.release(formed)
 
     def accumulate(self, node: Node, value: Value, gradient: int) -> None:
         """Add a gradient to what the value has already, in place where nobody else refers to that."""

@@ -4,15 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.liveness import NOTHING_AGAIN, Recomputation, play, play_forward
-from memplan.step.tapes.played import Played
+from memplan.step.tapes.linear_forms import ZERO, Part, Quantity
+from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
+from memplan.step.tapes.played import Played, dominant
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 
 SavedTensor = tuple[str, Quantity, int, Part]
 """Operation that saves it first, and its size."""
+
+
+def play(
+    tape: Tape, output: Value, mode: Mode, entry: Value | None = None, recomputation: Recomputation = NOTHING_AGAIN
+) -> Played:
+    """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
+
+    Args:
+        tape: The operations.
+        output: The value whose gradient comes in.
+        mode: What becomes of weight gradients.
+        entry: What the part is given; checkpointing saves it until backward is done.
+        recomputation: What forward saves, and what is computed again.
+    """
+    player = Player(tape, mode, entry, recomputation)
+    player.forward(saves=True)
+    forward, player.instants = player.instants, []
+    carried = player.region_ends()
+    saved = player.live.form()
+    if tape.nodes:
+        player.backward(output)
+    return Played(dominant(forward), saved, carried, dominant(player.instants))
+
+
+def play_forward(tape: Tape) -> Played:
+    """Return the moments of a forward that saves nothing, as under ``no_grad``."""
+    player = Player(tape, "first", None, NOTHING_AGAIN)
+    player.forward(saves=False)
+    return Played(dominant(player.instants), ZERO, player.region_ends(), [])
 
 
 @dataclass(slots=True, eq=False)

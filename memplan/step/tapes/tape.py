@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
-from memplan.step.tapes.live_bytes import Storage
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, single_form
 from memplan.step.tapes.taped_operations import PLAIN, Node, Operation, Pass, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 

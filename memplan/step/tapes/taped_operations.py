@@ -113,6 +113,16 @@ class Node:
     instant: str
     packs: bool
 
+    @property
+    def weight_first(self) -> bool:
+        """Whether backward forms the gradient of the weight before that of the input, as a product without bias does.
+
+        Source:
+            derivatives.yaml (v2.13.0): a formula's results are formed in the order of their names, ``mat2`` before
+            ``self``, and with a bias ``mat1``, ``mat2``, ``self``.
+        """
+        return len(self.weights) == 1 and self.weights[0].is_matrix and not self.weights[0].coded
+
 
 @dataclass(slots=True, eq=False)
 class Operation:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan.step.tapes.linear_forms import Part, Quantity, Storage
+
+DECODER_PIECE_BYTES = 2**19
+"""Most that one of a decoder's tensors takes, rows in fp32 aside (memplan/muon/weights/weight_formats.py)."""
+
 Mode = Literal["first", "again", "filled", "layer"]
 """How weight gradients fare: stored from now on, added to ones already there, added to zeros where the last step left some,
 or used at once."""
@@ -21,6 +26,7 @@ class Weight:
         copy_bytes: A copy in the compute dtype made for the product: dequantised, and made
             again for backward; or cast by autocast, and saved from forward to backward.
         decoding_bytes: What making a dequantised copy takes besides.
+        decoding_rows_bytes: How much of that is one tensor: rows in fp32.
         copy_saved: Whether that copy is saved (autocast) or made anew (dequantised).
         own_bytes: The weight in its own dtype.
         formed_bytes: Its gradient as backward forms it, in the compute dtype.
@@ -65,6 +71,24 @@ class Weight:
     summed: bool = False
     decoding_bytes: int = 0
     scales_bytes: int = 0
+    decoding_rows_bytes: int = 0
+
+    @property
+    def decoding(self) -> list[Storage]:
+        """What making a dequantised copy takes besides: rows in fp32, and tensors of half a MiB at most."""
+        pieces, rest = divmod(self.decoding_bytes - self.decoding_rows_bytes, DECODER_PIECE_BYTES)
+        sizes = [self.decoding_rows_bytes, *[DECODER_PIECE_BYTES] * pieces, rest]
+        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in sizes if size]
+
+    @property
+    def scales(self) -> list[Storage]:
+        """Its scales decoded."""
+        return [(Part.TEMPORARIES, Quantity.ONE, self.scales_bytes)] if self.scales_bytes else []
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions or more."""
+        return self.own_bytes > self.rows * self.element_bytes or self.rows != self.columns
 
     def own_mode(self, mode: Mode) -> Mode:
         """Return how this weight's gradient fares where gradients in general fare so."""

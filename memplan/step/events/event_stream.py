@@ -1,0 +1,138 @@
+"""Allocations and frees in order, put together from the parts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memplan.step.events.section_events import SectionEvents
+from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places
+
+Libraries = dict[str, int]
+"""Libraries that have made no workspace yet in a thread, and the bytes of one."""
+
+
+@dataclass(slots=True, eq=False)
+class EventStream:
+    """A stream that grows.
+
+    Attributes:
+        sizes: Bytes of each storage; its index is its name.
+        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
+        libraries: Storages that are workspaces of libraries.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    libraries: set[int] = field(default_factory=set)
+
+    def allocate(self, size: int) -> int:
+        """Allocate so many bytes; return the storage's name."""
+        self.sizes.append(size)
+        self.codes.append(2 * len(self.sizes) - 2)
+        return len(self.sizes) - 1
+
+    def allocate_all(self, sizes: Iterable[int]) -> list[int]:
+        """Allocate several storages, in order."""
+        return [self.allocate(size) for size in sizes]
+
+    def free(self, storage: int) -> None:
+        """Free a storage."""
+        self.codes.append(2 * storage + 1)
+
+    def free_all(self, storages: Iterable[int]) -> None:
+        """Free several storages."""
+        self.codes += [2 * storage + 1 for storage in storages]
+
+    def passing(self, *sizes: int) -> None:
+        """Allocate storages one after the other, then free them, the last first."""
+        self.free_all(reversed(self.allocate_all(sizes)))
+
+
+class PlayedSection:
+    """One run of a part of the model within a stream.
+
+    Args:
+        stream: What its events are written to.
+        events: The part's events.
+        sizes: Bytes of each of its storages.
+        entry: The storage that it is given.
+        owned: Whether the part before keeps that for itself, so that it is not to be freed here.
+    """
+
+    __slots__ = ("_aliases", "_base", "_events", "_stream")
+
+    def __init__(
+        self, stream: EventStream, events: SectionEvents, sizes: Sequence[int], entry: int, owned: bool = False
+    ) -> None:
+        self._stream, self._events, self._base = stream, events, len(stream.sizes)
+        stream.sizes.extend(sizes)
+        self._aliases = {} if entry == NO_STORAGE else {events.entry: NO_STORAGE if owned else entry}
+
+    @property
+    def output(self) -> int:
+        """The storage that the part hands on."""
+        return self.name(self._events.output)
+
+    @property
+    def output_owned(self) -> bool:
+        """Whether the part keeps what it hands on for its own backward, and frees it then."""
+        return self._events.keeps_output
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The weights whose gradients stay, by name, and their storages."""
+        return {name: self.name(storage) for name, storage in self._events.kept}
+
+    def forward(self, libraries: Libraries) -> None:
+        """Write the events of forward, and the workspaces that libraries make at their first product."""
+        self._with_libraries(self._events.forward, self._events.products[0], libraries)
+
+    def region_end(self) -> None:
+        """Write the events at the end of the whole forward."""
+        self._write(self._events.region_end)
+
+    @property
+    def leaving(self) -> int:
+        """The gradient of what the part was given, or ``NO_STORAGE``."""
+        own = self._events.leaving
+        return NO_STORAGE if own == NO_STORAGE else self.name(own)
+
+    def backward(self, arriving: int, libraries: Libraries) -> None:
+        """Write the events of backward, and the workspaces that libraries make at their first product.
+
+        Args:
+            arriving: The storage of the gradient of what the part hands on.
+            libraries: Those that have made none in this thread.
+        """
+        events = self._events
+        if events.arriving != NO_STORAGE:
+            self._aliases[events.arriving] = arriving
+        self._with_libraries(events.backward, events.products[1], libraries)
+
+    def _with_libraries(self, codes: Codes, places: Places, libraries: Libraries) -> None:
+        start = 0
+        for library, place in places:
+            if library in libraries:
+                self._write(codes[start:place])
+                start = place
+                self._stream.libraries.add(self._stream.allocate(libraries.pop(library)))
+        self._write(codes[start:])
+
+    def name(self, storage: int) -> int:
+        """Return what a storage of the part is called in the stream."""
+        return self._aliases.get(storage, storage + self._base)
+
+    def _write(self, codes: Codes) -> None:
+        """Write events under the names that storages have in the stream."""
+        base, written = 2 * self._base, self._stream.codes
+        start = len(written)
+        written += [code + base for code in codes]
+        for own, alias in self._aliases.items():
+            if 2 * own + 1 not in codes:
+                continue
+            place = start + codes.index(2 * own + 1)
+            if alias == NO_STORAGE:
+                del written[place]
+            else:
+                written[place] = 2 * alias + 1

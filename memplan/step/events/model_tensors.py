@@ -1,0 +1,81 @@
+"""The tensors of a model one by one, in the order in which they are made, and what is made beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from memplan.step.states.model_states import TensorStates
+from memplan.step.states.muon_scratch import codec_scratch
+from memplan.step.states.update_algorithms import run_of
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import Form, Part, Quantity
+from memplan.training.resolved import FLOAT_BYTES
+
+Named = tuple[str, TensorStates]
+"""A single tensor: its name, with the number of its layer, and its states."""
+
+
+def numbered(name: str, number: object) -> str:
+    """Return a tensor's name with the number of its layer."""
+    return name.replace("{}", str(number))
+
+
+def in_layers(tensors: Sequence[TensorStates]) -> Iterator[Named]:
+    """Yield every single tensor layer by layer, as a model has them."""
+    for (first, count), group in groupby(tensors, key=run_of):
+        entries = list(group)
+        for number in range(first, first + count):
+            for entry in entries:
+                yield numbered(entry.tensor.name, number), entry
+
+
+class ModelTensors:
+    """A model's tensors, single and in order.
+
+    Args:
+        inputs: What a step depends on.
+
+    Attributes:
+        all: Those of the model itself, then those of adapters.
+        trained: Those that are trained, likewise.
+    """
+
+    __slots__ = ("_inputs", "all", "trained")
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        own = len(inputs.states.tensors)
+        adapted = next((i for i, e in enumerate(inputs.states.tensors) if ".lora_" in e.tensor.name), own)
+        tensors = inputs.states.tensors
+        self.all: list[Named] = [*in_layers(tensors[:adapted]), *in_layers(tensors[adapted:])]
+        self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
+
+    def weight_sizes(self) -> list[int]:
+        """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers."""
+        floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
+        return floats + [entry.weight_bytes for _, entry in self.all if entry.quantized]
+
+    def buffer_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
+        """Return the bytes of token ids and targets, of each table by position, and of the rest.
+
+        Args:
+            buffers: Bytes of all of them.
+            values: Values of the quantities.
+        """
+        positions = buffers.coefficient(Part.ACTIVATIONS, Quantity.POSITIONS) * values[Quantity.POSITIONS]
+        codecs = {
+            e.coded_as.codec: codec_scratch(e.coded_as).table_bytes for _, e in self.all if e.coded_as is not None
+        }
+        stack, spec = self._inputs.setup.stack, self._inputs.spec
+        batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch]
+        layers = sum(run.count for run in spec.runs)
+        tables = 2 * max(layers if stack.rotary_tables.each == "layer" else spec.rotary_tables, 1)
+        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs.values())
+        return [*batch, *[positions // tables] * tables, *codecs.values(), rest]
+
+    def copy_sizes(self) -> list[int]:
+        """Return the bytes of each master weight, and of each averaged one."""
+        average = FLOAT_BYTES.get(self._inputs.setup.config.weight_average, 0)
+        masters = [entry.master_bytes for _, entry in self.trained]
+        return masters + [average * entry.tensor.elements for _, entry in self.trained]

@@ -1,0 +1,131 @@
+"""A tape played as events: every allocation and every free, in order, with names local to the part that is played."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places
+from memplan.step.tapes.linear_forms import Storage
+from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
+from memplan.step.tapes.reduction_workspaces import column_sum_bytes
+from memplan.step.tapes.section import Section
+from memplan.step.tapes.taped_operations import Reduction
+from memplan.step.tapes.taped_weight import Mode
+
+MOST_SECTIONS = 64
+"""Parts whose events are remembered; only the plan that is shown asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionEvents:
+    """What a part of the model allocates and frees.
+
+    Attributes:
+        storages: Sizes of what it allocates, as forms or as sums over rows.
+        forward: Events of its forward.
+        region_end: Those when the whole forward is done: weights that autocast has cast.
+        backward: Events of its backward, what is computed again included.
+        entry: What it is given, which another part has allocated and this one may free.
+        output: What it hands on, which the part that is given it frees, unless ``keeps_output``.
+        arriving: The gradient of its output, which another part has allocated and this one frees.
+        leaving: The gradient of ``entry``, for the part before.
+        kept: Name of each weight whose gradient stays -> its storage.
+        products: Places of libraries' first products, in forward and in backward.
+    """
+
+    storages: tuple[Storage | Reduction, ...]
+    forward: Codes
+    region_end: Codes
+    backward: Codes
+    entry: int
+    output: int
+    keeps_output: bool
+    arriving: int
+    leaving: int
+    kept: tuple[tuple[str, int], ...]
+    products: tuple[Places, Places]
+
+    def holding(self, storage: int) -> SectionEvents:
+        """Return the same without what frees one storage, which a loop's own name keeps alive."""
+        forward, region_end, backward = (
+            tuple([code for code in codes if code != 2 * storage + 1])
+            for codes in (self.forward, self.region_end, self.backward)
+        )
+        return replace(self, forward=forward, region_end=region_end, backward=backward)
+
+    def sizes(self, values: Sequence[int]) -> list[int]:
+        """Return the bytes of each storage, given the values of the quantities."""
+        return [_size(storage, values) for storage in self.storages]
+
+
+def _size(storage: Storage | Reduction, values: Sequence[int]) -> int:
+    if isinstance(storage, Reduction):
+        return column_sum_bytes(storage.times * values[storage.quantity], storage.columns)
+    _, quantity, coefficient = storage
+    return coefficient * values[quantity]
+
+
+@lru_cache(maxsize=MOST_SECTIONS)
+def section_events(section: Section, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN) -> SectionEvents:
+    """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
+
+    Args:
+        section: The part.
+        mode: What becomes of weight gradients.
+        recomputation: What forward saves, and what is computed again.
+    """
+    tape, entry, output = section.tape, section.entry, section.output
+    recorder = EventRecorder(tape.storages, entry.storage, output.storage)
+    player = Player(tape, mode, entry, recomputation, recorder)
+    player.forward(saves=True)
+    recorder.end_of_forward()
+    forward, in_forward = recorder.cut()
+    player.region_ends()
+    region_end, _ = recorder.cut()
+    arriving = NO_STORAGE
+    if tape.nodes:
+        arriving = player.backward(output)
+    leaving = player.gradients.get(id(entry), NO_STORAGE)
+    backward, in_backward = recorder.cut()
+    backward += recorder.rest([leaving, *recorder.kept.values()])
+    return SectionEvents(
+        storages=tuple(recorder.storages),
+        forward=forward,
+        region_end=region_end,
+        backward=backward,
+        entry=entry.storage,
+        output=output.storage,
+        keeps_output=recorder.keeps_output,
+        arriving=arriving,
+        leaving=leaving,
+        kept=tuple(recorder.kept.items()),
+        products=(in_forward, in_backward),
+    )
+
+
+@lru_cache(maxsize=MOST_SECTIONS)
+def forward_events(section: Section) -> SectionEvents:
+    """Return what a part allocates and frees in a forward that saves nothing, as under ``no_grad``."""
+    tape, entry, output = section.tape, section.entry, section.output
+    recorder = EventRecorder(tape.storages, entry.storage, output.storage)
+    player = Player(tape, "first", None, NOTHING_AGAIN, recorder)
+    player.forward(saves=False)
+    recorder.end_of_forward()
+    forward, in_forward = recorder.cut()
+    player.region_ends()
+    region_end, _ = recorder.cut()
+    return SectionEvents(
+        storages=tuple(recorder.storages),
+        forward=forward,
+        region_end=region_end,
+        backward=(),
+        entry=entry.storage,
+        output=output.storage,
+        keeps_output=recorder.keeps_output,
+        arriving=NO_STORAGE,
+        leaving=NO_STORAGE,
+        kept=(),
+        products=(in_forward, ()),
+    )

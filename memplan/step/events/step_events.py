@@ -1,0 +1,247 @@
+"""A whole training run as allocations and frees, in order: what is made first, then one step after another.
+
+The order is that of the loop that is traced (memplan/trace/jobs/training_job.py). Layers that are alike play the same
+events under other names, so that a step of a large model takes a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.events.event_stream import EventStream, PlayedSection
+from memplan.step.events.head_events import ChunkedLoss
+from memplan.step.events.model_tensors import ModelTensors, numbered
+from memplan.step.events.section_events import SectionEvents, forward_events, section_events
+from memplan.step.events.update_events import Updates
+from memplan.step.instants import embedded_leaf
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
+from memplan.step.tapes.linear_forms import ZERO, Form
+from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.units import MIB
+
+CUBLASLT_WORKSPACE_BYTES = MIB
+"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvents:
+    """A training run from the first weight on.
+
+    Attributes:
+        sizes: Bytes of each storage.
+        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
+        libraries: Storages that are workspaces of libraries.
+        steady_from: Place of the first event of the last step.
+    """
+
+    sizes: Sequence[int]
+    codes: Sequence[int]
+    libraries: frozenset[int]
+    steady_from: int
+
+
+class StepPlayer:
+    """Plays a training run.
+
+    Args:
+        inputs: What a step depends on.
+        taped: The model on tape.
+        values: Values of the quantities that sizes are made of.
+        buffers: Token ids, targets and tables.
+        library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
+    """
+
+    def __init__(
+        self, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int], buffers: Form, library_bytes: int
+    ) -> None:
+        self.inputs, self.taped, self.values = inputs, taped, values
+        self.config = inputs.setup.config
+        self.stream = EventStream()
+        self.tensors = ModelTensors(inputs)
+        self.updates = Updates(self.stream, inputs, self.tensors)
+        self.gradients: dict[str, int] = {}
+        self._buffers = buffers
+        holds = "logits" in inputs.setup.stack.loop.holds and taped.head.logits is not None
+        self._held_logits = taped.head.logits.storage if holds and taped.head.logits is not None else None
+        self._held: list[int] = []
+        self._leaf = embedded_leaf(inputs, taped) is not ZERO and not taped.embedding.tape.nodes
+        self._graph: list[int] = []
+        libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
+        self._libraries = {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
+        self._sizes: dict[int, list[int]] = {}
+
+    def run(self, steps: int = 2) -> RunEvents:
+        """Return the events of what is made first, and of so many steps."""
+        self._make_persistent()
+        steady_from = 0
+        for step in range(steps):
+            steady_from = len(self.stream.codes)
+            self._step(first=step == 0)
+        return RunEvents(self.stream.sizes, self.stream.codes, frozenset(self.stream.libraries), steady_from)
+
+    def _make_persistent(self) -> None:
+        """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
+        self.stream.allocate_all(self.tensors.weight_sizes())
+        self.stream.allocate_all(self.tensors.buffer_sizes(self._buffers, self.values))
+        self.stream.allocate_all(self.tensors.copy_sizes())
+        self.updates.make_early_states()
+
+    def _step(self, *, first: bool) -> None:
+        config = self.config
+        fills = config.zero_gradients == "fill"
+        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if fills and not first else "first"
+        for micro_step in range(config.gradient_accumulation_steps):
+            self._pass("again" if micro_step else mode)
+        if config.gradients.lifetime == "step":
+            if config.clip_gradients:
+                self.updates.clip()
+            self.updates.step(self.gradients, first=first)
+            if not fills:
+                self.stream.free_all(self.gradients.values())
+                self.gradients = {}
+            self.updates.average()
+        if config.evaluation:
+            self._evaluate()
+
+    # ---------------------------------------------------------------- forward and backward
+    def _pass(self, mode: Mode) -> None:
+        """Play one forward and backward."""
+        taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
+        parts = self._runs(self._chain(mode), leaf=self._leaf)
+        chunks = None
+        if taped.head.chunk is not None:
+            chunks = ChunkedLoss(self.stream, taped.head, self.values, mode)
+            chunks.forward()
+            chunks.region_end()
+        for _, part in parts:
+            part.region_end()
+        self._hold(parts[-1][1])
+        losses = [loss_bytes] * (2 if self.config.gradient_accumulation_steps > 1 or self.config.loss_scaling else 1)
+        roots = self.stream.allocate_all([*losses, loss_bytes])
+        gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
+        if chunks is not None:
+            normed = parts[-1][1]
+            gradient, sums = chunks.backward(
+                NO_STORAGE if normed.output_owned else normed.output, self._libraries["backward"]
+            )
+            self._keep(sums, "", waiting, mode)
+        for number, part in reversed(parts):
+            part.backward(gradient, self._libraries["backward"])
+            self._keep(part.kept, number, waiting, mode)
+            gradient = part.leaving if part.leaving != NO_STORAGE else gradient
+        if self._leaf:
+            self._graph = [gradient, parts[0][1].output]
+            if not self.inputs.setup.stack.loop.holds:
+                self._let_go()
+        self.stream.free_all(roots)
+
+    def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
+        """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""
+        taped = self.taped
+        yield "", section_events(taped.embedding, mode)
+        for index, run in enumerate(taped.runs):
+            events = section_events(taped.layer_of(index), mode, self.inputs.recomputation)
+            for number in range(run.first, run.first + run.count):
+                yield str(number), events
+        head = section_events(taped.head.section, mode)
+        yield "", head if self._held_logits is None else head.holding(self._held_logits)
+
+    def _hold(self, head: PlayedSection) -> None:
+        """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
+        self._let_go()
+        self.stream.free_all(self._held)
+        self._held = [] if self._held_logits is None else [head.name(self._held_logits)]
+
+    def _let_go(self) -> None:
+        """Free the embedded tokens and their gradient, which the graph of a loss has."""
+        self.stream.free_all(self._graph)
+        self._graph = []
+
+    def _runs(
+        self, parts: Iterable[tuple[str, SectionEvents]], *, leaf: bool = False
+    ) -> list[tuple[str, PlayedSection]]:
+        """Write the forward of parts, each given what the one before hands on."""
+        played: list[tuple[str, PlayedSection]] = []
+        handed, owned = NO_STORAGE, False
+        for number, events in parts:
+            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned)
+            part.forward(self._libraries["forward"])
+            played.append((number, part))
+            handed, owned = part.output, part.output_owned or (leaf and len(played) == 1)
+        return played
+
+    def _sizes_of(self, events: SectionEvents) -> list[int]:
+        sizes = self._sizes.get(id(events))
+        if sizes is None:
+            sizes = self._sizes[id(events)] = events.sizes(self.values)
+        return sizes
+
+    def _keep(self, kept: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
+        """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
+        tied = self._tied
+        for name, storage in kept.items():
+            if tied is None or name != tied.name:
+                self.gradients[numbered(name, number)] = storage
+            elif name not in waiting:
+                waiting[name] = storage
+            else:
+                self._add_tied(tied, waiting.pop(name), storage, mode)
+
+    def _add_tied(self, weight: Weight, first: int, second: int, mode: Mode) -> None:
+        """Add up the gradients of a tied embedding and head, and store the sum."""
+        chunked = self.taped.head.chunk is not None and not self.inputs.regime.one_chunk
+        total = first
+        if not (self.taped.head.weights[0].converted or chunked):
+            total = self.stream.allocate(weight.formed_bytes)
+            self.stream.free(first)
+        self.stream.free(second)
+        stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
+        if stored and (weight.converted or stored != weight.formed_bytes):
+            self.gradients[weight.name] = self.stream.allocate(stored)
+        elif stored:
+            self.gradients[weight.name] = total
+            return
+        self.stream.free(total)
+
+    @property
+    def _tied(self) -> Weight | None:
+        """The tensor that embedding and head share, where their gradients are added up."""
+        weight = self.taped.weight(self.inputs.spec.names.embedding)
+        assert weight is not None
+        return weight if self.taped.settings.tied and weight.trainable and not weight.coded else None
+
+    def _evaluate(self) -> None:
+        """Write a forward without gradients, whose loss is over all logits at once."""
+        taped = self.taped
+        layers = [
+            forward_events(taped.layer_of(index)) for index, run in enumerate(taped.runs) for _ in range(run.count)
+        ]
+        head = forward_events(evaluated_head(taped.settings, taped.weights))
+        parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers], ("", head)])
+        for _, part in parts:
+            part.region_end()
+
+
+def run_events(
+    inputs: StepInputs,
+    taped: ModelOnTape,
+    values: Sequence[int],
+    buffers: Form,
+    library_bytes: int,
+    steps: int = 2,
+) -> RunEvents:
+    """Return the events of a training run: what is made first, and so many steps.
+
+    Args:
+        inputs: What a step depends on.
+        taped: The model on tape.
+        values: Values of the quantities that sizes are made of.
+        buffers: Token ids, targets and tables.
+        library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
+        steps: The first also makes what stays, such as optimizer states.
+    """
+    return StepPlayer(inputs, taped, values, buffers, library_bytes).run(steps)
