@@ -1,0 +1,57 @@
+"""The quick loop is the simulator: equal peaks, survival and retries on streams drawn at random."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from memplan.allocator.caching_allocator import replay
+from memplan.allocator.stream_replay import stream_peaks
+
+SIZES = (1, 600, 2**19, 2**20, 2**20 + 1, 3 * 2**20, 9_999_999, 10 * 2**20, 17 * 2**20 + 5, 40 * 2**20, 0)
+
+
+def drawn(seed, length=600):
+    """Return sizes and codes of a stream that allocates and frees at random."""
+    rng = Random(f"stream {seed}")
+    sizes, codes, alive = [], [], []
+    for _ in range(length):
+        if alive and rng.random() < 0.47:
+            codes.append(2 * alive.pop(rng.randrange(len(alive))) + 1)
+        else:
+            sizes.append(rng.choice(SIZES) + 512 * rng.randrange(3))
+            alive.append(len(sizes) - 1)
+            codes.append(2 * alive[-1])
+    return sizes, codes
+
+
+def events(sizes, codes):
+    """Return a stream as the simulator takes it."""
+    return [(-1 if code & 1 else 1, code >> 1, sizes[code >> 1]) for code in codes]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_one(seed):
+    sizes, codes = drawn(seed)
+    whole = replay(events(sizes, codes))
+    quick = stream_peaks(sizes, codes)
+    assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
+    for eighths in range(8):
+        rest = whole.reserved_peak_bytes - whole.allocated_peak_bytes
+        card = whole.allocated_peak_bytes * 15 // 16 + rest * eighths // 8
+        expected, capped = replay(events(sizes, codes), None, card), stream_peaks(sizes, codes, card)
+        assert (capped.survives, capped.retries) == (expected.survives, expected.retries)
+        assert (capped.allocated_bytes, capped.reserved_bytes) == (
+            expected.allocated_peak_bytes,
+            expected.reserved_peak_bytes,
+        )
+
+
+def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
+    results = {
+        (up.reserved_bytes, down.reserved_bytes)
+        for sizes, codes in map(drawn, range(30))
+        for up, down in [(stream_peaks(sizes, codes), stream_peaks(sizes, codes, downwards=True))]
+    }
+    assert any(up != down for up, down in results)
