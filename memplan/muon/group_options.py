@@ -68,6 +68,17 @@ LAYOUT_KEYS = (
 """Keys that decide which state tensors there are: a checkpoint must agree in them."""
 
 _TORCH_KEYS = {"params", "name", "param_names", "initial_lr", "role"}
+NOT_OFFERED = {
+    "amsgrad": "AdamW here has no maximum of its second moment; leave it out",
+    "capturable": "a step reads its counters and its gradients' largest magnitude on the host, and cannot be captured "
+    "in a CUDA graph; leave it out",
+    "differentiable": "a step runs without autograd; leave it out",
+    "foreach": "parameters are updated one after the other, in scratch that is planned to the byte; leave it out",
+    "fused": "updates choose their kernels themselves; leave it out",
+    "maximize": "a step always descends; negate the loss",
+}
+"""Options of ``torch.optim`` that are refused in words where they are asked for, and accepted where they are off."""
+
 _POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements", "projection_interval")
 _NOT_NEGATIVE = ("lr", "lr_scale", "weight_decay", "eps", "adamw_eps")
 _CHOICES = {
@@ -82,9 +93,17 @@ _CHOICES = {
 
 def checked_keys(group: Mapping[str, Any]) -> None:
     """Raise on a key that means nothing, naming the nearest one that does."""
-    for key in group:
-        if key not in DEFAULTS and key not in _TORCH_KEYS:
+    for key, value in group.items():
+        if key in NOT_OFFERED:
+            if value:
+                raise OptimizerError(f"{key}: {NOT_OFFERED[key]}")
+        elif key not in DEFAULTS and key not in _TORCH_KEYS:
             raise unknown_name("key of a parameter group", str(key), DEFAULTS)
+
+
+def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without the keys of ``torch.optim`` that are not offered and are off, as they always are."""
+    return {key: value for key, value in group.items() if key not in NOT_OFFERED}
 
 
 def checked_options(group: Mapping[str, Any]) -> None:

@@ -1,41 +1,41 @@
 """``Muon``: the thin optimizer around ``steps``, which routes each group to Muon or AdamW.
 
-Muon orthogonalises the running mean of a matrix's gradients. It is for the matrices inside a
-network; embeddings, the head, norms and biases take AdamW: ``split_parameters`` tells them apart.
-State is made at construction and holds plain tensors only.
+Muon orthogonalises the running mean of a matrix's gradients; ``update_rule`` has the rule on one screen. It is for
+the matrices inside a network; embeddings, the head, norms and biases take AdamW: ``Muon.from_model`` tells them
+apart. State is made at construction and holds plain tensors only.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, diverges, muon_options
+from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, own_options
+from memplan.muon.one_parameter import update_parameter_
+from memplan.muon.parameter_groups import named_groups
 from memplan.muon.parameter_state import (
-    checked_parameter,
-    checked_state_dict,
+    checked_handles,
     first_not_finite,
-    float_options,
+    follow_parameter,
     initial_state,
     parameter_name,
-    restored,
+    restore,
 )
-from memplan.muon.stores.gradient_stores import GradientStore
+from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.updates.backward_hooks import BackwardHooks
+from memplan.muon.updates.clipping import clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
-from memplan.muon.updates.offload import Stager, buffers_on, finish_copies, stager_of
-from memplan.muon.updates.projection import projected_step_
-from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
+from memplan.muon.updates.offload import buffers_on, finish_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from memplan.muon.state_codecs.codecs import Codec
+    from torch import nn
 
 Group = dict[str, Any]
 
@@ -58,12 +58,7 @@ class Muon(torch.optim.Optimizer):
             each into a store as soon as backward has formed it, and adds there.
         check_finite: Whether a step refuses gradients that are not finite; on CUDA that synchronises once.
         seed: Seed of stochastic rounding, which depends on it, the parameter and the step alone.
-        **options: The other keys of ``group_options.DEFAULTS``. Those most used: ``block_elements`` (128),
-            ``scale_dtype`` (``fp32``), ``adamw_format`` (``fp32``, ``bf16`` or ``int8``), ``betas``, ``adjust_lr_fn``,
-            ``ns_coefficients``, ``ns_steps``, ``ns_workspace`` (``min``, ``fast`` or ``gram``), ``rounding``
-            (of weights that are not fp32), ``master`` (``split``: bf16 weights with their other 16 bits),
-            ``offload`` (states on the CPU), ``reuse_gradient`` (a bf16 gradient is overwritten by
-            the update), ``projection_rank`` (GaLore), ``low_rank`` (a part of momentum in int8).
+        **options: The other keys of ``group_options.DEFAULTS``; ``docs/muon.md`` explains those most used.
 
     Raises:
         OptimizerError: If a parameter or option cannot be handled.
@@ -95,42 +90,53 @@ class Muon(torch.optim.Optimizer):
         self.seed = seed
         self.gradient_format = gradient_format
         self.check_finite = check_finite
-        self._handles: dict[Tensor, Handle] = {}
-        self._places: dict[Tensor, int] = {}
+        self._parameters = RegisteredParameters()
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._hooks: list[Any] = []
-        self._releasing = False
-        self._accumulating = False
-        super().__init__(params, {**DEFAULTS, **options, **given, "momentum_format": momentum_format})
+        self._backward = BackwardHooks(self._use_gradient)
+        defaults = {**DEFAULTS, **own_options(options), **given, "momentum_format": momentum_format}
+        super().__init__(params, defaults)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        assign: Mapping[str, str] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Muon:
+        """Return the optimizer of all parameters of ``model``: hidden matrices under Muon, all others under AdamW.
+
+        Args:
+            model: Any module; quantised layers too.
+            assign: ``muon`` or ``adamw`` by name or pattern, for what no rule knows (``split_parameters``).
+            adamw: Options of AdamW's groups alone, such as its own ``lr``.
+            **options: Those of the class, for all groups.
+
+        Raises:
+            OptimizerError: If no rule knows a parameter, or if there is no matrix for Muon.
+
+        Example:
+            >>> layers = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+            >>> optimizer = Muon.from_model(torch.nn.Sequential(*layers), lr=0.02, adamw={"lr": 3e-4})
+            >>> [(group["algorithm"], group["lr"], group["param_names"]) for group in optimizer.param_groups]
+            [('muon', 0.02, ['1.weight']), ('adamw', 0.0003, ['0.weight', '1.bias', '2.weight', '2.bias'])]
+        """
+        return cls(named_groups(model, assign, adamw), **options)
 
     def add_param_group(self, param_group: Group) -> None:
         """Check a group, then add it and make the state of its parameters."""
         checked_keys(param_group)
+        param_group = own_options(param_group)
         group = {**self.defaults, **param_group}
         checked_options(group)
         if diverges(group):
             warnings.warn(f"{group['momentum_format']!r} diverges; it shows the notes' own quantiser", stacklevel=3)
-        entries = group["params"]
-        single = isinstance(entries, Tensor) or hasattr(entries, "as_handle")
-        named = [entry if isinstance(entry, tuple) else ("", entry) for entry in ([entries] if single else entries)]
-        handles = [self._handle(entry) for _, entry in named]
-        for handle, (name, _) in zip(handles, named, strict=True):
-            checked_parameter(handle, group, name)
-        keys = [(name, handle.key) if name else handle.key for handle, (name, _) in zip(handles, named, strict=True)]
+        handles, names = checked_handles(group, self.gradient_format)
+        keys = [(name, handle.key) if name else handle.key for handle, name in zip(handles, names, strict=True)]
         super().add_param_group({**param_group, "params": keys})
         for handle in handles:
             self._adopt(handle, self.param_groups[-1])
-
-    def _handle(self, entry: Any) -> Handle:
-        if hasattr(entry, "as_handle"):
-            handle: Handle = entry.as_handle()
-            if self.gradient_format:
-                handle.store = GradientStore(self.gradient_format, handle.shape)
-            return handle
-        if not isinstance(entry, Tensor):
-            raise OptimizerError(f"a parameter must be a tensor or a quantised weight, got {type(entry).__name__}")
-        store = GradientStore(self.gradient_format, entry.shape) if self.gradient_format else None
-        return FloatHandle(entry, store)
 
     def _adopt(self, handle: Handle, group: Group) -> None:
         """Make the state of a new parameter."""
@@ -140,47 +146,45 @@ class Muon(torch.optim.Optimizer):
             assert isinstance(handle, FloatHandle)
             handle = SplitHandle(handle.parameter, state["mantissa"], handle.store)
         self.state[handle.key] = state
-        self._handles[handle.key] = handle
-        self._places[handle.key] = len(self._places)
-        if self.gradient_format or self._releasing:
-            self._listen(handle, group)
-
-    def _listen(self, handle: Handle, group: Group) -> None:
-        """Register a hook for each gradient that backward completes."""
-        optimizer = weakref.ref(self)  # an optimizer that is gone must not act on gradients any more
-
-        def call() -> None:
-            alive = optimizer()
-            if alive is not None:
-                alive._after_backward(handle, group)
-
-        self._hooks.append(handle.on_gradient(call))
+        self._parameters.add(handle, group)
+        if self.gradient_format or self._backward.releasing:
+            self._backward.listen([(handle, group)])
 
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; a gradient in a store is consumed.
+
+        A compiled caller runs it as it is: its scratch is planned, and its kernels are chosen.
 
         Args:
             closure: Computes the gradients anew and returns the loss.
 
         Raises:
-            OptimizerError: If a gradient is not finite or is sparse; nothing has changed then.
+            OptimizerError: If a gradient is not finite or is sparse, or a group's state cannot follow its options.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         ready = [(handle, group) for handle, group in self.handles() if handle.gradient(False) is not None]
+        self._refuse_changed(ready)
         self._refuse_unusable([handle for handle, _ in ready])
         for handle, group in ready:
             self._update(handle, group)
             if handle.store is not None:
                 handle.store.clear()
         return loss
+
+    def _refuse_changed(self, ready: list[tuple[Handle, Group]]) -> None:
+        """Raise if a group was given options since that cannot be run, or that its parameters' states do not fit."""
+        if any(handle.key.is_cuda for handle, _ in ready) and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError("a step reads counters on the host, and cannot be captured in a CUDA graph")
+        self._parameters.refuse_changes(ready, self.param_groups)
 
     def _refuse_unusable(self, handles: list[Handle]) -> None:
         """Raise if a gradient is not finite; the host waits once for each device."""
@@ -190,28 +194,10 @@ class Muon(torch.optim.Optimizer):
             raise OptimizerError(f"the gradient of {name} is not finite; no parameter or state was changed")
 
     def _update(self, handle: Handle, group: Group) -> None:
-        state = self.state[handle.key]
-        gradient = handle.gradient(group["reuse_gradient"])
-        assert gradient is not None
-        generator = self._seeded_generator(handle.key)
-        if group["algorithm"] == "adamw":
-            moments = adamw_options(group, handle.shape.numel())
-            stager = self._stager(handle, group, moments.codecs[0], adamw_chunk_length(handle, moments))
-            adamw_step_(handle, gradient, state, moments, generator, stager)
-            return
-        options = muon_options(group)
-        length = chunk_length(handle.shape.numel(), options.chunk_elements, options.codec.block_elements)
-        stager = self._stager(handle, group, options.codec, length)
-        if group["projection_rank"]:
-            projected_step_(handle, gradient, state, options, generator, stager, group)
-        else:
-            muon_step_(handle, gradient, state, options, generator, stager)
-        state["step"] += 1
-
-    def _stager(self, handle: Handle, group: Group, codec: Codec, length: int) -> Stager:
-        """Return the stager of a parameter's state, in stretches of ``length`` elements."""
-        buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
-        return stager_of(handle, self.state[handle.key], codec, length, buffers)
+        state, device = self.state[handle.key], handle.key.device
+        follow_parameter(handle, group, state)
+        buffers = self._buffers_on(device) if group["offload"] else 0
+        update_parameter_(handle, group, state, self._seeded_generator(handle.key), buffers)
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""
@@ -219,50 +205,49 @@ class Muon(torch.optim.Optimizer):
 
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
         """Return a generator seeded by the seed, the parameter's place and its step alone."""
-        generator = self._generators.get(key.device)
-        if generator is None:
-            generator = self._generators[key.device] = torch.Generator(key.device)
+        if key.device not in self._generators:
+            self._generators[key.device] = torch.Generator(key.device)
+        generator = self._generators[key.device]
         step = int(self.state[key]["step"])
-        return generator.manual_seed((self.seed * 1_000_003 + step) * 1_000_003 + self._places[key])
+        return generator.manual_seed((self.seed * 1_000_003 + step) * 1_000_003 + self._parameters.places[key])
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients, those in stores too, so that their norm is at most ``max_norm``; return the norm before.
+
+        Raises:
+            OptimizerError: If gradients are released inside backward, or, where asked for, the norm is not finite.
+        """
+        if self._backward.releasing:
+            raise OptimizerError("gradients are released one by one inside backward: no norm over all of them exists")
+        gradients = [handle.gradient(False) for handle, _ in self.handles()]
+        return clip_gradients_([g for g in gradients if g is not None], max_norm, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, those in stores too; ``set_to_none=False`` zeroes ``.grad`` in place."""
         super().zero_grad(set_to_none)
-        for handle in self._handles.values():
+        for handle in self._parameters.handles.values():
             if set_to_none or handle.key.grad is None:
                 handle.clear_gradient()
 
     def enable_gradient_release(self) -> None:
         """Update each parameter inside backward, as soon as its gradient is complete, and free that.
 
-        Of all gradients only those of one layer exist at a time. There can be no clipping by a norm
-        over all gradients. Backwards inside ``accumulating`` only add up.
-
-        Source:
-            https://arxiv.org/abs/2306.09782 (LOMO).
+        Of all gradients only those of one layer exist at a time. There can be no clipping by a norm over all
+        gradients. Backwards inside ``accumulating`` only add up. Source: https://arxiv.org/abs/2306.09782 (LOMO).
         """
-        if not self._hooks:
-            for handle, group in self.handles():
-                self._listen(handle, group)
-        self._releasing = True
+        self._backward.release(self.handles())
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Within, backward adds to gradients and updates nothing; the first backward after it releases the sum."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        return self._backward.sums_only()
 
-    @torch.no_grad()
-    def _after_backward(self, handle: Handle, group: Group) -> None:
-        release = self._releasing and not self._accumulating
-        handle.collect(keep=not release)
-        if release:
-            self._refuse_unusable([handle])
-            self._update(handle, group)
-            handle.clear_gradient()
+    def _use_gradient(self, handle: Handle, group: Group) -> None:
+        """Update a parameter inside backward, and free its gradient."""
+        self._refuse_changed([(handle, group)])
+        self._refuse_unusable([handle])
+        self._update(handle, group)
+        handle.clear_gradient()
 
     def state_dict(self) -> Group:
         """Return state and options, as torch does, once offloaded state has arrived on the CPU."""
@@ -280,20 +265,35 @@ class Muon(torch.optim.Optimizer):
         Raises:
             OptimizerError: If the checkpoint's groups, shapes or formats are others; nothing has changed then.
         """
-        keys = [key for group in self.param_groups for key in group["params"]]
-        states = [self.state[key] for key in keys]
-        checked_state_dict(state_dict, self.param_groups, states)
-        for key in keys:
-            finish_copies(key.device)
-        restored(state_dict, states)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(float_options(saved))
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        keys = [handle.key for handle, _ in self.handles()]
+        for device in {key.device for key in keys}:
+            finish_copies(device)
+        restore(state_dict, self.param_groups, [self.state[key] for key in keys])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> Group:
+        """Return what a copy or a pickle takes along; its hooks are made anew."""
+        own = ("seed", "gradient_format", "check_finite", "_parameters")
+        copied = {name: self.__dict__[name] for name in own}
+        return {**super().__getstate__(), **copied, "releasing": self._backward.releasing}
+
+    def __setstate__(self, state: Group) -> None:
+        """Become a copy, which listens to the gradients of its own parameters."""
+        releasing = state.pop("releasing")
+        super().__setstate__(state)
+        self._parameters.checked.clear()
+        self._generators, self._backward = {}, BackwardHooks(self._use_gradient)
+        self._backward.releasing = releasing
+        if self.gradient_format or releasing:
+            self._backward.listen(self.handles())
 
     def handles(self) -> Iterator[tuple[Handle, Group]]:
         """Yield every parameter's handle with its group."""
-        for group in self.param_groups:
-            for key in group["params"]:
-                yield self._handles[key], group
+        yield from self._parameters.of(self.param_groups)
 
     def state_bytes(self) -> int:
         """Return the bytes of all state, which is ``sum(t.nbytes)`` over its tensors."""

@@ -107,6 +107,25 @@ def split_parameters(
     return ParameterGroups(_grouped(routed, layer_scale), tuple(entry for _, entry in routed))
 
 
+def named_groups(
+    model: nn.Module, assign: Mapping[str, str] | None, adamw: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Return the groups of ``split_parameters``, each parameter with its name, and AdamW's with options of their own.
+
+    Raises:
+        OptimizerError: As there, and if no matrix is left for Muon.
+    """
+    groups = split_parameters(model, assign)
+    if all(group["algorithm"] != "muon" for group in groups):
+        raise OptimizerError(f"{type(model).__name__} has no hidden matrix to train, so that there is nothing for Muon")
+    own = {"muon": {}, "adamw": dict(adamw or {})}
+    return [
+        {"algorithm": group["algorithm"], "params": list(zip(group["param_names"], group["params"], strict=True))}
+        | own[group["algorithm"]]
+        for group in groups
+    ]
+
+
 def _grouped(
     routed: list[tuple[Any, RoutedParameter]], layer_scale: Callable[[int, int], float] | None
 ) -> list[dict[str, Any]]:

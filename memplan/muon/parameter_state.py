@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, adamw_options, muon_options
+from memplan.muon.group_options import LAYOUT_KEYS, adamw_options, checked_options, muon_options
+from memplan.muon.stores.gradient_stores import GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.updates.handles import FloatHandle, Handle
+from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
 from memplan.muon.updates.low_rank import low_rank_state
 from memplan.muon.updates.offload import home_of, pinned
 from memplan.muon.updates.projection import projection_state
@@ -22,9 +25,42 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 
+def checked_handles(group: Group, gradient_format: str | None) -> tuple[list[Handle], list[str]]:
+    """Return how an optimizer updates what a group lists, and the names given with it, "" where there is none.
+
+    Args:
+        group: A group with all its options; ``params`` is one entry or several, each maybe with its name before it.
+        gradient_format: Of a store for each gradient; None for none.
+
+    Raises:
+        OptimizerError: If the group's algorithm cannot update an entry.
+    """
+    entries = group["params"]
+    single = isinstance(entries, Tensor) or hasattr(entries, "as_handle")
+    named = [entry if isinstance(entry, tuple) else ("", entry) for entry in ([entries] if single else entries)]
+    handles = [_handle_of(entry, gradient_format) for _, entry in named]
+    for handle, (name, _) in zip(handles, named, strict=True):
+        checked_parameter(handle, group, name)
+    return handles, [name for name, _ in named]
+
+
+def _handle_of(entry: Any, gradient_format: str | None) -> Handle:
+    if hasattr(entry, "as_handle"):
+        handle: Handle = entry.as_handle()
+        if gradient_format:
+            handle.store = GradientStore(gradient_format, handle.shape)
+        return handle
+    if not isinstance(entry, Tensor):
+        raise OptimizerError(f"a parameter must be a tensor or a quantised weight, got {type(entry).__name__}")
+    store = GradientStore(gradient_format, entry.shape) if gradient_format else None
+    return FloatHandle(entry, store)
+
+
 def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
     """Raise ``OptimizerError`` unless the group's algorithm can update the parameter."""
     shape, label = tuple(handle.shape), name or "a parameter"
+    if is_traceable_wrapper_subclass(handle.key):
+        raise OptimizerError(_wrapped(label, type(handle.key).__name__))
     floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
     if not floating or handle.key.is_sparse:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
@@ -41,6 +77,28 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")
     if group["projection_rank"] and (len(shape) != 2 or group["projection_rank"] > min(shape) or group["offload"]):
         raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
+
+
+def _wrapped(label: str, kind: str) -> str:
+    """Return why a tensor that wraps others is refused, and what to do."""
+    if kind == "DTensor":
+        return (
+            f"{label} is a DTensor, sharded or replicated over several devices: Muon needs whole matrices, and its codes "
+            "and chunks are of one device's memory. Keep matrices whole (DistributedDataParallel, or leave them out of "
+            "fully_shard), or take torch.optim.Muon, which runs on DTensors"
+        )
+    return f"{label} is a {kind}, a tensor that wraps others, whose memory cannot be updated in place"
+
+
+def follow_parameter(handle: Handle, group: Group, state: dict[str, Tensor]) -> None:
+    """Move the state of a parameter that has moved to another device since; ``step`` stays on the CPU."""
+    device = handle.key.device
+    for name, tensor in state.items():
+        home = home_of(device) if group["offload"] and name != "mantissa" else device
+        if name != "step" and tensor.device != home:
+            state[name] = pinned(tensor.to(home), device) if group["offload"] else tensor.to(home)
+    if isinstance(handle, SplitHandle):
+        handle.mantissa = state["mantissa"]
 
 
 def parameter_name(groups: Sequence[Group], key: Tensor) -> str:
@@ -86,14 +144,27 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
     return {**shaped, "step": torch.zeros(())}
 
 
-def checked_state_dict(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> None:
-    """Raise ``OptimizerError`` unless a checkpoint has the same groups, parameters and state tensors.
+def restore(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> None:
+    """Copy a checkpoint into states, tensor by tensor, and its options into groups.
 
     Args:
-        saved: What ``state_dict`` returned.
+        saved: What ``state_dict`` returned, or ``torch.distributed.checkpoint`` with names in the place of numbers.
         groups: The optimizer's groups.
         states: The states of their parameters, in order.
+
+    Raises:
+        OptimizerError: Unless it has the same groups, parameters and state tensors; nothing has changed then.
     """
+    theirs = _saved_states(saved, groups, states)
+    for copied, state in zip(theirs, states, strict=True):
+        for name, tensor in state.items():
+            tensor.copy_(copied[name])
+    for group, options in zip(groups, saved["param_groups"], strict=True):
+        group.update(_live_options(options))
+
+
+def _saved_states(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> list[Any]:
+    """Return the states of a sound checkpoint in the order of ``states``."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         raise OptimizerError("not a checkpoint of this optimizer: it has no 'state' and 'param_groups'")
     if len(saved["param_groups"]) != len(groups):
@@ -108,11 +179,19 @@ def checked_state_dict(saved: Group, groups: Sequence[Group], states: Sequence[d
                 raise OptimizerError(f"group {index}: the checkpoint has no {key!r}; another optimizer wrote it")
             if theirs[key] != ours[key]:
                 raise OptimizerError(f"group {index}: checkpoint with {key} {theirs[key]!r} for {ours[key]!r}")
-    for index, state in enumerate(states):
-        _checked_tensors(index, saved["state"].get(index), state)
+        checked_options({**ours, **_live_options(theirs)})
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for key, state in zip(keys, states, strict=True):
+        _checked_tensors(key, saved["state"].get(key), state)
+    return [saved["state"][key] for key in keys]
 
 
-def _checked_tensors(index: int, theirs: Any, ours: dict[str, Tensor]) -> None:
+def _checked_tensors(index: Any, theirs: Any, ours: dict[str, Tensor]) -> None:
+    if theirs is None and isinstance(index, str):
+        raise OptimizerError(
+            f"{index}: checkpoint without its state. torch.distributed.checkpoint.state_dict leaves out the state of "
+            "parameters that need no gradient, as codes: save and load the optimizer itself, {'optimizer': optimizer}"
+        )
     if not isinstance(theirs, dict) or theirs.keys() != ours.keys():
         given = sorted(theirs) if isinstance(theirs, dict) else "nothing"
         raise OptimizerError(f"parameter {index}: checkpoint with state {given} for {sorted(ours)}")
@@ -125,17 +204,9 @@ def _checked_tensors(index: int, theirs: Any, ours: dict[str, Tensor]) -> None:
             )
 
 
-def restored(saved: Group, states: Sequence[dict[str, Tensor]]) -> None:
-    """Copy a checked checkpoint into ``states``, tensor by tensor."""
-    for index, state in enumerate(states):
-        for name, tensor in state.items():
-            tensor.copy_(saved["state"][index][name])
-
-
-def float_options(saved: Group) -> Group:
-    """Return the options of a saved group, which replace those of the live one; state stays where it lies."""
-    known = DEFAULTS.keys() - {"offload"} | {"initial_lr"}
-    options = {key: value for key, value in saved.items() if key in known}
+def _live_options(saved: Group) -> Group:
+    """Return the options of a saved group, which replace those of the live one; parameters and states stay."""
+    options = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "offload")}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return options

@@ -12,6 +12,7 @@ from memplan.muon.byte_model import predict_bytes
 from memplan.muon.group_options import muon_options
 from memplan.muon.state_codecs.codecs import codec_bytes, padded
 from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS
+from memplan.muon.update_rule import muon_update_
 from memplan.muon.updates import low_rank
 from memplan.muon.updates.steps import rate_ratio
 
@@ -40,6 +41,22 @@ def test_torch_muon_is_reproduced(shape, adjust, workspace):
     run(Muon([{"params": [ours], "algorithm": "muon"}], ns_workspace=workspace, **arguments), [ours])
     run(torch.optim.Muon([theirs], **arguments), [theirs])
     assert ((ours - theirs).norm() / (theirs - start).norm()).item() < (0.08 if workspace == "gram" else 0.03)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", "none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_plain_rule_is_what_a_step_does(shape, adjust, nesterov):
+    ours, theirs, start = parameter(shape), parameter(shape).detach(), parameter(shape)
+    options = {"lr": 0.02, "weight_decay": 0.05, "momentum": 0.9, "nesterov": nesterov}
+    optimizer = Muon([ours], adjust_lr_fn=adjust, ns_dtype="fp32", chunk_elements=100, **options)
+    mean, generator = torch.zeros(shape), torch.Generator().manual_seed(1)
+    run(optimizer, [ours])
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=generator)
+        muon_update_(theirs, gradient, mean, adjust=adjust, dtype=torch.float32, **options)
+    assert torch.allclose(optimizer.state[ours]["momentum_buffer"], mean, atol=1e-6)
+    assert (ours - theirs).norm() <= 1e-4 * (start - theirs).norm()
 
 
 def test_momentum_is_bitwise_that_of_torch():

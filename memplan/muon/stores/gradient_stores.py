@@ -32,6 +32,12 @@ class Gradient(Protocol):
     def largest(self) -> Tensor:
         """Return the largest magnitude, one number; not finite if any element is not."""
 
+    def norm(self) -> Tensor:
+        """Return the root of the sum of squares, one fp32 number."""
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the gradient by one number."""
+
 
 class TensorGradient:
     """A plain gradient tensor, fp32, bf16 or fp16.
@@ -42,6 +48,7 @@ class TensorGradient:
     """
 
     def __init__(self, tensor: Tensor, reuse: bool = True) -> None:
+        self._tensor = tensor
         self._reuse = reuse and tensor.is_contiguous()
         self._flat = tensor.contiguous().view(-1)
 
@@ -56,6 +63,14 @@ class TensorGradient:
     def largest(self) -> Tensor:
         """Return the largest magnitude in the gradient's dtype."""
         return _largest(self._flat)
+
+    def norm(self) -> Tensor:
+        """Return the norm, summed in fp32."""
+        return _norm(self._flat)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the tensor that was given."""
+        self._tensor.mul_(factor)
 
 
 class GradientStore:
@@ -184,7 +199,27 @@ class GradientStore:
         assert self.codes is not None
         return _largest(self.codes) if self.scale is None else self.scale
 
+    def norm(self) -> Tensor:
+        """Return the norm, summed in fp32; of FP8 a chunk at a time."""
+        assert self.codes is not None
+        if self.scale is None:
+            return _norm(self.codes)
+        flat, total = self.codes.view(-1), torch.zeros((), device=self.codes.device)
+        for start in starts(flat.numel(), self.chunk_elements):
+            total.hypot_(_norm(flat[start : start + self.chunk_elements].float()))
+        return total.mul_(self.scale)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply the stored numbers, or their scale where there is one."""
+        assert self.codes is not None
+        (self.codes if self.scale is None else self.scale).mul_(factor)
+
 
 def _largest(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor, ord=float("inf"))
+    return norm
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
     return norm

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.weights.coded_parameter import CodedParameter
 from memplan.muon.weights.weight_codecs import weight_format
 
 if TYPE_CHECKING:
@@ -33,20 +34,20 @@ class QuantisedWeight(nn.Module):
         columns: Elements of a row.
 
     Attributes:
-        codes: The only parameter; it takes no gradient itself.
-        gradient: Where layers leave the gradient of the matrix between backward and step.
+        codes: The only parameter; its ``.grad`` is the stored gradient of the matrix.
+        gradient: Where layers leave that gradient between backward and step.
     """
 
-    codes: nn.Parameter
+    codes: CodedParameter
 
     def __init__(self, codes: Tensor, format: str, columns: int) -> None:
         super().__init__()
         self.format: WeightFormat = weight_format(format)
         if codes.dtype != torch.uint8 or codes.shape[1:] != (self.format.row_bytes(columns),):
             raise OptimizerError(f"{format}: codes of {codes.dtype} {tuple(codes.shape)} do not hold rows of {columns}")
-        self.codes = nn.Parameter(codes.contiguous(), requires_grad=False)
         self.shape = torch.Size((codes.shape[0], columns))
         self.gradient = GradientStore("bf16", self.shape)
+        self.codes = CodedParameter(codes.contiguous(), self.gradient)
         self.anchor = torch.empty(0, requires_grad=True)
         """Takes part in every product, so that autograd knows when the gradient is complete; it is empty."""
 
@@ -147,7 +148,7 @@ class QuantisedHandle:
 
     @store.setter
     def store(self, store: GradientStore) -> None:
-        self.weight.gradient = store
+        self.weight.gradient = self.weight.codes.store = store
 
     def gradient(self, reuse: bool) -> Gradient | None:
         """Return the store while it holds a gradient; it is always free to be overwritten."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.weights.quantised import QuantisedWeight
+from memplan.muon.weights.weight_codecs import weight_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,19 +45,24 @@ class _Lookup(torch.autograd.Function):
     """Rows of the matrix; backward forms the dense gradient of the whole matrix, as ``nn.Embedding`` does."""
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, anchor: Tensor, weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, index: Tensor, anchor: Tensor, weight: QuantisedWeight, dtype: torch.dtype, padding: int | None
+    ) -> Tensor:
         del anchor
         ctx.save_for_backward(index)
-        ctx.weight = weight
+        ctx.weight, ctx.padding = weight, padding
         return weight.rows(index, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
         weight: QuantisedWeight = ctx.weight
         dense = grad.new_zeros(weight.shape)
-        weight.receive(dense.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1])))
-        return None, torch.empty(0), None, None
+        dense.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+        if ctx.padding is not None:
+            dense[ctx.padding].zero_()
+        weight.receive(dense)
+        return None, torch.empty(0), None, None, None
 
 
 class QuantisedLinear(nn.Module):
@@ -86,42 +93,93 @@ class QuantisedEmbedding(nn.Module):
     Args:
         weight: ``(num_embeddings, embedding_dim)``.
         dtype: Of the rows that it returns.
+        padding_idx: A row that takes no gradient, if any.
     """
 
-    def __init__(self, weight: QuantisedWeight, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, weight: QuantisedWeight, dtype: torch.dtype = torch.bfloat16, padding_idx: int | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.dtype = dtype
+        self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = weight.shape
 
     def forward(self, index: Tensor) -> Tensor:
         """Return ``(*index.shape, embedding_dim)``."""
-        rows = _Lookup.apply(index, self.weight.anchor, self.weight, self.dtype)  # type: ignore[no-untyped-call]
+        arguments = index, self.weight.anchor, self.weight, self.dtype, self.padding_idx
+        rows = _Lookup.apply(*arguments)  # type: ignore[no-untyped-call]
         return cast("Tensor", rows)
 
 
-def quantise_(model: nn.Module, choose: Callable[[str, nn.Module], str | None]) -> nn.Module:
+def quantise_(model: nn.Module, choose: str | Callable[[str, nn.Module], str | None]) -> nn.Module:
     """Replace linear layers and embeddings of ``model`` in place, and return it; tied weights stay tied.
 
     Args:
         model: Any module.
-        choose: Returns the format for a layer, given its name and itself, or None to leave it.
+        choose: The format of all of them, such as ``q4-0``; or a function that returns the format for a layer, given
+            its name and itself, or None to leave it.
+
+    Raises:
+        UnknownNameError: If a format is not known.
+        OptimizerError: If a layer cannot be replaced; the message lists all such, and the model is as it was.
+
+    Example:
+        >>> model = quantise_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), "q4-0")
+        >>> [type(layer).__name__ for layer in model]
+        ['QuantisedLinear', 'ReLU', 'QuantisedLinear']
     """
+    if not isinstance(choose, str) and not callable(choose):
+        raise OptimizerError(f"choose: expected a format's name or a function, got {type(choose).__name__}")
+    chosen: list[tuple[str, nn.Linear | nn.Embedding, str]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            format = choose if isinstance(choose, str) else choose(name, module)
+            if format is not None:
+                chosen.append((name, module, format))
+    _refuse_unfit(model, chosen)
     shared: dict[int, QuantisedWeight] = {}
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        format = choose(name, module)
-        if format is None:
-            continue
-        weight = shared.get(id(module.weight))
-        if weight is None:
-            weight = shared[id(module.weight)] = QuantisedWeight.of(module.weight, format)
-        replacement: nn.Module
-        if isinstance(module, nn.Linear):
-            replacement = QuantisedLinear(weight, module.bias)
-        else:
-            replacement = QuantisedEmbedding(weight, module.weight.dtype)
+    replaced: dict[int, nn.Module] = {}
+    for name, module, format in chosen:
+        if id(module.weight) not in shared:
+            shared[id(module.weight)] = QuantisedWeight.of(module.weight, format)
+        if id(module) not in replaced:
+            replaced[id(module)] = _replacement(module, shared[id(module.weight)])
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, replacement)
+        setattr(model.get_submodule(parent), leaf, replaced[id(module)])
     return model
+
+
+def _replacement(module: nn.Linear | nn.Embedding, weight: QuantisedWeight) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return QuantisedLinear(weight, module.bias)
+    return QuantisedEmbedding(weight, module.weight.dtype, module.padding_idx)
+
+
+def _refuse_unfit(model: nn.Module, chosen: list[tuple[str, nn.Linear | nn.Embedding, str]]) -> None:
+    """Raise if a layer's rows are no whole blocks, or if it does more than codes can do."""
+    problems = []
+    for name, module, format in chosen:
+        reason = _unfit(model, name, module, format)
+        if reason:
+            problems.append(f"{name or 'the model itself'}: {reason}")
+    if problems:
+        listed = "\n  ".join(problems)
+        raise OptimizerError(
+            f"layers that cannot be quantised; leave them by a function that returns None for them:\n  {listed}"
+        )
+
+
+def _unfit(model: nn.Module, name: str, module: nn.Linear | nn.Embedding, format: str) -> str | None:
+    """Return why a layer cannot be replaced, or None."""
+    form, columns = weight_format(format), module.weight.shape[1]
+    parent = name.rpartition(".")[0]
+    if not name:
+        return "there is nothing to put its replacement into"
+    if columns % form.block_elements:
+        return f"rows of {columns} do not divide into blocks of {form.block_elements} elements of {form.name}"
+    if isinstance(model.get_submodule(parent), nn.MultiheadAttention):
+        return "torch's attention takes its weight, and does not call it"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+        return "an embedding with max_norm, scale_grad_by_freq or sparse gradients"
+    return None

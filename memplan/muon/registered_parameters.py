@@ -1,0 +1,71 @@
+"""The parameters of an optimizer: how each is updated, where it stands, and what its state was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, checked_options
+from memplan.muon.parameter_state import parameter_name
+from memplan.muon.stores.optimizer_errors import OptimizerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from memplan.muon.updates.handles import Handle
+
+Group = dict[str, Any]
+STATE_KEYS = (*LAYOUT_KEYS, "offload")
+"""Options of a group that decide which state tensors its parameters have, and where."""
+
+
+@dataclass(slots=True)
+class RegisteredParameters:
+    """What an optimizer knows of its parameters beside groups and state; plain values, to be copied and pickled.
+
+    Attributes:
+        handles: How each is updated.
+        places: In what order they came, which stochastic rounding depends on.
+        layouts: The options by which their states were made.
+        checked: The options of each group, by its identity, when they were last found to be sound.
+    """
+
+    handles: dict[Tensor, Handle] = field(default_factory=dict)
+    places: dict[Tensor, int] = field(default_factory=dict)
+    layouts: dict[Tensor, Group] = field(default_factory=dict)
+    checked: dict[int, list[Any]] = field(default_factory=dict)
+
+    def add(self, handle: Handle, group: Group) -> None:
+        """Remember a new parameter."""
+        self.handles[handle.key] = handle
+        self.places[handle.key] = len(self.places)
+        self.layouts[handle.key] = {key: group[key] for key in STATE_KEYS}
+
+    def of(self, groups: Sequence[Group]) -> Iterator[tuple[Handle, Group]]:
+        """Yield the handle of every parameter that ``groups`` list, with its group.
+
+        Raises:
+            OptimizerError: If one was never added.
+        """
+        for group in groups:
+            for key in group["params"]:
+                if key not in self.handles:
+                    name = parameter_name(groups, key)
+                    raise OptimizerError(f"{name} is in a group and has no state: give it to add_param_group")
+                yield self.handles[key], group
+
+    def refuse_changes(self, ready: Sequence[tuple[Handle, Group]], groups: Sequence[Group]) -> None:
+        """Raise if a group has options that cannot be run, or that its parameters' states were not made for."""
+        for group in {id(group): group for _, group in ready}.values():
+            values = [group.get(key) for key in DEFAULTS]
+            if self.checked.get(id(group)) != values:
+                checked_options({**DEFAULTS, **group})
+                self.checked[id(group)] = values
+        for handle, group in ready:
+            for key, value in self.layouts[handle.key].items():
+                if group[key] != value:
+                    raise OptimizerError(
+                        f"{parameter_name(groups, handle.key)}: its state was made with {key} {value!r}, and its group "
+                        f"now says {group[key]!r}; a state cannot change its form: make a new optimizer"
+                    )
