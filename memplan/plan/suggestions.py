@@ -62,7 +62,7 @@ def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
         yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
     if profile.optimizer != "fused" and config.adapter is None:
         yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
-    if profile.loss != "chunked":
+    if profile.loss in ("bf16", "fp32"):
         yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))

@@ -10,6 +10,7 @@ from memplan.catalog.kernel_profiles import LossKernel
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.cross_entropy import cross_entropy, tiled_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.tapes.linear_forms import Part, Quantity
@@ -168,9 +169,12 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
         needs_gradient: Whether the last layer's result needs a gradient.
     """
     builder = Builder(settings.block, dict(weights))
-    builder.tape.instant = "head backward"
+    builder.tape.instant = "loss backward" if settings.loss == "fused-head" else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient)
     own = _head_weights(settings, builder.weights)
+    if settings.loss == "fused-head":
+        loss = tiled_cross_entropy(builder, normed, own, settings.vocab_size)
+        return Head(Section(builder.tape, entry, loss), normed, own, None, None)
     if settings.loss == "chunked":
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
@@ -185,6 +189,9 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, needs_gradient=True)
+    if settings.loss == "fused-head":
+        own = _head_weights(settings, builder.weights)
+        return Section(builder.tape, entry, tiled_cross_entropy(builder, normed, own, settings.vocab_size))
     with builder.tape.alive(normed):
         loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
         return Section(builder.tape, entry, loss)
@@ -226,18 +233,9 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
         given: Logits.
         wide: Whether they are cast to fp32 first.
     """
-    tape = builder.tape
     logits = builder.cast(given, 4) if wide else given
-    with tape.alive(logits, *((given,) if settings.names_logits else ())):
-        labels = [tape.make("shift labels", tape.value(given.quantity, 1, 8))] if settings.shifts_labels else []
-        logs = builder.fresh(logits)
-        tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
-        logs = builder.cast(logs, 4) if settings.block.autocast else logs
-        loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
-        total = tape.value(ONE, 1, logs.element_bytes)
-        scratch = [(ONE, settings.loss_bytes)]
-        saves = [logs, total, *labels]
-        return tape.apply("nll_loss", [(logs, NEW)], loss, saves, traits=Traits(scratch=scratch))
+    with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
+        return cross_entropy(builder, logits, shifted=settings.shifts_labels, loss_bytes=settings.loss_bytes)
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:

@@ -50,7 +50,8 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     if not taped.settings.tied or not weight.trainable or weight.coded:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
-    summed = taped.head.chunk is not None and not inputs.regime.one_chunk
+    chunked = taped.head.chunk is not None and not inputs.regime.one_chunk
+    summed = chunked or taped.settings.loss == "fused-head"
     if not taped.head.weights[0].converted and not summed:
         form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
         yield Instant("end of backward", "sum of the tied gradients", form)

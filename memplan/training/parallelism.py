@@ -104,8 +104,8 @@ def _when_sharded(
         yield ("clip_gradients",), f"norms of shards are not modelled; {INSTEAD}"
     if config.evaluation:
         yield ("evaluation",), f"evaluation with zero_stage 3 is not modelled; {INSTEAD}"
-    if profile.loss == "chunked":
-        text = f"chunked is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
+    if profile.loss not in ("bf16", "fp32"):
+        text = f"{profile.loss} is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
     for name, entry in optimizers.items():
         if not _elementwise(entry, floats.get(weights, 0)):

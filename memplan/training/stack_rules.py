@@ -125,7 +125,7 @@ def unmodelled(config: TrainingConfig, stack: Stack, hidden: str, profile: Kerne
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
         yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
-    if profile.loss in ("token-chunks", "fused-head", "in-place"):
+    if profile.loss in ("token-chunks", "in-place"):
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
     if stack.not_modelled:
         yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"

@@ -29,6 +29,8 @@ class Quantity(IntEnum):
     TOUCHED_ROWS = 9
     PARTIAL_SUMS = 10
     ALIGNED_TOKENS = 11
+    PREDICTED_TOKENS = 12
+    TILE_TOKENS = 13
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -44,6 +46,8 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.TOUCHED_ROWS: "min(n, V)",
     Quantity.PARTIAL_SUMS: "(n//10 + min(n, V))",
     Quantity.ALIGNED_TOKENS: "b*ceil32(t)",
+    Quantity.PREDICTED_TOKENS: "b*(t-1)",
+    Quantity.TILE_TOKENS: "min(b*(t-1), 4096)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
@@ -53,6 +57,10 @@ n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedd
 EMBEDDING_DIRECT_INDICES = 3072
 EMBEDDING_ROWS_PER_PART = 10
 """Limits in aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
+
+
+TILE_TOKENS = 4096
+"""Tokens whose logits are formed together (``TOKEN_CHUNK_SIZE`` in trl/kernels/chunked_logprob.py, 1.16.0)."""
 
 
 class Part(IntEnum):
@@ -180,4 +188,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
-    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, many, touched, partial, aligned)
+    predicted = tokens - batch
+    tile = min(predicted, TILE_TOKENS)
+    sums = (many, touched, partial)
+    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, *sums, aligned, predicted, tile)

@@ -1,0 +1,99 @@
+"""Cross-entropy on a tape: over logits, or by one function that forms logits tile by tile and keeps none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Sizes, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+
+TILE_COLUMNS = 32_768
+"""Columns of the vocabulary in a tile of logits; its rows are :data:`Quantity.TILE_TOKENS`.
+
+Source: ``_CHUNKED_LOGPROB_CHUNK_SIZE`` in trl/trainer/utils.py (1.16.0).
+"""
+
+STATISTICS_BYTES, RESULTS_BYTES = 7 * 4, 4 + 4 + 1
+"""Of a token: what the tiles are folded into, and log-probability, entropy and whether the target came first."""
+
+
+def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes: int) -> Value:
+    """Record cross-entropy over whole logits; return the loss.
+
+    Args:
+        builder: Writes on the tape.
+        logits: In the dtype that the loss is formed in.
+        shifted: Whether it is given a shifted copy of the labels, which is saved.
+        loss_bytes: What the loss takes besides.
+    """
+    tape = builder.tape
+    labels = [tape.make("shift labels", tape.value(logits.quantity, 1, 8))] if shifted else []
+    logs = builder.fresh(logits)
+    tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
+    logs = builder.cast(logs, 4) if builder.settings.autocast else logs
+    loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
+    total = tape.value(ONE, 1, logs.element_bytes)
+    traits = Traits(scratch=[(ONE, loss_bytes)])
+    return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
+
+
+def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int) -> Value:
+    """Record head and cross-entropy of the tokens that have a next one, tile by tile; return the loss.
+
+    Those tokens are copied out by a mask, as though each had a label. Backward forms each tile again and adds up
+    gradients in fp32, which are cast at its end.
+
+    Args:
+        builder: Writes on the tape.
+        x: What the head is given.
+        weights: The head's weight, and its bias where it has one.
+        vocab_size: Rows of the head.
+
+    Source:
+        ``add_fused_lm_head`` in trl/trainer/utils.py and ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py
+        (1.16.0).
+    """
+    tape, compute = builder.tape, builder.compute if builder.settings.autocast else x.element_bytes
+    predicted = Quantity.PREDICTED_TOKENS
+    with tape.alive(x):
+        cut = Value(x.storage, predicted, x.coefficient, x.element_bytes)
+        tape.apply("slice", [(x, NEW)], cut, traits=SAVES_NOTHING)
+        mask = tape.value(predicted, 1, 1)
+        rows = tape.value(predicted, x.width, x.element_bytes)
+        tape.apply("choose rows", [(cut, NEW)], (rows, mask), [mask])
+        labels, sums = tape.make("choose labels", tape.value(predicted, 1, 8)), tape.value(predicted, 2, 4)
+        tile = _tile(x.width, weights[0], compute, vocab_size)
+        wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
+        traits = Traits(
+            scratch=[*tile, (predicted, STATISTICS_BYTES)],
+            workspace=[*tile, *wide, *_wide_weight(weights[0])],
+            custom=True,
+        )
+        logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
+        own = [_in_fp32(weight) for weight in weights]
+        results = tape.value(predicted, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
+        tape.apply("tiles of logits", [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)
+
+
+def _tile(width: int, weight: Weight, compute: int, vocab_size: int) -> Sizes:
+    """Return a tile of logits, and the copies of rows and of a stretch of the head that are made to form it."""
+    sizes = [(Quantity.TILE_TOKENS, TILE_COLUMNS * compute)]
+    if weight.element_bytes != compute:
+        sizes += [(Quantity.TILE_TOKENS, width * compute), (ONE, min(TILE_COLUMNS, vocab_size) * width * compute)]
+    return sizes
+
+
+def _wide_weight(weight: Weight) -> Sizes:
+    """Return the head's gradient in fp32 that another is cast from."""
+    elements = weight.rows * weight.columns
+    return [(ONE, 4 * elements)] if weight.trainable and weight.element_bytes != 4 else []
+
+
+def _in_fp32(weight: Weight) -> Weight:
+    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in."""
+    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=weight.own_bytes if weight.trainable else 0)
