@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager"]
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex"]
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
-LossKernel = Literal["bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place"]
+LossKernel = Literal["bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place", "chunked-backward"]
 ElementwiseKernel = Literal["composite", "fused"]
 RotaryKernel = Literal["composite", "fused", "complex"]
 
@@ -30,7 +30,8 @@ class KernelProfile:
         optimizer: How AdamW with fp32 or bf16 states steps.
         newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
-            ``loss_chunks`` chunks of tokens, each recomputed in backward; ``token-chunks`` are of a length of their
+            ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
+            at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
             own; ``fused-head`` multiplies by the head inside the loss and never has whole logits; ``in-place`` works
             in the fp32 copy.
         loss_chunks: Chunks of a chunked loss.

@@ -40,6 +40,24 @@ class StackCheckpointing:
 
 
 @dataclass(frozen=True, slots=True)
+class StackModels:
+    """How a stack builds models, where that is not as they were released.
+
+    Attributes:
+        families: Families that it has code for; nothing stands for all of them.
+        fused_qkv: ``released``; or one projection yields query, key and value in every model, as ``views`` of its
+            result or as ``copies``.
+        tied_head: Whether head and embedding are one tensor: as ``released``, or ``never``.
+        vocabulary_multiple: The vocabulary is rounded up to a multiple of it.
+    """
+
+    families: tuple[str, ...]
+    fused_qkv: Literal["released", "views", "copies"]
+    tied_head: Literal["released", "never"]
+    vocabulary_multiple: int
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryTables:
     """The tables of cosines and sines that a stack's models keep from step to step.
 
@@ -48,12 +66,14 @@ class RotaryTables:
         dtype: That of products (``compute``), that of the ``residual`` stream, or fp32 always.
         halved: Whether a pair of dimensions that turn together shares its entries.
         rows: Positions that there are entries for: those of a ``sequence``, or all that the ``model`` is made for.
+        gathered: Whether each layer gathers the rows of the tokens' positions, and saves them for backward.
     """
 
     each: Literal["model", "layer"]
     dtype: Literal["compute", "residual", "fp32"]
     halved: bool
     rows: Literal["sequence", "model"]
+    gathered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +113,15 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A tensor of (batch, sequence) that the collator puts on the device."""
+    """A tensor of (batch, sequence) that the collator puts on the device.
+
+    Attributes:
+        kept: Whether those of all micro-steps stay until the optimizer has stepped.
+    """
 
     name: str
     dtype: str
+    kept: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -139,6 +164,7 @@ class Stack:
         projections: How projections of codes and with adapters run.
         kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms.
         checkpointing: How it checkpoints activations.
+        models: How it builds models.
         rotary_tables: What its models keep of cosines and sines.
         loop: What its loop keeps alive.
         batch: Tensors of a micro-batch on the device.
@@ -166,6 +192,7 @@ class Stack:
     projections: StackProjections
     kbit_floats: KbitFloats
     checkpointing: StackCheckpointing
+    models: StackModels
     rotary_tables: RotaryTables
     loop: Loop
     batch: tuple[BatchTensor, ...]

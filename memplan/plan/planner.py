@@ -25,6 +25,7 @@ from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.stack_models import built_by
 from memplan.units import round_up
 
 BLOCK_BYTES = 512
@@ -112,7 +113,7 @@ class CompiledPlan:
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
-        self.model = model
+        self.model = model = built_by(model, setup.stack)
         self.setup = setup
         _refuse_wide_tables(model, setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))

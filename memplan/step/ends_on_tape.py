@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from memplan.catalog.kernel_profiles import LossKernel
-from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.cross_entropy import cross_entropy, tiled_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
+from memplan.step.end_settings import EndSettings, head_weights
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
-from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
 MOST_ENDS = 128
@@ -25,47 +23,6 @@ MOST_ENDS = 128
 
 Named = tuple[tuple[str, Weight], ...]
 """Parameters by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndSettings:
-    """All that a model's ends depend on, their weights aside.
-
-    Attributes:
-        block: What operations depend on.
-        vocab_size: Rows of embedding and head.
-        final_norm: Norm before the head.
-        tied: Whether embedding and head are one tensor.
-        learned_positions: Whether positions have an embedding.
-        embedding_scale: Whether the embedding is scaled.
-        head_bias: Whether the head has a bias.
-        bounded_logits: Whether a scaled tanh bounds the logits.
-        loss: Kernel of the cross-entropy.
-        names_logits: Whether the model has a name for logits until its forward ends.
-        shifts_labels: Whether the loss is given a shifted copy of the labels.
-        input_gradients: Whether the output of a frozen embedding is made to need a gradient.
-    """
-
-    block: BlockSettings
-    vocab_size: int
-    final_norm: Norm
-    tied: bool
-    learned_positions: bool
-    embedding_scale: bool
-    head_bias: bool
-    bounded_logits: bool
-    loss: LossKernel
-    names_logits: bool
-    shifts_labels: bool
-    input_gradients: bool
-
-    @property
-    def loss_bytes(self) -> int:
-        """The loss; its gradient, which backward starts from, has as many.
-
-        Both live until backward ends; accumulation divides the loss, which makes another.
-        """
-        return 4 if self.block.autocast or self.loss != "bf16" else self.block.compute_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,24 +49,6 @@ class Head:
         return sum(weight.gradient_bytes for weight in self.weights if weight.delayed)
 
 
-def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> EndSettings:
-    """Return what a model's ends depend on; equal ones give equal tapes."""
-    return EndSettings(
-        block=block,
-        vocab_size=spec.vocab_size,
-        final_norm=spec.final_norm,
-        tied=spec.tie_word_embeddings,
-        learned_positions=spec.learned_positions > 0,
-        embedding_scale=bool(spec.embedding_scale),
-        head_bias=spec.head_bias,
-        bounded_logits=bool(spec.final_logit_softcap),
-        loss=setup.profile.loss,
-        names_logits=setup.stack.loop.loss == "model",
-        shifts_labels=setup.stack.loop.labels == "shifted",
-        input_gradients=setup.stack.input_gradients and setup.checkpointing != "none",
-    )
-
-
 @lru_cache(maxsize=MOST_ENDS)
 def embedding_section(settings: EndSettings, weights: Named) -> Section:
     """Return the embedding on tape, the same one each time.
@@ -125,7 +64,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if settings.tied and weight.trainable:
         # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
         waits = replace(weight, delayed=True, converted=False, gradient_bytes=weight.formed_bytes)
-        weight = replace(weight, shared=True) if weight.coded else waits
+        weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
     entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
     sums = [
@@ -171,11 +110,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
     builder = Builder(settings.block, dict(weights))
     builder.tape.instant = "loss backward" if settings.loss == "fused-head" else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient)
-    own = _head_weights(settings, builder.weights)
+    own = head_weights(settings, builder.weights)
     if settings.loss == "fused-head":
         loss = tiled_cross_entropy(builder, normed, own, settings.vocab_size)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
-    if settings.loss == "chunked":
+    if settings.loss in ("chunked", "chunked-backward"):
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):
@@ -190,7 +129,7 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, needs_gradient=True)
     if settings.loss == "fused-head":
-        own = _head_weights(settings, builder.weights)
+        own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, tiled_cross_entropy(builder, normed, own, settings.vocab_size))
     with builder.tape.alive(normed):
         loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
@@ -210,14 +149,15 @@ def _final_norm(builder: Builder, settings: EndSettings, needs_gradient: bool) -
 def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:
     """Return head and loss of one chunk of tokens.
 
-    Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end.
+    Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end. Where each runs
+    backward at once, each stores them.
     """
     builder = Builder(settings.block, weights)
     tape = builder.tape
     tape.instant = "head backward"
     x = tape.part_of(Quantity.CHUNK, settings.block.hidden_size, normed.element_bytes, normed.needs_gradient)
     loss = _loss(builder, settings, _logits(builder, settings, x), wide=True)
-    for node in tape.nodes:
+    for node in tape.nodes if not settings.backward_at_once else ():
         node.weights = tuple(
             w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True) for w in node.weights
         )
@@ -241,7 +181,7 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
     """Record the head's product and the cap on its result."""
     tape = builder.tape
-    weight, *biases = _head_weights(settings, builder.weights)
+    weight, *biases = head_weights(settings, builder.weights)
     with tape.alive(x):
         x = builder.lowered(x)
         width = builder.compute if weight.coded or settings.block.autocast else weight.element_bytes
@@ -287,23 +227,3 @@ def _bounded(builder: Builder, logits: Value) -> Value:
         bounded = builder.fresh(scaled)
         builder.tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])
         return builder.pointwise("scale", bounded)
-
-
-def _head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:
-    """Return the head's weight, and its bias where it has one."""
-    names = settings.block.names
-    biases = (weights[f"{names.head}.bias"],) if settings.head_bias else ()
-    if settings.tied:
-        return (_tied_weight(weights[f"{names.embedding}.weight"]), *biases)
-    return (weights[f"{names.head}.weight"], *biases)
-
-
-def _tied_weight(weight: Weight) -> Weight:
-    """Return the weight of a tied head; its gradient waits, in the weight's dtype, for the embedding's."""
-    if weight.coded or not weight.trainable:
-        return weight
-    cast = weight.copy_saved and weight.copy_bytes > 0
-    formed = weight.copy_bytes if cast else weight.formed_bytes
-    return replace(
-        weight, delayed=True, converted=cast, formed_bytes=formed, gradient_bytes=weight.formed_bytes, add_bytes=0
-    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.ends_on_tape import EndSettings, Head
+from memplan.step.chunks_at_once import chunks_at_once
+from memplan.step.end_settings import EndSettings
+from memplan.step.ends_on_tape import Head
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -47,7 +49,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     names = inputs.spec.names
     weight, positions = taped.weight(names.embedding), taped.weight(names.positions)
     assert weight is not None
-    if not taped.settings.tied or not weight.trainable or weight.coded:
+    if not taped.settings.tied or not weight.trainable or weight.coded or taped.settings.backward_at_once:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
     chunked = taped.head.chunk is not None and not inputs.regime.one_chunk
@@ -64,7 +66,7 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -
     """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
     for moment in played.forward:
         yield moment.around(around, "forward")
-    if head.chunk is None:
+    if head.chunk is None or inputs.setup.profile.loss == "chunked-backward":
         return
     named = {value.storage: value for value in (head.section.entry, head.normed)}
     saved = {storage for node in head.section.tape.nodes for storage in node.saved}
@@ -82,6 +84,12 @@ def _size(part: Part, value: Value) -> Form:
 
 def head_backward(inputs: StepInputs, head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the moments of backward from the loss to the last layer's result."""
+    if head.chunk is not None and inputs.setup.profile.loss == "chunked-backward":
+        yield from chunks_at_once(inputs, head, head.chunk, around + played.saved, mode)
+        left = constant_form(Part.GRADIENTS, _chunked_weights_left(head, mode))
+        for instant in played.backward:
+            yield instant.around(around + left, "head backward")
+        return
     if head.chunk is not None:
         yield from _chunks_backward(inputs, head, head.chunk, around + played.saved, mode)
         yield from _norm_backward(head, played, around + constant_form(Part.TEMPORARIES, 4), mode)

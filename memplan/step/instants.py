@@ -46,6 +46,13 @@ OnePass = Callable[[Form, Mode], Iterator[Instant]]
 """Yields the instants of one forward and backward, given what is there throughout and what becomes of gradients."""
 
 
+BLOCK_MASK_BYTES = 16
+"""A block mask of flex attention: numbers of blocks and their places in 32 bits, full and partial ones, by query and by key.
+
+Source: torch/nn/attention/flex_attention.py, ``BlockMask`` (v2.13.0).
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class StepForms:
     """A training step in closed form.
@@ -73,7 +80,13 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     tokens, spec, profile = batch * length, model.spec, setup.profile
     learned = spec.learned_positions > 0
     return Regime(
-        one_sequence=batch == 1 and (profile.attention in ("math", "eager") or learned or _steps_through_scores(spec)),
+        one_sequence=batch == 1
+        and (
+            profile.attention in ("math", "eager")
+            or profile.loss == "chunked-backward"
+            or learned
+            or _steps_through_scores(spec)
+        ),
         one_token=length == 1,
         one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
@@ -133,10 +146,14 @@ def buffers(inputs: StepInputs) -> Form:
     spec, setup = inputs.spec, inputs.setup
     positions = 8 if spec.learned_positions else 0
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
-    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(part.element_bytes for part in setup.stack.batch))
+    micro_steps = setup.config.gradient_accumulation_steps
+    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
+    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
     if _steps_through_scores(spec) and not family_code(setup.stack.model_code, spec.architecture).added_mask:
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
+    if setup.profile.attention == "flex":
+        form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
     return form + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions) + _rotary_tables(inputs)
 
 

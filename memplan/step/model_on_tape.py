@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import block_settings
-from memplan.step.ends_on_tape import EndSettings, Head, Named, embedding_section, end_settings, head_on_tape
+from memplan.step.end_settings import EndSettings, end_settings
+from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.places import layer_counts
 from memplan.step.states.model_states import ModelStates

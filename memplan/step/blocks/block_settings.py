@@ -46,6 +46,8 @@ class BlockSettings:
         fp16: Whether products are computed in fp16, whose softmax in fp32 is one kernel.
         code: What the model's code does otherwise than the bundled models.
         regime: What batch and length decide.
+        gathered_rows: Whether each layer gathers the rows of rotary tables that it needs.
+        copies_fused: Whether query, key and value are copied out of the result of one projection.
     """
 
     names: TensorNames
@@ -61,6 +63,8 @@ class BlockSettings:
     fp16: bool
     code: FamilyCode
     regime: Regime
+    gathered_rows: bool
+    copies_fused: bool
 
 
 def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> BlockSettings:
@@ -81,4 +85,6 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         fp16=setup.config.compute_dtype == "fp16" and own.attention == "eager",
         code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,
+        gathered_rows=setup.stack.rotary_tables.gathered,
+        copies_fused=setup.stack.models.fused_qkv == "copies",
     )

@@ -9,6 +9,7 @@ from memplan.step.layers.attention_kernels import (
     attention_kernel,
     eager_attention,
     flash_attention,
+    flex_attention,
     math_attention,
     ungrouped,
 )
@@ -30,6 +31,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
             return math_attention(builder, lowered)
         if builder.profile.attention == "flash":
             return flash_attention(builder, lowered)
+        if builder.profile.attention == "flex":
+            return flex_attention(builder, lowered)
         efficient = builder.profile.attention == "efficient"
         return attention_kernel(builder, ungrouped(builder, lowered) if efficient else lowered)
 

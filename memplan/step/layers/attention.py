@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.builder import Builder
+from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended, goes_by_steps
@@ -37,6 +37,13 @@ def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
         fused = linear(builder, x, f"{prefix}.{names.qkv}", sum(sizes))
         query, key, value = (tape.view(fused, size) for size in sizes)
         tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
+        if builder.settings.copies_fused:
+            with tape.alive(fused, query, key, value):
+                query = builder.copied(query)
+                with tape.alive(query):
+                    key = builder.copied(key)
+                    with tape.alive(key):
+                        return query, key, builder.copied(value)
         return query, key, value
     query = linear(builder, x, f"{prefix}.{names.query}", sizes[0])
     with tape.alive(query):
@@ -71,21 +78,22 @@ def _turned(builder: Builder, query: Value, key: Value, value: Value, part: Atte
 def _turned_complex(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value]:
     """Return query and key rotated as complex numbers in fp32, in one function that names all it makes.
 
-    Backward multiplies by the conjugate of the table, which it forms first.
+    Backward multiplies by the conjugate of the table, which it forms first. Rows of it may be gathered for each token.
 
     Source:
         torchtitan/models/common/rope.py, ``ComplexRoPE.apply_rotary_emb`` (0.3.0); that is ``apply_rotary_emb`` in
         torchtitan/models/llama3/model/model.py (0.2.2).
     """
     tape, widths = builder.tape, (query.element_bytes, key.element_bytes)
-    conjugate = [(Quantity.POSITIONS, 4 * part.head_dim)]
+    rows = [tape.make("gather", tape.value(TOKENS, part.head_dim, 4))] if builder.settings.gathered_rows else []
+    conjugate = [(TOKENS if rows else Quantity.POSITIONS, 4 * part.head_dim)]
 
     def multiplied(x: Value) -> Value:
         traits = Traits(packs=True, workspace=conjugate)
-        return tape.apply("mul complex", [(x, NEW)], builder.fresh(x), traits=traits)
+        return tape.apply("mul complex", [(x, NEW)], builder.fresh(x), rows, traits=traits)
 
     wide_query = builder.cast(query, 4)
-    with tape.alive(wide_query):
+    with tape.alive(wide_query, *rows):
         wide_key = builder.cast(key, 4)
         with tape.alive(wide_key):
             query = multiplied(wide_query)

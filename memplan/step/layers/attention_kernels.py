@@ -10,7 +10,7 @@ from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
 
-RANDOM_STATE_BYTES = {"flash": 24, "cudnn": 16, "efficient": 16}
+RANDOM_STATE_BYTES = {"flash": 24, "cudnn": 16, "efficient": 16, "flex": 0}
 """Seed and offset of attention's dropout, returned in any case: two numbers and one unused by
 flash, two by the others (native_functions.yaml, ``_scaled_dot_product_*_attention``)."""
 
@@ -47,13 +47,14 @@ def ungrouped(builder: Builder, heads: Heads) -> Heads:
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
-def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Value:
+def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = (), forward: Sizes = ()) -> Value:
     """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
 
     Args:
         builder: Writes on the tape.
         heads: Query, key and value.
         scratch: What the kernel of backward allocates inside itself.
+        forward: What that of forward does.
     """
     tape, kernel = builder.tape, builder.profile.attention
     out = builder.fresh(heads.query, heads.number * (heads.value.width // heads.groups))
@@ -65,9 +66,19 @@ def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = ()) -> Val
     saves = [*heads.tensors, out, statistics, random]
     # The kernel of backward forms all three gradients, whichever of them are needed.
     unused = [(x.quantity, x.coefficient) for x in heads.tensors if not x.needs_gradient]
-    traits = Traits(workspace=(*scratch, *unused), product=True)
+    traits = Traits(scratch=forward, workspace=(*scratch, *unused), product=True)
     with tape.alive(*heads.tensors):
         return tape.apply("attention", ways, (out, statistics, random), saves, traits=traits)
+
+
+def flex_attention(builder: Builder, heads: Heads) -> Value:
+    """Return flex attention, which takes one number per row of scores: forward the highest, backward a sum.
+
+    Source:
+        torch/_inductor/kernel/flex/flex_attention.py (v2.13.0), ``max_scores`` and ``delta``.
+    """
+    rows = [(TOKENS, 4 * heads.number)]
+    return attention_kernel(builder, heads, rows, rows)
 
 
 def flash_attention(builder: Builder, heads: Heads) -> Value:

@@ -31,6 +31,7 @@ class Quantity(IntEnum):
     ALIGNED_TOKENS = 11
     PREDICTED_TOKENS = 12
     TILE_TOKENS = 13
+    BLOCK_PAIRS = 14
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -48,9 +49,11 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.ALIGNED_TOKENS: "b*ceil32(t)",
     Quantity.PREDICTED_TOKENS: "b*(t-1)",
     Quantity.TILE_TOKENS: "min(b*(t-1), 4096)",
+    Quantity.BLOCK_PAIRS: "b*m*(m + 1)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
+m is the number of blocks of 128 tokens in a sequence.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 """
 
@@ -185,10 +188,12 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
     chunk = -(-tokens // chunks)
     scores, square = tokens * length, length * length
+    blocks = -(-length // 128)
+    pairs = batch * blocks * (blocks + 1)
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
     predicted = tokens - batch
     tile = min(predicted, TILE_TOKENS)
     sums = (many, touched, partial)
-    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, *sums, aligned, predicted, tile)
+    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, *sums, aligned, predicted, tile, pairs)

@@ -125,12 +125,24 @@ def column_sum_blocks(args: tuple[Any, ...]) -> list[int]:
     return [size] if size else []
 
 
+def flex_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return one fp32 number for each row of scores: the highest score, and in backward the sum of result times gradient.
+
+    Source:
+        torch/_inductor/kernel/flex/flex_attention.py (v2.13.0), ``max_scores`` and ``delta``.
+    """
+    query: Tensor = args[0]
+    return [4 * (query.numel() // query.shape[-1])]
+
+
 _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward.default": flash_backward_bytes,
     "embedding_dense_backward.default": embedding_backward_bytes,
     "_foreach_norm.Scalar": foreach_norm_bytes,
     "sum.dim_IntList": column_sum_blocks,
     "_softmax_backward_data.default": softmax_backward_bytes,
+    "flex_attention.default": flex_bytes,
+    "flex_attention_backward.default": flex_bytes,
 }
 
 

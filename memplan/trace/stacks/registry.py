@@ -25,6 +25,7 @@ PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
     "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
     "trl": "memplan.trace.stacks.huggingface.sft_loop",
+    "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 

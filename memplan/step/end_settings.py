@@ -1,0 +1,98 @@
+"""What a model's ends depend on: its embedding; and its final norm, head and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from memplan.catalog.kernel_profiles import LossKernel
+from memplan.model.spec import ModelSpec, Norm
+from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.tapes.taped_weight import Weight
+from memplan.training.resolved import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class EndSettings:
+    """All that a model's ends depend on, their weights aside.
+
+    Attributes:
+        block: What operations depend on.
+        vocab_size: Rows of embedding and head.
+        final_norm: Norm before the head.
+        tied: Whether embedding and head are one tensor.
+        learned_positions: Whether positions have an embedding.
+        embedding_scale: Whether the embedding is scaled.
+        head_bias: Whether the head has a bias.
+        bounded_logits: Whether a scaled tanh bounds the logits.
+        loss: Kernel of the cross-entropy.
+        names_logits: Whether the model has a name for logits until its forward ends.
+        shifts_labels: Whether the loss is given a shifted copy of the labels.
+        input_gradients: Whether the output of a frozen embedding is made to need a gradient.
+    """
+
+    block: BlockSettings
+    vocab_size: int
+    final_norm: Norm
+    tied: bool
+    learned_positions: bool
+    embedding_scale: bool
+    head_bias: bool
+    bounded_logits: bool
+    loss: LossKernel
+    names_logits: bool
+    shifts_labels: bool
+    input_gradients: bool
+
+    @property
+    def backward_at_once(self) -> bool:
+        """Whether the head's gradient is there before any other, chunk by chunk."""
+        return self.loss == "chunked-backward"
+
+    @property
+    def loss_bytes(self) -> int:
+        """The loss; its gradient, which backward starts from, has as many.
+
+        Both live until backward ends; accumulation divides the loss, which makes another.
+        """
+        return 4 if self.block.autocast or self.loss != "bf16" else self.block.compute_bytes
+
+
+def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> EndSettings:
+    """Return what a model's ends depend on; equal ones give equal tapes."""
+    return EndSettings(
+        block=block,
+        vocab_size=spec.vocab_size,
+        final_norm=spec.final_norm,
+        tied=spec.tie_word_embeddings,
+        learned_positions=spec.learned_positions > 0,
+        embedding_scale=bool(spec.embedding_scale),
+        head_bias=spec.head_bias,
+        bounded_logits=bool(spec.final_logit_softcap),
+        loss=setup.profile.loss,
+        names_logits=setup.stack.loop.loss == "model",
+        shifts_labels=setup.stack.loop.labels == "shifted",
+        input_gradients=setup.stack.input_gradients and setup.checkpointing != "none",
+    )
+
+
+def head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:
+    """Return the head's weight, and its bias where it has one."""
+    names = settings.block.names
+    biases = (weights[f"{names.head}.bias"],) if settings.head_bias else ()
+    if settings.tied and not settings.backward_at_once:
+        return (_tied_weight(weights[f"{names.embedding}.weight"]), *biases)
+    if settings.tied:
+        return (weights[f"{names.embedding}.weight"], *biases)
+    return (weights[f"{names.head}.weight"], *biases)
+
+
+def _tied_weight(weight: Weight) -> Weight:
+    """Return the weight of a tied head; its gradient waits, in the weight's dtype, for the embedding's."""
+    if weight.coded or not weight.trainable:
+        return weight
+    cast = weight.copy_saved and weight.copy_bytes > 0
+    formed = weight.copy_bytes if cast else weight.formed_bytes
+    return replace(
+        weight, delayed=True, converted=cast, formed_bytes=formed, gradient_bytes=weight.formed_bytes, add_bytes=0
+    )

@@ -1,0 +1,234 @@
+"""torchtitan's trainer: its models, its checkpointing, its loss, its optimizers, and the lines of its own step.
+
+What is called on a stand-in for the trainer are ``Trainer.train_step`` and ``Trainer._forward_backward_body`` themselves.
+On one GPU the trainer wraps the model in FSDP over a group of one, which is left out here, and CUDA graphs are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.trainer import Trainer
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.flex_kernel import block_mask, flex_attention
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
+from memplan.training.resolved import TrainingSetup
+
+PACKAGES = ("torchtitan",)
+NOTES = (
+    "torchtitan's FSDP over a group of one GPU and its CUDA graphs are left out",
+    "flex attention is a Triton kernel; what it allocates is stated from torch/_inductor/kernel/flex/flex_attention.py",
+)
+META = torch.device("meta")
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run torchtitan's trainer on the model that the inputs ask for."""
+    logging.getLogger().setLevel(logging.ERROR)
+    setup = inputs.setup
+    refuse_settings(setup, "torchtitan")
+    with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex():
+        trainer = _Trainer(_built(inputs.model.spec, setup), setup, recorder)
+        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+            for _ in range(STEPS):
+                recorder.next_step()
+                trainer.step()
+    return StackRun("torchtitan's llama3", inputs.model.spec.vocab_size, NOTES)
+
+
+# -------------------------------------------------------------------- model
+def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
+    """Return torchtitan's Llama 3 of these shapes, checkpointed as the setup says, without memory."""
+    dtype = setup.format_names["hidden_matrix"]
+    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or setup.config.adapter is not None:
+        raise CannotAnswerError("torchtitan's llama3 is traced with weights in fp32 or bf16, without adapters")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(TORCH_DTYPES[dtype])
+    try:
+        with META:
+            model: Any = _config(spec, setup).build()
+    finally:
+        torch.set_default_dtype(default)
+    kind: Any = {"none": None, "full": FullAC, "selective": _Selective}[setup.checkpointing]
+    if kind is not None:
+        kind(kind.Config()).apply(model)
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+class _Selective(SelectiveAC):  # type: ignore[misc]
+    """torchtitan's own policy, which saves flex attention's results by the name that they have here."""
+
+    def get_save_ops(self) -> set[Any]:
+        """Return the operators whose results are saved."""
+        saved: set[Any] = super().get_save_ops()
+        return saved | {torch.ops.memplan.flex_attention.default}
+
+
+def _config(spec: ModelSpec, setup: TrainingSetup) -> Any:
+    dim, length = spec.hidden_size, setup.config.sequence_length
+    flex = setup.profile.attention == "flex"
+    layers = []
+    for run_of_layers in spec.runs:
+        heads, mlp = run_of_layers.layer.attention, run_of_layers.layer.feed_forward
+        assert isinstance(heads, Attention)
+        assert isinstance(mlp, Mlp)
+        attention = make_gqa_config(
+            dim=dim,
+            n_heads=heads.num_heads,
+            n_kv_heads=heads.num_key_value_heads,
+            head_dim=heads.head_dim,
+            wqkv_param_init={},
+            wo_param_init={},
+            inner_attention=FlexAttention.Config() if flex else ScaledDotProductAttention.Config(),
+            fuse_qkv=True,
+            rope=ComplexRoPE.Config(dim=heads.head_dim, max_seq_len=length),
+        )
+        feed_forward = make_ffn_config(dim=dim, hidden_dim=mlp.intermediate_size, w1_param_init={}, w2w3_param_init={})
+        norms = {name: RMSNorm.Config(normalized_shape=dim) for name in ("attention_norm", "ffn_norm")}
+        layer = Llama3TransformerBlock.Config(attention=attention, feed_forward=feed_forward, **norms)
+        layers += [layer] * run_of_layers.count
+    return Llama3Model.Config(
+        dim=dim,
+        vocab_size=spec.vocab_size,
+        enable_weight_tying=spec.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(num_embeddings=spec.vocab_size, embedding_dim=dim),
+        norm=RMSNorm.Config(normalized_shape=dim),
+        lm_head=Linear.Config(in_features=dim, out_features=spec.vocab_size),
+        layers=layers,
+    )
+
+
+@contextlib.contextmanager
+def _flex() -> Iterator[None]:
+    """Let flex attention run as its kernel does on CUDA."""
+    original = FlexAttention.__dict__["compiled_flex_attn"]
+    FlexAttention.compiled_flex_attn = staticmethod(flex_attention)
+    try:
+        yield
+    finally:
+        FlexAttention.compiled_flex_attn = original
+
+
+# -------------------------------------------------------------------- trainer
+class _Trainer:
+    """A stand-in that has what the trainer's own step reads."""
+
+    def __init__(self, model: Any, setup: TrainingSetup, recorder: Recorder) -> None:
+        self.model, self.setup, self.recorder = model, setup, recorder
+        self.loss, self.done = _loss(model, setup), 0
+        config = default_adamw()
+        config.implementation = setup.profile.optimizer
+        self.optimizers: Any = OptimizersContainer(config, model_parts=[model])
+        watch_parts(model, model.layers.values(), model.lm_head, recorder)
+        if isinstance(self.loss, ChunkedLossWrapper):
+            model.lm_head.register_forward_pre_hook(lambda _m, _i: self._mark("forward"))
+            self.loss.loss_fn = self._told(self.loss.loss_fn, "loss backward")
+
+    def step(self) -> None:
+        """Run ``Trainer.train_step`` once."""
+        config = self.setup.config
+        self.done, shape = 0, (config.micro_batch_size, config.sequence_length)
+        rows = [torch.zeros(shape, dtype=torch.long) for _ in range(3)]
+        batches = [
+            ({"input": rows[0], "positions": rows[1]}, rows[2]) for _ in range(config.gradient_accumulation_steps)
+        ]
+        Trainer.train_step(self._stand_in(), iter(batches))
+
+    def _stand_in(self) -> Any:
+        config, nothing = self.setup.config, (lambda *_, **__: None)
+        clipped = 1.0 if config.clip_gradients else float("inf")
+        return SimpleNamespace(
+            config=SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=True, max_norm=clipped)),
+            step=1,
+            device=META,
+            model_parts=[self.model],
+            loss_fn=self._whole_loss,
+            train_context=contextlib.nullcontext,
+            optimizers=SimpleNamespace(zero_grad=self.optimizers.zero_grad, step=self._update),
+            lr_schedulers=SimpleNamespace(get_metrics=dict, step=nothing),
+            metrics_processor=SimpleNamespace(should_log=lambda _: False),
+            checkpointer=SimpleNamespace(maybe_wait_for_staging=nothing),
+            parallel_dims=SimpleNamespace(
+                dp_enabled=False, pp_enabled=False, ep_enabled=False, get_optional_mesh=nothing
+            ),
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            num_pipeline_parallel_microbatches=1,
+            forward_backward_step=self._forward_backward,
+        )
+
+    def _forward_backward(self, *, input_dict: Any, labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
+        """Do what ``Trainer.forward_backward_step`` does on one GPU."""
+        self._mark("forward")
+        self.recorder.forward_begins()
+        more: dict[str, Any] = {key: value for key, value in input_dict.items() if key != "input"}
+        if self.setup.profile.attention == "flex":
+            more["attention_masks"] = block_mask(labels.shape[0], labels.shape[1])
+        loss: Tensor = Trainer._forward_backward_body(
+            self._stand_in(), input_dict["input"], labels, global_valid_tokens, more
+        )
+        self.done += 1
+        if self.done == self.setup.config.gradient_accumulation_steps:
+            self.recorder.instant("gradient clipping")
+        return loss
+
+    def _whole_loss(self, *args: Any, **options: Any) -> Any:
+        result = self.loss(*args, **options)
+        self.recorder.forward_ends()
+        chunked = isinstance(self.loss, ChunkedLossWrapper)
+        self._mark("head backward" if chunked else "loss backward", backward=True)
+        return result
+
+    def _told(self, function: Callable[..., Any], instant: str) -> Callable[..., Any]:
+        def told(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            self._mark(instant, backward=True)
+            return result
+
+        return told
+
+    def _mark(self, instant: str, *, backward: bool = False) -> None:
+        self.recorder.instant(LATER_MICRO_STEP if self.done else instant, backward=backward)
+
+    def _update(self) -> None:
+        self.recorder.instant("optimizer step")
+        self.optimizers.step()
+        for optimizer in self.optimizers:
+            watch_states(optimizer, self.recorder)
+
+
+def _loss(model: Any, setup: TrainingSetup) -> Any:
+    """Return the loss that the setup's kernels ask for."""
+    kind = setup.profile.loss
+    if kind == "fp32":
+        return CrossEntropyLoss.Config().build()
+    if kind != "chunked-backward":
+        raise CannotAnswerError(f"kernels.loss: torchtitan has no loss {kind}; it has chunked-backward and fp32")
+    if setup.config.sequence_length % setup.profile.loss_chunks:
+        raise CannotAnswerError("kernels.loss_chunks: torchtitan wants chunks of equal lengths")
+    loss = ChunkedLossWrapper.Config(num_chunks=setup.profile.loss_chunks).build()
+    loss.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    return loss

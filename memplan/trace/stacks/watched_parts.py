@@ -1,0 +1,108 @@
+"""A library's model, layer by layer, told to a recorder: what it holds, and where its backward is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.recording.recorder import Recorder
+from memplan.training.resolved import TrainingSetup
+
+
+class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets ``item()`` of a tensor without memory return one, or true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module | None, recorder: Recorder) -> None:
+    """Let ``recorder`` see a model's tensors, its gradients as they are finished, and where backward is.
+
+    Args:
+        model: The model.
+        layers: Its layers in order, as its forward calls them.
+        head: What forms its logits.
+        recorder: Is told.
+    """
+    for name, parameter in model.named_parameters():
+        recorder.mark(parameter, "weights", name)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
+    for name, tensor in model.named_buffers():
+        recorder.mark(tensor, "buffers", name)
+    for number, layer in enumerate(layers, start=1):
+        _watch_layer(layer, number, recorder)
+    if head is not None:
+        head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+
+
+def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """Book the states of an optimizer, as far as it has made them."""
+    for tensor, key in _states(optimizer):
+        recorder.mark(tensor, "optimizer_states", key)
+
+
+def refuse_settings(setup: TrainingSetup, name: str) -> None:
+    """Refuse what no loop of these libraries has.
+
+    Raises:
+        CannotAnswerError: The setup asks for it.
+    """
+    config = setup.config
+    asked = {
+        "loss_scaling": config.loss_scaling,
+        "master_weights": config.master_weights != "none",
+        "weight_average": config.weight_average != "none",
+        "gradients.dtype": config.gradients.dtype is not None,
+        "offload": setup.offloads_states,
+        "evaluation": config.evaluation,
+        "zero_gradients": config.zero_gradients == "fill",
+    }
+    for key in [key for key, given in asked.items() if given]:
+        raise CannotAnswerError(f"{key}: the code of {name} has no such setting that could be traced")
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
+    for state in optimizer.state.values():
+        yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradients", name)
+
+    return hook
+
+
+def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
+    def entering(_module: nn.Module, inputs: Any) -> None:
+        recorder.recomputing(True)
+        first = _tensor_of(inputs)
+        if number == 1 and first is not None:
+            recorder.backward_reaches(first, "end of backward")
+
+    def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        recorder.recomputing(False)
+        tensor = _tensor_of(output)
+        if tensor is not None and torch.is_grad_enabled():
+            recorder.backward_reaches(tensor, f"layer {number} backward")
+
+    layer.register_forward_pre_hook(entering)
+    layer.register_forward_hook(leaving, always_call=True)
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    if isinstance(value, tuple | list) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None

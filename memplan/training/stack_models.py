@@ -1,0 +1,45 @@
+"""A model as a stack builds it: its own projections, its own head, its own vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from memplan.catalog.stacks import Stack, StackModels
+from memplan.errors import CannotAnswerError
+from memplan.model.inventory import inventory_of
+from memplan.model.model import Model
+from memplan.model.spec import Attention, LayerRun, ModelSpec
+from memplan.units import round_up
+
+
+def built_by(model: Model, stack: Stack) -> Model:
+    """Return a model as a stack builds it.
+
+    Raises:
+        CannotAnswerError: The stack has no code for its family.
+    """
+    rules, family = stack.models, model.spec.architecture
+    if rules.families and family not in rules.families:
+        known = ", ".join(rules.families)
+        raise CannotAnswerError(f"stack: {stack.label} has no model of family {family}; it has {known}")
+    spec = _built_spec(model.spec, rules)
+    return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+@lru_cache(maxsize=128)
+def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
+    """Return a model's shapes as the rules of a stack change them."""
+    return replace(
+        spec,
+        vocab_size=round_up(spec.vocab_size, rules.vocabulary_multiple),
+        tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
+        runs=tuple([_built_run(run, rules) for run in spec.runs]),
+    )
+
+
+def _built_run(run: LayerRun, rules: StackModels) -> LayerRun:
+    part = run.layer.attention
+    if rules.fused_qkv == "released" or not isinstance(part, Attention) or part.fused_qkv:
+        return run
+    return replace(run, layer=replace(run.layer, attention=replace(part, fused_qkv=True)))
