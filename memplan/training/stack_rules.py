@@ -111,20 +111,16 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("compute_dtype",), text
 
 
-def unmodelled(config: TrainingConfig, stack: Stack, hidden: str, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
+def unmodelled(stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
     """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
 
     Args:
-        config: The config, filled in.
-        stack: Its stack.
-        hidden: Weight format of the hidden matrices.
+        stack: Whose loop it is.
         profile: Its kernels.
     """
     name = stack.name
     if profile.attention == "eager" and stack.model_code != "transformers":
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
-    if stack.autocast == "always" and hidden in ("bf16", "fp16") and config.compute_dtype != "fp32":
-        yield ("stack",), f"{name} runs {hidden} weights under autocast, which is not modelled yet"
     if profile.loss in ("token-chunks", "in-place"):
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
     if stack.not_modelled:

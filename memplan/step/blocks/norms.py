@@ -12,17 +12,19 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
     """Return ``x`` normalised in groups of ``size`` elements."""
     tape = builder.tape
     with tape.alive(x):
-        x = builder.cast(x, 4) if builder.settings.autocast else x
+        composite = norm.kind == "rms" and builder.profile.norm == "composite"
+        promotes = composite and builder.settings.code.promotes
+        x = builder.cast(x, 4) if builder.settings.autocast and not promotes else x
         used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
         casts = [
             tape.make("cast weight", tape.value(ONE, size, x.element_bytes))
             for weight in used
-            if weight.element_bytes != x.element_bytes or weight.foreign
+            if (weight.element_bytes != x.element_bytes or weight.foreign) and not promotes
         ]
         if norm.unit_offset and builder.profile.norm == "fused":
             casts = [tape.make("1 + weight", tape.value(ONE, size, x.element_bytes), *casts)]
         with tape.alive(x, *casts):
-            if norm.kind == "rms" and builder.profile.norm == "composite":
+            if composite:
                 return _composite_norm(builder, x, norm, used, casts, x.width // size)
             if builder.settings.code.wide_layer_norm:
                 wide = builder.cast(x, 4)
@@ -78,12 +80,14 @@ def _times_weight(builder: Builder, x: Value, used: list[Weight], shifted: tuple
     trained = used[0].trainable
     scratch = [(x.quantity, x.coefficient)] if trained else []
     saves = [*(shifted if x.needs_gradient else ()), *([x] if trained else [])]
-    columns = used[0].rows
+    columns, width = used[0].rows, x.element_bytes
+    if builder.settings.code.promotes and not shifted:
+        width = max(width, used[0].element_bytes)
     reduces = Reduction(x.quantity, x.width // columns, columns)
     builder.tape.apply(
         "mul weight",
         [(x, NEW)],
-        out := builder.fresh(x),
+        out := builder.fresh(x, element_bytes=width),
         saves,
         used,
         traits=Traits(workspace=scratch, packs=True, reduces=reduces),

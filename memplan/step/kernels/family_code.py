@@ -16,6 +16,8 @@ class FamilyCode:
         functions: Whether activations that have no kernel (``gelu_new``) run operation by operation.
         wide_scale: Whether a norm's weight multiplies in fp32, and the product is cast.
         wide_layer_norm: Whether a layer norm is formed in fp32 and cast.
+        promotes: Whether norms leave dtypes to torch: what they are given is cast to fp32 and back, and a weight in
+            another dtype widens the product.
         added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         masks: How many masks a forward makes: of windowed layers and of others.
@@ -25,6 +27,7 @@ class FamilyCode:
     functions: bool = False
     wide_scale: bool = False
     wide_layer_norm: bool = False
+    promotes: bool = False
     added_mask: bool = False
     wide_softmax: bool = True
     masks: int = 1
@@ -32,16 +35,16 @@ class FamilyCode:
 
 
 OWN = FamilyCode()
-TRANSFORMERS = FamilyCode(functions=True, added_mask=True)
+TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True)
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
-    "gpt2": FamilyCode(functions=True, added_mask=True, wide_softmax=False),
-    "falcon": FamilyCode(functions=True, added_mask=True, wide_softmax=False, copies_heads=True),
-    "olmo": FamilyCode(functions=True, added_mask=True, wide_layer_norm=True),
-    "olmo2": FamilyCode(functions=True, added_mask=True, wide_scale=True),
-    "gpt_oss": FamilyCode(functions=True, added_mask=True, wide_scale=True, masks=2),
-    "gemma2": FamilyCode(functions=True, added_mask=True, masks=2),
-    "gemma3_text": FamilyCode(functions=True, added_mask=True, masks=2),
+    "gpt2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False),
+    "falcon": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False, copies_heads=True),
+    "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
+    "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
+    "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2),
+    "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
+    "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
