@@ -173,7 +173,6 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     refuse_unmodelled(config, place)
     format_names = {role: _format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
-    hidden = named_formats["hidden_matrix"]
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}

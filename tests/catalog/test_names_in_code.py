@@ -22,6 +22,7 @@ OWNERS = {
     "cli/training_options.py": "--qlora, --lora and --full, which stand for a config",
     "step/states/update_algorithms.py": "the forms of scratch memory, by name",
     "trace/reference/run_options.py": "names of dtypes -> torch's",
+    "trace/stacks/huggingface/bitsandbytes_layers.py": "names of formats -> bitsandbytes' own",
 }
 """Module -> what it owns that has a catalog name."""
 
