@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("muon", "adamw")
 ROUNDINGS = ("nearest", "stochastic")
+WEIGHT_ROUNDINGS = (*ROUNDINGS, "golden")
 MASTERS = ("none", "split")
 ADJUSTMENTS = ("original", "match_rms_adamw", "none")
 NS_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -84,7 +85,7 @@ _NOT_NEGATIVE = ("lr", "lr_scale", "weight_decay", "eps", "adamw_eps")
 _CHOICES = {
     "algorithm": ALGORITHMS,
     "momentum_rounding": ROUNDINGS,
-    "rounding": ROUNDINGS,
+    "rounding": WEIGHT_ROUNDINGS,
     "master": MASTERS,
     "ns_dtype": tuple(NS_DTYPES),
     "adamw_format": ADAMW_FORMATS,
@@ -159,7 +160,7 @@ def muon_options(group: Mapping[str, Any]) -> MuonOptions:
         chunk_elements=group["chunk_elements"],
         reuse_gradient=group["reuse_gradient"],
         stochastic_momentum=group["momentum_rounding"] == "stochastic",
-        stochastic_weights=group["rounding"] == "stochastic",
+        stochastic_weights=group["rounding"] != "nearest",
         low_rank=group["low_rank"],
         products=None if gram is None else quantised_products(gram),
     )
@@ -174,5 +175,5 @@ def adamw_options(group: Mapping[str, Any], elements: int) -> AdamwOptions:
         weight_decay=group["weight_decay"],
         codecs=adamw_codecs(group["adamw_format"], elements),
         chunk_elements=group["chunk_elements"],
-        stochastic_weights=group["rounding"] == "stochastic",
+        stochastic_weights=group["rounding"] != "nearest",
     )

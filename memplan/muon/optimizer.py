@@ -26,6 +26,7 @@ from memplan.muon.parameter_state import (
 )
 from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.stores.rounding_noise import phases_of
 from memplan.muon.updates.backward_hooks import BackwardHooks
 from memplan.muon.updates.clipping import clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
@@ -91,7 +92,6 @@ class Muon(torch.optim.Optimizer):
         self.gradient_format = gradient_format
         self.check_finite = check_finite
         self._parameters = RegisteredParameters()
-        self._generators: dict[torch.device, torch.Generator] = {}
         self._backward = BackwardHooks(self._use_gradient)
         defaults = {**DEFAULTS, **own_options(options), **given, "momentum_format": momentum_format}
         super().__init__(params, defaults)
@@ -197,7 +197,9 @@ class Muon(torch.optim.Optimizer):
         state, device = self.state[handle.key], handle.key.device
         follow_parameter(handle, group, state)
         buffers = self._buffers_on(device) if group["offload"] else 0
-        update_parameter_(handle, group, state, self._seeded_generator(handle.key), buffers)
+        place, golden = self._parameters.places[handle.key], group["rounding"] == "golden"
+        phases = phases_of(device, self.seed, place, state["step"]) if golden else None
+        update_parameter_(handle, group, state, self._seeded_generator(handle.key), phases, buffers)
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""
@@ -205,11 +207,9 @@ class Muon(torch.optim.Optimizer):
 
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
         """Return a generator seeded by the seed, the parameter's place and its step alone."""
-        if key.device not in self._generators:
-            self._generators[key.device] = torch.Generator(key.device)
-        generator = self._generators[key.device]
         step = int(self.state[key]["step"])
-        return generator.manual_seed((self.seed * 1_000_003 + step) * 1_000_003 + self._parameters.places[key])
+        seed = (self.seed * 1_000_003 + step) * 1_000_003 + self._parameters.places[key]
+        return torch.Generator(key.device).manual_seed(seed)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -286,7 +286,7 @@ class Muon(torch.optim.Optimizer):
         releasing = state.pop("releasing")
         super().__setstate__(state)
         self._parameters.checked.clear()
-        self._generators, self._backward = {}, BackwardHooks(self._use_gradient)
+        self._backward = BackwardHooks(self._use_gradient)
         self._backward.releasing = releasing
         if self.gradient_format or releasing:
             self._backward.listen(self.handles())

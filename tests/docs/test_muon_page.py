@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.muon.group_options import DEFAULTS, NOT_OFFERED
+from memplan.muon.group_options import DEFAULTS, NOT_OFFERED, WEIGHT_ROUNDINGS
 from memplan.muon.state_codecs.state_formats import ADAMW_FORMATS, DIVERGING, MOMENTUM_FORMATS
 
 PAGE = Path(__file__).parents[2] / "docs" / "muon.md"
@@ -38,6 +38,7 @@ def test_every_option_of_the_table_is_one_and_has_these_values():
     shown = {cell.strip("`"): re.findall(r"`([\w-]+)`", values) for cell, values in ROWS.items()}
     assert set(shown["momentum_format"]) <= set(MOMENTUM_FORMATS) - DIVERGING
     assert shown["adamw_format"] == list(ADAMW_FORMATS)
+    assert shown["rounding"] == list(WEIGHT_ROUNDINGS)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_OFFERED))

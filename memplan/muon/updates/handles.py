@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore, TensorGradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.stores.rounding_noise import random_bits_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,5 +238,4 @@ def _round_stochastically_(exact: Tensor, spent: Tensor, generator: torch.Genera
     Random low bits are added and cut off; ``spent``, an fp32 tensor as long, is overwritten with them.
     """
     bits, random = exact.view(torch.int32), spent.view(torch.int32)
-    random.random_(0, 1 << 16, generator=generator)
-    bits.add_(random).bitwise_and_(-(1 << 16))
+    bits.add_(random_bits_(random, 16, generator)).bitwise_and_(-(1 << 16))

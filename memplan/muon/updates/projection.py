@@ -55,7 +55,7 @@ def projected_step_(
     orthogonalise_(small, options)
     rate = options.lr * rate_ratio(options.adjust, rows, columns)
     scratch = handle.scratch(length)
-    noise = generator if options.stochastic_weights else None
+    noise = options.phases or (generator if options.stochastic_weights else None)
     small = small.float()
     for first, last in _row_chunks(handle.shape, length):
         part = basis[first:last] @ small if rows <= columns else small.mT[first:last] @ basis.mT

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memplan.muon.orthogonalisation.products import Products
     from memplan.muon.orthogonalisation.schedules import Schedule
     from memplan.muon.stores.gradient_stores import Gradient
+    from memplan.muon.stores.rounding_noise import Phases
     from memplan.muon.updates.handles import Handle
     from memplan.muon.updates.offload import Stager
 
@@ -52,6 +53,7 @@ class MuonOptions:
         reuse_gradient: Whether the update overwrites a gradient of the same dtype.
         stochastic_momentum: Stochastic rounding of momentum codes.
         stochastic_weights: Stochastic rounding of weights that are not fp32.
+        phases: Where that rounding takes its numbers; None draws them anew in each step.
         low_rank: Rank of the part of momentum that is kept in 8 bits; 0 for none.
         products: Kernels of Newton-Schulz; None for the default.
     """
@@ -74,6 +76,7 @@ class MuonOptions:
     stochastic_weights: bool
     low_rank: int = 0
     products: Products | None = None
+    phases: Phases | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class AdamwOptions:
     codecs: tuple[Codec, Codec]
     chunk_elements: int
     stochastic_weights: bool
+    phases: Phases | None = None
 
 
 def rate_ratio(adjust: AdjustRate, rows: int, columns: int) -> float:
@@ -217,7 +221,7 @@ def apply_(
     length = chunk_length(update.numel(), options.chunk_elements, handle.block_elements)
     exact = torch.empty(length, device=update.device)
     scratch = handle.scratch(length)
-    noise = generator if options.stochastic_weights else None
+    noise = options.phases or (generator if options.stochastic_weights else None)
     for start in starts(update.numel(), length):
         part = update[start : start + length]
         handle.apply_(start, exact[: part.numel()].copy_(part), keep, rate, scratch, noise)
@@ -253,7 +257,7 @@ def adamw_step_(
     step = float(state["step"])
     beta1, beta2 = options.betas
     correction = 1 / sqrt(1 - beta2**step)
-    weight_noise = generator if options.stochastic_weights else None
+    weight_noise = options.phases or (generator if options.stochastic_weights else None)
     for start in starts(elements, length):
         count = min(length, elements - start)
         staged, offset = stager.fetch(state, start, count)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.stores.rounding_noise import uniform
 from memplan.muon.weights.weight_formats import WeightFormat, read_scale, write_scale
 
 SUPER = 256
@@ -206,7 +207,7 @@ def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Gene
     far = torch.index_select(grid.distances, 0, index)
     neighbour = torch.div(along, far, out=far).argmax(dim=1, keepdim=True)
     odds = remainder.square().sum(dim=1) / along.gather(1, neighbour).squeeze(1).clamp_min_(1e-6)
-    drawn = torch.rand(odds.shape, generator=generator, device=odds.device)
+    drawn = uniform(odds.shape, generator, odds.device)
     return torch.where(drawn < odds, neighbour.squeeze(1).to(torch.int32), index)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.stores.rounding_noise import uniform
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +190,7 @@ class Q8Format(WeightFormat):
             codes = round_half_away_(values * reciprocal_or_zero(scale))
         else:
             codes = values * reciprocal_or_zero(written)
-            codes.add_(torch.rand(codes.shape, generator=generator, device=codes.device)).floor_()
+            codes.add_(uniform(codes.shape, generator, codes.device)).floor_()
         blocks[:, 2:].view(torch.int8).copy_(codes.clamp_(-128, 127))
 
 
@@ -220,7 +221,7 @@ class Q4Format(WeightFormat):
             codes = (values * reciprocal_or_zero(scale)).add_(8.5).trunc_()
         else:
             codes = (values * reciprocal_or_zero(written)).add_(8)
-            codes.add_(torch.rand(codes.shape, generator=generator, device=codes.device)).floor_()
+            codes.add_(uniform(codes.shape, generator, codes.device)).floor_()
         whole = codes.clamp_(0, 15).to(torch.uint8)
         blocks[:, 2:].copy_(whole[:, 16:].bitwise_left_shift(4).bitwise_or_(whole[:, :16]))
 
