@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+from memplan.catalog.kernel_profiles import Feature
 from memplan.units import ceil_div
 
 Kind = Literal["exact", "derived", "stated", "measured"]
@@ -130,6 +131,7 @@ class StorageFormat:
             an update; ``frozen``: nothing does, and a kernel decodes it straight into the copy that is read.
         codec: Name of the codec, or ``package.module.NAME``.
         codec_scratch: What the codec takes.
+        needs: What a card has to be able to do for it.
     """
 
     title: str
@@ -146,6 +148,7 @@ class StorageFormat:
     storable: bool = True
     codec: str | None = None
     codec_scratch: CodecScratch | None = None
+    needs: tuple[Feature, ...] = ()
     aliases: tuple[str, ...] = ()
 
     @property
@@ -164,13 +167,14 @@ class StorageFormat:
 
 @dataclass(frozen=True, slots=True)
 class GradientDtype:
-    """How a gradient is stored between backward and step."""
+    """How a gradient is stored between backward and step, and what a card ``needs`` to be able to do for it."""
 
     title: str
     element_bytes: int
     description: str
     sources: tuple[Source, ...]
     tensor_bytes: int = 0
+    needs: tuple[Feature, ...] = ()
     aliases: tuple[str, ...] = ()
 
 
@@ -239,6 +243,7 @@ class Optimizer:
         searched: Whether ``suggest`` considers it.
         status: How training with it learns.
         evidence: The record in ``configs/evidence/`` that says so.
+        needs: What a card has to be able to do for it.
     """
 
     title: str
@@ -261,6 +266,7 @@ class Optimizer:
     status: Status = "untried"
     evidence: str | None = None
     validated: bool = False
+    needs: tuple[Feature, ...] = ()
     aliases: tuple[str, ...] = ()
 
     @property

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex"]
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex", "auto"]
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
@@ -14,13 +14,26 @@ ElementwiseKernel = Literal["composite", "fused"]
 RotaryKernel = Literal["composite", "fused", "complex"]
 
 
+Feature = Literal[
+    "bf16",
+    "bitsandbytes-4bit",
+    "bitsandbytes-8bit-optimizer",
+    "cuda-graphs",
+    "float8",
+    "torch-compile",
+    "torchao-fp8-optimizer",
+]
+"""Something that not every card can do (configs/hardware/capabilities.yaml)."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelProfile:
     """One choice for every operation that has several implementations.
 
     Attributes:
         attention: Backend of scaled-dot-product attention, of which ``math`` keeps the score matrix; ``eager`` is
-            attention written out in Python, with an additive mask.
+            attention written out in Python, with an additive mask; ``auto`` leaves the backend to torch, which is flash
+            until a card, a dtype and widths of heads say otherwise.
         norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
             chain of Python operations in fp32, which saves a copy in fp32 besides.
         rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
@@ -63,4 +76,7 @@ class Kernels:
     def over(self, own: KernelProfile) -> KernelProfile:
         """Return a stack's own choices with these put in."""
         chosen = {f.name: getattr(self, f.name) for f in fields(KernelProfile)}
-        return KernelProfile(**{name: getattr(own, name) if value is None else value for name, value in chosen.items()})
+        profile = KernelProfile(
+            **{name: getattr(own, name) if value is None else value for name, value in chosen.items()}
+        )
+        return replace(profile, attention="flash") if profile.attention == "auto" else profile

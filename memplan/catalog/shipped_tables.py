@@ -83,6 +83,7 @@ class StackGaps:
 
 
 TABLES: Mapping[str, str] = {
+    "capabilities": "configs/hardware/capabilities.yaml",
     "communicators": "configs/hardware/communicators.yaml",
     "contexts": "configs/hardware/contexts.yaml",
     "gaps": "configs/family_gaps.yaml",

@@ -76,6 +76,37 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
+class CapabilityRow:
+    """How some cards do something.
+
+    Attributes:
+        answer: ``native``; ``emulated``, in another way, which ``text`` says; ``absent``, not at all.
+        least: Least compute capability, or nothing for any.
+        most: The same at the other end.
+        architectures: Beginnings of architectures, or none for any.
+        text: What happens instead, or why not.
+        instead: What to set instead.
+    """
+
+    vendor: Literal["nvidia", "amd", "apple"]
+    answer: Literal["native", "emulated", "absent"]
+    least: str = ""
+    most: str = ""
+    architectures: tuple[str, ...] = ()
+    text: str = ""
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Something that cards can do or not, the first row that a card falls under counting."""
+
+    description: str
+    rows: tuple[CapabilityRow, ...]
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HardwareTables:
     """Tables in ``configs/hardware``.
 
@@ -89,6 +120,11 @@ class HardwareTables:
     def contexts(self) -> Mapping[str, ContextEntry]:
         """Device contexts by compute capability or architecture."""
         return _table(self.root, "contexts", ContextEntry)
+
+    @property
+    def capabilities(self) -> Mapping[str, Capability]:
+        """What cards can do."""
+        return _table(self.root, "capabilities", Capability)
 
     @property
     def workspaces(self) -> Mapping[str, BlasWorkspace]:

@@ -32,6 +32,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
+    yield from plan.setup.card_notes
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     expected, upper = (
         format_fraction(share * 100) for share in (allowances.reserve_fraction, allowances.upper_reserve_fraction)

@@ -69,17 +69,24 @@ def largest_models(
     figure = bytes_per_parameter(setup).total
     rows = []
     for device in devices_for(setup, devices):
-        usable = device.usable_bytes(setup.reserve_bytes)
-        name, count = next(
-            (
-                (name, count)
-                for name, count, plan, requested in compiled
-                if upper_bytes(plan, device, requested) <= usable
-            ),
-            (None, 0),
-        )
+        fitting = ((name, count) for name, count, plan, requested in compiled if _fits(plan, requested, device))
+        name, count = next(fitting, (None, 0))
         rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count))
     return rows
+
+
+def _fits(plan: CompiledPlan, requested: int, device: Device) -> bool:
+    """Tell whether a plan fits a device, on which its kernels and so its requested peak may be others."""
+    usable = device.usable_bytes(plan.setup.reserve_bytes)
+    if plan.constant_bytes > usable:
+        return False
+    try:
+        own = plan.on(device.gpu)
+    except CannotAnswerError:
+        return False
+    if own.setup.profile != plan.setup.profile:
+        requested = own.requested_bytes(plan.setup.config.micro_batch_size, plan.setup.config.sequence_length)
+    return upper_bytes(own, device, requested) <= usable
 
 
 def _compiled(models: Sequence[tuple[str, Model]], setup: TrainingSetup) -> list[tuple[str, int, CompiledPlan, int]]:
@@ -101,6 +108,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     The answer fits, and one GPU fewer does not: what is usable grows by the same amount with each
     GPU and so does what each costs, so that fitting is monotonic in their number.
     """
+    plan = plan.on(device.gpu)
     setup = plan.setup
     _refuse_parallel(setup)
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
@@ -163,7 +171,7 @@ def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: 
     _refuse_parallel(alone.setup)
     refusal = _refusal(compiled)
     rows = []
-    for device in devices_for(alone.setup, devices):
+    for device in able_devices(alone, devices_for(alone.setup, devices)):
         plan = alone.evaluate(device)
         if plan.verdict == "fits":
             rows.append(Placement(device, 1, plan))
@@ -173,6 +181,24 @@ def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: 
         elif not refusal and (count := fewest_ranks(compiled, device)) is not None:
             rows.append(Placement(device, count, compiled(count).evaluate(device)))
     return Placements(tuple(rows), refusal)
+
+
+def able_devices(plan: CompiledPlan, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that can do all that a plan needs.
+
+    Raises:
+        CannotAnswerError: None can; the last one's reason.
+    """
+    able: list[Device] = []
+    for device in devices:
+        try:
+            plan.on(device.gpu)
+        except CannotAnswerError:
+            if device is devices[-1] and not able:
+                raise
+        else:
+            able.append(device)
+    return able
 
 
 def _refusal(compiled: Callable[[int], CompiledPlan]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 
+from memplan.catalog.entries import Gpu
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.plan.allowances import (
@@ -19,6 +21,7 @@ from memplan.plan.allowances import (
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
+from memplan.step.kernels.on_card import on_card
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
 from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
@@ -118,10 +121,36 @@ class CompiledPlan:
         _refuse_wide_tables(model, setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}
+        self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         states = self.states
         self.bucket_bytes = bucket_bytes(setup.config.parallel, states.gradient_bytes)
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
         self.constant_bytes += self.bucket_bytes
+
+    def on(self, gpu: Gpu) -> CompiledPlan:
+        """Return the plan as the job runs on a card: itself, where the card changes nothing.
+
+        Args:
+            gpu: The card.
+
+        Raises:
+            CannotAnswerError: The card cannot do something that the job needs.
+        """
+        key = (gpu.vendor, gpu.compute_capability, gpu.architecture)
+        if key not in self._by_card:
+            plan = self._with_setup(on_card(self.setup, self.model, gpu))
+            self._by_card[key] = plan._by_card[key] = plan
+        return self._by_card[key]
+
+    def _with_setup(self, setup: TrainingSetup) -> CompiledPlan:
+        """Return the plan of a setup that differs in its kernels, or only in what is said of it."""
+        if setup is self.setup:
+            return self
+        if setup.profile != self.setup.profile:
+            return CompiledPlan(self.model, setup)
+        plan = copy(self)
+        plan.setup, plan._by_card = setup, {}
+        return plan
 
     def compiled(self, batch: int | None = None, length: int | None = None) -> Compiled:
         """Return the closed forms that hold for a batch and a length, by default the setup's.
@@ -194,7 +223,13 @@ class CompiledPlan:
             device: What the job has to fit on.
             batch: Sequences per micro-batch; the setup's when None.
             length: Tokens per sequence; the setup's when None.
+
+        Raises:
+            CannotAnswerError: The device cannot do something that the job needs.
         """
+        plan = self.on(device.gpu)
+        if plan is not self:
+            return plan.evaluate(device, batch, length)
         batch = batch or self.setup.config.micro_batch_size
         length = length or self.setup.config.sequence_length
         values = self.values(batch, length)

@@ -10,6 +10,7 @@ from memplan.catalog.entries import Status
 from memplan.model.model import Model
 from memplan.plan.largest_model import LargestModel, largest_models
 from memplan.plan.memory_plan import Device
+from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 
 ESTABLISHED: tuple[Status, ...] = ("proven", "works")
@@ -64,7 +65,11 @@ def suggested_configs(
 
 
 def _suggested_configs(device: Device, rows: Sequence[LargestModel]) -> SuggestedConfigs:
-    """Return the suggested configs of a device, given the largest model under each setup."""
+    """Return the suggested configs of a device, given the largest model under each setup.
+
+    Setups whose products run in a dtype that the device only emulates are not among them.
+    """
+    rows = [row for row in rows if not emulated_dtype(row.setup, device.gpu)]
     established, bold = _best(rows, ESTABLISHED), _best(rows, TRIED)
     least = 0 if established is None else established.largest_fitting_parameters
     larger = bold if bold is not None and bold.largest_fitting_parameters > least else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
+from memplan.step.kernels.on_card import emulated_dtype
+from memplan.training.half_precision import fp16_settings
 from memplan.training.own_settings import is_settable, own_settings
 from memplan.training.resolved import FLOAT_BYTES, resolve
 
@@ -33,6 +35,11 @@ class Change:
     def name(self) -> str:
         """The settings as ``--set`` takes them."""
         return " ".join(f"{key}={str(value).lower()}" for key, value in self.settings)
+
+    @property
+    def takes_host_memory(self) -> bool:
+        """Whether something is moved to host memory, which is slower than what stays on the device."""
+        return any(key.startswith("offload.") for key, _ in self.settings)
 
     def apply(self, config: TrainingConfig) -> TrainingConfig:
         """Return a config with the settings made."""
@@ -90,24 +97,46 @@ def _released(config: TrainingConfig) -> tuple[Setting, ...]:
 
 
 def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
-    """Yield the changes that alter what is trained, or how."""
+    """Yield the changes that alter how a job trains: on the device first, then in host memory, then shorter sequences."""
+    if config.adapter is None and _is_plain(config):
+        cost = "8-bit optimizer states, which need bitsandbytes"
+        yield Change(cost, (("optimizer", "adamw-8bit-bnb"),))
+    narrow = _narrow(config)
+    if config.adapter is None and config.master_weights == "none" and narrow:
+        cost = f"weights and gradients in {config.compute_dtype}: small updates are rounded away"
+        yield Change(cost, narrow)
     if config.offload.optimizer_states == "none" and config.adapter is None and config.master_weights == "none":
         cost = "host memory for the optimizer states, which every step copies in and out"
         yield Change(cost, (("offload.optimizer_states", "cpu"),))
-    plain = config.weights.get("hidden_matrix", config.weights.get("default", "bf16")) in FLOAT_BYTES
-    if config.adapter is None and plain:
-        cost = "8-bit optimizer states, which need bitsandbytes"
-        yield Change(cost, (("optimizer", "adamw-8bit-bnb"),))
     if config.sequence_length >= 1024:
         yield Change("half the context", (("sequence_length", config.sequence_length // 2),))
-    if config.adapter is None and plain:
-        adapters = _adapters(config)
-        yield Change("only adapters are trained", adapters)
-        narrow = tuple(
-            (f"weights.{role}", config.compute_dtype) for role, name in config.weights.items() if name == "fp32"
-        )
-        four_bits = {**dict(narrow), "weights.hidden_matrix": "nf4-dq"}
-        yield Change("only adapters are trained, on 4-bit weights", (*adapters, *four_bits.items()))
+
+
+def last_resorts(config: TrainingConfig) -> Iterator[Change]:
+    """Yield changes of what is trained, for jobs that nothing else makes fit: adapters in place of all weights, 4 bits
+    in place of 16; a job that is as small as that already has none.
+    """
+    if not _is_plain(config):
+        return
+    four_bits = {**dict(_narrow(config)), "weights.hidden_matrix": "nf4-dq"}
+    if config.adapter is not None:
+        yield Change("nothing else fits: base weights in 4 bits (QLoRA)", tuple(four_bits.items()))
+        return
+    adapters = _adapters(config)
+    yield Change("nothing else fits: only adapters are trained (LoRA), not all weights", adapters)
+    yield Change(
+        "nothing else fits: only adapters are trained, on 4-bit weights (QLoRA)", (*adapters, *four_bits.items())
+    )
+
+
+def _narrow(config: TrainingConfig) -> tuple[Setting, ...]:
+    """Return the settings that put fp32 weights into the dtype of products, where that has 16 bits."""
+    roles = [role for role, name in config.weights.items() if name == "fp32"] if config.compute_dtype != "fp32" else []
+    return tuple((f"weights.{role}", config.compute_dtype) for role in roles)
+
+
+def _is_plain(config: TrainingConfig) -> bool:
+    return config.weights.get("hidden_matrix", config.weights.get("default", "bf16")) in FLOAT_BYTES
 
 
 def _adapters(config: TrainingConfig) -> tuple[Setting, ...]:
@@ -124,17 +153,55 @@ def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> Memor
 def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Suggestion, ...]:
     """Return changes to a plan that is not sure to fit, those that flip the verdict first.
 
-    When no single change does, the cheapest combination that does is put first, if there is one.
+    They keep what is trained: adapters where adapters were, weights as wide, all weights where all were. Only where
+    nothing else makes the job fit is that changed, and said. When no single change does, or only one that takes host
+    memory, the cheapest combination that does without is put first, if there is one. On a card that only emulates bf16 all of them are in fp16.
     """
     trial = Trial(plan, catalog, _at(plan))
-    tried = [c for c in changes(trial.config, plan.setup.profile) if is_settable(plan.setup.stack, c.settings)]
-    changed = [(change, other) for change in tried if (other := trial.plan_with(change)) is not None]
-    floor = plan.device_bytes // LEAST_SHARE
+    fp16 = _in_fp16(trial)
+    config = trial.config if fp16 is None else fp16.apply(trial.config)
+    results = _tried(trial, fp16, changes(config, plan.setup.profile))
+    if not any(item.flips_verdict for item in results):
+        resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup.profile),))
+        results = [*(item for item in resorts if item.flips_verdict), *results]
+    return tuple(results[:most])
+
+
+def _in_fp16(trial: Trial) -> Change | None:
+    """Return the change to fp16 where a card only emulates bf16, or None."""
+    if not emulated_dtype(trial.plan.setup, trial.plan.device.gpu):
+        return None
+    return Change("fp16 and a loss scale: the card only emulates bf16", fp16_settings(trial.config, trial.catalog))
+
+
+def _tried(
+    trial: Trial, fp16: Change | None, tried: Iterable[Change], besides: Sequence[Change] = ()
+) -> list[Suggestion]:
+    """Return changes that save something, those that flip the verdict first, or before them a combination that does.
+
+    Args:
+        trial: The plan.
+        fp16: What goes with every change, or nothing.
+        tried: The changes.
+        besides: Others that each of them may be combined with.
+    """
+    stack, floor = trial.plan.setup.stack, trial.plan.device_bytes // LEAST_SHARE
+    options = [change if fp16 is None else _joined([fp16, change]) for change in tried]
+    changed = [
+        (change, other)
+        for change in (options if fp16 is None or besides else [fp16, *options])
+        if is_settable(stack, change.settings) and (other := trial.plan_with(change)) is not None
+    ]
     single = [trial.suggestion(change, other) for change, other in changed]
     results = sorted((s for s in single if s.saves_bytes > floor), key=lambda item: not item.flips_verdict)
-    if not any(item.flips_verdict for item in results):
-        results = [*_combination(trial, [change for change, _ in changed]), *results]
-    return tuple(results[:most])
+    on_device = [change for change, _ in changed if not change.takes_host_memory]
+    if any(item.flips_verdict for item in results):
+        faster = not any(other.verdict == "fits" for change, other in changed if change in on_device)
+        return [*(_combination(trial, on_device) if faster else ()), *results]
+    if not besides:
+        return [*(_combination(trial, on_device) or _combination(trial, [c for c, _ in changed])), *results]
+    able = [change for change in besides if is_settable(stack, change.settings)]
+    return [*(found for change, _ in changed for found in _combination(trial, [change, *able])[:1]), *results]
 
 
 def _at(plan: MemoryPlan) -> TrainingConfig:
@@ -164,25 +231,41 @@ class Trial:
         return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes, own)
 
 
-def _combination(trial: Trial, options: list[Change]) -> list[Suggestion]:
-    """Return the cheapest combination that makes the job fit: grown from the cheap end, then thinned."""
+def _combination(trial: Trial, options: Sequence[Change]) -> list[Suggestion]:
+    """Return the cheapest combination that makes the job fit, or none.
+
+    Where a change goes with those before it in no combination, one is also sought without what it does not go with.
+    """
+    found, refused = _grown(trial, options)
+    for change in refused if found is None else ():
+        friends = [c for c in options if c is change or trial.plan_with(_joined([c, change])) is not None]
+        found, _ = _grown(trial, friends)
+        if found is not None:
+            break
+    return [] if found is None else [trial.suggestion(*found)]
+
+
+def _grown(trial: Trial, options: Sequence[Change]) -> tuple[tuple[Change, MemoryPlan] | None, list[Change]]:
+    """Return a combination that fits, grown from the cheap end, then thinned; and the changes that none took."""
     chosen: list[Change] = []
+    refused: list[Change] = []
     best: MemoryPlan | None = None
     for change in options:
         changed = trial.plan_with(_joined([*chosen, change]))
-        if changed is None or (best and changed.device_bytes >= best.device_bytes):
-            continue
-        chosen, best = [*chosen, change], changed
-        if changed.verdict == "fits":
-            break
+        if changed is None:
+            refused.append(change)
+        elif best is None or changed.device_bytes < best.device_bytes:
+            chosen, best = [*chosen, change], changed
+            if changed.verdict == "fits":
+                break
     if best is None or best.verdict != "fits":
-        return []
-    for change in list(chosen[:-1]):
+        return None, refused
+    for change in chosen[:-1]:
         fewer = [other for other in chosen if other is not change]
         changed = trial.plan_with(_joined(fewer))
         if changed is not None and changed.verdict == "fits":
             chosen, best = fewer, changed
-    return [trial.suggestion(_joined(chosen), best)]
+    return (_joined(chosen), best), refused
 
 
 def _joined(parts: list[Change]) -> Change:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from memplan.catalog.entries import Gpu
 from memplan.errors import InvalidFileError
 from memplan.model.model import Model
+from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import gauge_of
@@ -45,15 +47,20 @@ class Largest:
 
 @dataclass(slots=True)
 class _Plans:
-    """Plans by value; what depends on no device is compiled once for all of them."""
+    """Plans by value; what depends on no device is compiled once for all of them.
+
+    Attributes:
+        gpu: The card that plans are for.
+    """
 
     make: Callable[[int], CompiledPlan]
+    gpu: Gpu
     made: dict[int, CompiledPlan] = field(default_factory=dict)
 
     def __getitem__(self, value: int) -> CompiledPlan:
         if value not in self.made:
             self.made[value] = self.make(value)
-        return self.made[value]
+        return self.made[value].on(self.gpu)
 
 
 def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: Sequence[Device]) -> list[Largest]:
@@ -61,13 +68,15 @@ def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: 
 
     Raises:
         InvalidFileError: The rank of a config without adapters.
+        CannotAnswerError: No device can do all that the setup needs.
     """
     if what == "lora-rank" and setup.config.adapter is None:
         raise InvalidFileError(
             [f"--for lora-rank: {setup.name} has no adapters; add --config lora or --set adapter.kind=lora"]
         )
-    plans = _Plans(_maker(what, model, setup))
-    return [_on(what, setup, plans, device) for device in devices_for(setup, devices)]
+    make, made = _maker(what, model, setup), dict[int, CompiledPlan]()
+    able = able_devices(make(1), devices_for(setup, devices))
+    return [_on(what, setup, _Plans(make, device.gpu, made), device) for device in able]
 
 
 def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:

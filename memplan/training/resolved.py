@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, Parallel, TrainingConfig
@@ -76,6 +76,7 @@ class TrainingSetup:
         hardware: What cards can do, and what is taken on them.
         unmodelled: What of the job the formula does not follow; it plans none of that.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
+        card_notes: What a card does in another way, one sentence each; none where there is no card.
     """
 
     name: str
@@ -94,6 +95,7 @@ class TrainingSetup:
     changed: bool = False
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
     unmodelled: tuple[str, ...] = ()
+    card_notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -104,6 +106,11 @@ class TrainingSetup:
     def autocast(self) -> bool:
         """Whether CUDA autocast casts weights and activations to a narrower compute dtype."""
         return runs_autocast(self.stack, self.format_names["hidden_matrix"], self.config.compute_dtype)
+
+    @property
+    def attention_choice(self) -> AttentionKernel:
+        """Kernel of attention as the config says it, else its stack; ``auto`` leaves it to torch."""
+        return self.config.kernels.attention or self.stack.kernels.attention
 
     @property
     def checkpointing(self) -> Checkpointing:

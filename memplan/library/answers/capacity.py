@@ -125,9 +125,12 @@ def largest(
         )
     from memplan.library.lookup import catalog_model
     from memplan.plan.largest_model import largest_models
+    from memplan.step.kernels.on_card import refuse_unable
 
     setups = _setups(inputs)
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
+    if len(setups) == len(devices) == 1:
+        refuse_unable(setups[0], devices[0].gpu)
     rows = tuple(row for setup in setups for row in largest_models(models, setup, devices))
     return LargestModels(rows, inputs.catalog)
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import MemplanError
+from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
-from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
+from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, settings_of
 from memplan.library.lookup import find_setup
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
+from memplan.step.kernels.on_card import emulated_dtype
+from memplan.training.half_precision import fp16_settings
 from memplan.training.resolved import TrainingSetup
 
 COMPARED = ("bf16-adamw", "tier1")
@@ -30,11 +32,13 @@ class Fit(Answer):
         rows: A plan for each config, those that fit first, and of them the one that needs least.
         left_out: Configs that contradict what was asked for, each with the reason.
         catalog: What names were looked up in.
+        settings: What was set in some configs, by name, for a GPU that only emulates bf16.
     """
 
     rows: tuple[Plan, ...]
     left_out: tuple[str, ...]
     catalog: Catalog
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -57,7 +61,9 @@ class Fit(Answer):
 
         plans = [row.memory for row in self.rows]
         catalog_hash = self.catalog.hash if full else ""
-        return rows_document(plans, catalog_hash, unit, strict=strict, full=full, left_out=self.left_out)
+        return rows_document(
+            plans, catalog_hash, unit, strict=strict, full=full, left_out=self.left_out, settings=self.settings
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -109,34 +115,60 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     inputs = job_inputs("fit", model, options, refused={"config": every})
     known = inputs.model()
     device = inputs.device()
-    setups, left_out = _setups(inputs, known)
-    plans = (Plan(CompiledPlan(known, setup).evaluate(device), inputs.catalog) for setup in setups)
+    plans, left_out, settings = _plans(inputs, known, device)
     from memplan.report.plans.fit_answer import ORDER
 
     rows = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.expected_bytes))
-    return Fit(tuple(rows), left_out, inputs.catalog)
+    return Fit(tuple(rows), left_out, inputs.catalog, settings)
 
 
-def _setups(inputs: JobInputs, model: Model) -> tuple[list[TrainingSetup], tuple[str, ...]]:
-    """Return the setups of the shipped configs that can be planned, and why others cannot.
+def _plans(
+    inputs: JobInputs, model: Model, device: Device
+) -> tuple[list[Plan], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
+    """Return plans of the shipped configs, why others cannot be planned, and what was set in some for the device.
 
     Raises:
         MemplanError: None can be planned; the last one's reason.
     """
-    setups: list[TrainingSetup] = []
+    plans: list[Plan] = []
     reasons: dict[str, str] = {}
+    settings: dict[str, tuple[str, ...]] = {}
     names = list(inputs.catalog.configs)
     for name in names:
         try:
-            setups.append(find_setup(name, inputs.overrides(inputs.gpus), inputs.catalog, model))
+            setup, own = _suited(name, inputs, model, device)
+            plans.append(Plan(CompiledPlan(model, setup).evaluate(device), inputs.catalog))
+            settings |= {name: own} if own else {}
         except MemplanError as error:
-            if name == names[-1] and not setups:
+            if name == names[-1] and not plans:
                 raise
             reasons[name] = "; ".join(str(error).splitlines())
     if inputs.gpus > 1 and reasons:
         line = "not planned with zero_stage 3; --config NAME says why, --set parallel.zero_stage=0 replicates"
-        return setups, (f"{', '.join(reasons)}: {line}",)
-    return setups, tuple(f"{name}: {reason}" for name, reason in reasons.items())
+        return plans, (f"{', '.join(reasons)}: {line}",), settings
+    alike: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        alike.setdefault(reason, []).append(name)
+    return plans, tuple(f"{', '.join(names)}: {reason}" for reason, names in alike.items()), settings
+
+
+def _suited(name: str, inputs: JobInputs, model: Model, device: Device) -> tuple[TrainingSetup, tuple[str, ...]]:
+    """Return a shipped config for a device, and what is set in it: one of adapters is in fp16 where bf16 is emulated.
+
+    Raises:
+        CannotAnswerError: It trains all weights in bf16, which the device only emulates.
+    """
+    given = inputs.overrides(inputs.gpus)
+    setup = find_setup(name, given, inputs.catalog, model)
+    if not emulated_dtype(setup, device.gpu):
+        return setup, ()
+    if setup.config.adapter is None:
+        raise CannotAnswerError(
+            f"{device.name} only emulates {setup.config.compute_dtype}; --config NAME plans it all the same"
+        )
+    own = settings_of(dict(fp16_settings(setup.config, inputs.catalog)))
+    changed = replace(given, settings=(*given.settings, *own))
+    return find_setup(name, changed, inputs.catalog, model), own
 
 
 def compare(

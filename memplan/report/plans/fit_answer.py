@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from shlex import join
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
@@ -18,7 +19,14 @@ ORDER = {"fits": 0, "tight": 1, "no": 2}
 
 
 def rows_document(
-    plans: Sequence[MemoryPlan], catalog_hash: str, unit: str, *, strict: bool, full: bool, left_out: Sequence[str] = ()
+    plans: Sequence[MemoryPlan],
+    catalog_hash: str,
+    unit: str,
+    *,
+    strict: bool,
+    full: bool,
+    left_out: Sequence[str] = (),
+    settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Document:
     """Return a row for each of several configs, those that fit first.
 
@@ -29,6 +37,7 @@ def rows_document(
         strict: TIGHT counts as NO.
         full: Whether the JSON is wanted, which has every plan in full.
         left_out: Configs that contradict the other settings, each with the reason.
+        settings: What was set in some configs, by name, for a GPU that only emulates bf16.
     """
     plans = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.device_bytes))
     rows = [plan_data(plan, catalog_hash) for plan in plans] if full else []
@@ -40,7 +49,8 @@ def rows_document(
     )
     notes = [f"Not counted: {line}" for line in first.not_modelled]
     notes += [f"Left out: {line}" for line in left_out]
-    blocks = (head, _table(plans, unit), tuple(notes), _sentence(plans, unit))
+    notes += [f"{name} is planned with {_as_options(own)}" for name, own in settings.items()]
+    blocks = (head, _table(plans, unit), tuple(notes), _sentence(plans, unit, settings))
     data = {"schema": "memplan/fit/1", "rows": rows, "left_out": list(left_out)}
     return Document(data, blocks, code)
 
@@ -60,11 +70,19 @@ def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
     return Table(("verdict", "config", ">device", ">upper end", "learning", "what it is"), rows)
 
 
-def _sentence(plans: Sequence[MemoryPlan], unit: str) -> str:
+def _as_options(settings: Sequence[str]) -> str:
+    return join([part for setting in settings for part in ("--set", setting)])
+
+
+def _sentence(plans: Sequence[MemoryPlan], unit: str, settings: Mapping[str, Sequence[str]]) -> str:
     """Return the answer in one sentence."""
     model, device = plans[0].model, device_name(plans[0])
     ranks = plans[0].setup.config.parallel.data
     several = ["--gpus", str(ranks)] if ranks > 1 else []
+
+    def named(plan: MemoryPlan) -> str:
+        return " ".join(filter(None, (plan.setup.name, _as_options(settings.get(plan.setup.name, ())))))
+
     job = join([model.source.removeprefix("catalog:"), "--gpu", plans[0].device.name, *several])
     fitting = [plan for plan in plans if plan.verdict == "fits"]
     sound = [plan for plan in fitting if plan.setup.config.status in ("proven", "works")]
@@ -73,7 +91,7 @@ def _sentence(plans: Sequence[MemoryPlan], unit: str) -> str:
         return (
             f"FITS: {model.spec.name} fits on {device} with {len(fitting)} of {len(plans)} configs; "
             f"{best.setup.name} (learning: {best.setup.config.status}) needs about {format_bytes(best.device_bytes, unit)}. "
-            f"In full: memplan fit {job} --config {best.setup.name}"
+            f"In full: memplan fit {job} --config {named(best)}"
         )
     tight = [plan for plan in plans if plan.verdict == "tight"]
     if tight:
@@ -82,5 +100,5 @@ def _sentence(plans: Sequence[MemoryPlan], unit: str) -> str:
     over = least.device_bytes - least.usable_bytes
     return (
         f"NO: {model.spec.name} fits on {device} with none of {len(plans)} configs; {least.setup.name} comes closest, "
-        f"{format_bytes(over, unit)} too much. What to change: memplan fit {job} --config {least.setup.name}"
+        f"{format_bytes(over, unit)} too much. What to change: memplan fit {job} --config {named(least)}"
     )

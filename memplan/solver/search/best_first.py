@@ -19,6 +19,7 @@ from memplan.errors import CannotAnswerError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicator_of
+from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import Gauge, gauge_of
@@ -27,6 +28,7 @@ from memplan.solver.search.pareto_front import FINE, Class, Combination, no_wors
 from memplan.solver.search.sizes import Run, Sizes
 from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates, rates_of
+from memplan.step.kernels.on_card import refuse_unable
 from memplan.training.resolved import resolve
 
 
@@ -111,7 +113,7 @@ class Search:
     ) -> None:
         self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
         self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.tables.links)
-        self.sizes = Sizes(model, space, length, catalog, self.rates)
+        self.sizes = Sizes(model, space, length, catalog, self.rates, device.gpu)
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)
         self.tight = False
@@ -131,9 +133,10 @@ class Search:
                 yield state, standing
 
     def _is_updated(self, state: StateChoice) -> bool:
-        """Tell whether an optimizer can update a combination under its parallel layout."""
+        """Tell whether an optimizer can update a combination under its parallel layout, and on this device."""
         try:
-            self.sizes.resolved(state)
+            setup, _ = self.sizes.resolved(state)
+            refuse_unable(setup, self.device.gpu)
         except CannotAnswerError:
             return False
         return True
@@ -289,5 +292,7 @@ class Search:
         plan = compiled.evaluate(self.device, batch, self.length)
         devices = devices_for(compiled.setup, [Device(gpu, name) for name, gpu in self.catalog.gpus.entries.items()])
         devices.sort(key=lambda device: (device.usable_bytes(self.reserve_bytes), device.name))
-        enough = (d for d in devices if compiled.evaluate(d, batch, self.length).verdict == "fits")
+        enough = (
+            d for d in able_devices(compiled, devices) if compiled.evaluate(d, batch, self.length).verdict == "fits"
+        )
         return Miss(plan, next(enough, None))

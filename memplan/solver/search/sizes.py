@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import Optimizer, UpdateScratch
+from memplan.catalog.entries import Gpu, Optimizer, UpdateScratch
 from memplan.catalog.update_classes import NO_UPDATE as NO_CLASS
 from memplan.model.inventory import Inventory, merged
 from memplan.model.model import Model
@@ -84,10 +84,12 @@ class Sizes:
         length: Tokens per sequence.
         catalog: Where names are looked up.
         rates: Of the GPU.
+        gpu: Which it is; kernels are those that run there.
     """
 
-    def __init__(self, model: Model, space: Space, length: int, catalog: Catalog, rates: Rates) -> None:
+    def __init__(self, model: Model, space: Space, length: int, catalog: Catalog, rates: Rates, gpu: Gpu) -> None:
         self.model, self.space, self.length, self.catalog, self.rates = model, space, length, catalog, rates
+        self.gpu = gpu
         self.compiled = 0
         self._resolved: dict[tuple[object, ...], tuple[TrainingSetup, ModelStates]] = {}
         self._weight_states: dict[tuple[str, str | None], WeightStates] = {}
@@ -213,7 +215,7 @@ class Sizes:
 
     def _compile(self, setup: TrainingSetup) -> CompiledPlan:
         self.compiled += 1
-        return CompiledPlan(self.model, setup)
+        return CompiledPlan(self.model, setup).on(self.gpu)
 
     # ---------------------------------------------------------------- time
     def update_picoseconds(self, state: StateChoice) -> int:

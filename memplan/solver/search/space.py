@@ -192,6 +192,23 @@ class Space:
         return way.lifetime == "step" or self.steps(batch) == 1
 
 
+def without_bf16(space: Space) -> Space:
+    """Return a space for a card that only emulates bf16: fp16 with a loss scale takes its place; what is fixed stays."""
+    weights = space.weights
+    if len(weights) > 1:
+        kept = (choice for choice in weights if choice.coded or choice.dtype != "bf16")
+        weights = tuple(_in_fp16(choice) if choice.compute_dtype == "bf16" else choice for choice in kept)
+    fixed = len(space.gradients) == 1
+    gradients = space.gradients if fixed else tuple(name for name in space.gradients if name != "bf16")
+    return replace(space, weights=weights, gradients=gradients)
+
+
+def _in_fp16(choice: WeightChoice) -> WeightChoice:
+    formats = {role: "fp16" if name == "bf16" else name for role, name in choice.formats.items()}
+    name = choice.name.replace("bf16", "fp16")
+    return replace(choice, name=name, formats=formats, compute_dtype="fp16", loss_scaling=True)
+
+
 def optimizer_names(optimizer: Mapping[str, str], catalog: Catalog) -> tuple[str, ...]:
     """Return the optimizers of a mapping, that of hidden matrices first, those for the remaining parameters included."""
     first = optimizer.get("hidden_matrix", optimizer.get("default", ""))

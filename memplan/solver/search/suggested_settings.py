@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError
+from memplan.hardware.capabilities import is_native
+from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
@@ -15,7 +17,7 @@ from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axe
 from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
 from memplan.solver.search.pareto_front import Combination, best_few, thinned
-from memplan.solver.search.space import Space, optimizer_names
+from memplan.solver.search.space import Space, optimizer_names, without_bf16
 from memplan.training.resolved import resolve
 from memplan.units import format_bytes
 
@@ -105,6 +107,8 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
     space = space_of(request, catalog)
     if device.gpu.unified_memory and len(space.offloads) > 1:
         space = replace(space, offloads=("none",))
+    if not is_native(device.gpu, "bf16", hardware_tables(catalog.root)):
+        space = without_bf16(space)
     length = space.base.sequence_length
     open_spaces = list(spaces_by_layout(space, request.parallels or (space.base.parallel,)))
     if not open_spaces:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan.catalog.entries import Gpu
+from memplan.hardware.capabilities import is_native
+from memplan.hardware.hardware_tables import HardwareTables
+
 ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 FLASH_LARGEST_WIDTH = 256
@@ -54,6 +58,33 @@ def chosen_kernel(call: AttentionCall, compute_capability: str) -> ChosenKernel:
     if _takes_efficient(call, major):
         return "efficient"
     return "math"
+
+
+def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables) -> ChosenKernel:
+    """Return the kernel that torch takes on a card of any vendor.
+
+    Args:
+        call: What is asked for.
+        gpu: The card; of one of NVIDIA, the compute capability has to be known.
+        tables: What cards can do.
+
+    Source:
+        sdp_utils.cpp for ROCm, where flash and efficient are AOTriton's and take heads of one width, at most 512, on gfx11
+        256; on Metal derivatives.yaml has none for a fused kernel, so that attention that is trained is composed (v2.13.0).
+    """
+    if gpu.vendor == "nvidia":
+        return chosen_kernel(call, gpu.compute_capability or "")
+    most = 256 if gpu.architecture.startswith("rdna") else 512
+    if call.width != call.value_width or call.width > most or not runs_on("efficient", gpu, tables):
+        return "math"
+    if call.dtype != "fp32" and not call.masked and runs_on("flash", gpu, tables):
+        return "flash"
+    return "math" if call.grouped or call.width % (4 if call.dtype == "fp32" else 8) else "efficient"
+
+
+def runs_on(kernel: ChosenKernel, gpu: Gpu, tables: HardwareTables) -> bool:
+    """Tell whether a card has a kernel of attention at all, for whatever it is asked for."""
+    return kernel == "math" or is_native(gpu, f"{kernel}-attention", tables)
 
 
 def _takes_cudnn(call: AttentionCall) -> bool:

@@ -1,0 +1,153 @@
+"""A job on a card: what the card cannot do is refused, or done as torch does it there, and attention as torch chooses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from memplan.catalog.entries import Gpu
+from memplan.catalog.kernel_profiles import AttentionKernel
+from memplan.errors import CannotAnswerError
+from memplan.hardware.capabilities import capability_of, is_native
+from memplan.model.model import Model
+from memplan.model.spec import Attention, LatentAttention
+from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
+from memplan.training.resolved import TrainingSetup
+
+TORCH_CHOOSES = "auto"
+"""Attention of a config or stack that leaves the kernel to torch."""
+
+Need = tuple[str, str, str]
+"""Key of a training config, its value, and what a card has to be able to do for it."""
+
+
+def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
+    """Return a setup as it runs on a card: the kernels that torch takes there, and what is done in another way.
+
+    Args:
+        setup: The training setup.
+        model: What it trains.
+        gpu: The card.
+
+    Raises:
+        CannotAnswerError: The card cannot do something that the setup says; the message has what to set instead.
+
+    Source:
+        configs/hardware/capabilities.yaml; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (v2.13.0).
+    """
+    notes = tuple(_notes(setup, gpu))
+    kernel, reason = _attention(setup, model, gpu)
+    if reason:
+        notes = (*notes, reason)
+    if not notes and kernel == setup.profile.attention:
+        return setup
+    profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
+    return replace(setup, profile=profile, card_notes=notes)
+
+
+def emulated_dtype(setup: TrainingSetup, gpu: Gpu) -> bool:
+    """Tell whether products of a setup run in a dtype that a card only emulates."""
+    return any(not is_native(gpu, feature, setup.hardware) for _, _, feature in _dtype_needs(setup))
+
+
+def refuse_unable(setup: TrainingSetup, gpu: Gpu) -> None:
+    """Raise where a card cannot do something that a setup says.
+
+    Raises:
+        CannotAnswerError: With what to set instead.
+    """
+    for _ in _notes(setup, gpu):
+        pass
+
+
+def card_label(gpu: Gpu) -> str:
+    """Return a card with what decides what it can do."""
+    if gpu.compute_capability:
+        return f"{gpu.name} (compute capability {gpu.compute_capability})"
+    return f"{gpu.name} ({gpu.architecture})"
+
+
+# ------------------------------------------------------------------ what a card can do
+def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
+    """Yield what a card does in another way, each thing once."""
+    seen: set[str] = set()
+    for key, value, feature in (*_dtype_needs(setup), *_entry_needs(setup)):
+        row = capability_of(gpu, feature, setup.hardware)
+        if row.answer == "absent":
+            instead = f"; use {row.instead}" if row.instead else ""
+            raise CannotAnswerError(f"{key}: {value} does not run on {card_label(gpu)}: {row.text}{instead}")
+        if row.answer == "emulated" and feature not in seen:
+            seen.add(feature)
+            better = f"; better {row.instead}" if row.instead else ""
+            yield f"{key} {value} on {card_label(gpu)}: {row.text}{better}"
+
+
+def _dtype_needs(setup: TrainingSetup) -> Iterator[Need]:
+    """Yield what products need."""
+    dtype = setup.config.compute_dtype
+    if dtype in setup.hardware.capabilities:
+        yield "compute_dtype", dtype, dtype
+
+
+def _entry_needs(setup: TrainingSetup) -> Iterator[Need]:
+    """Yield what formats of weights, gradients and optimizer states need."""
+    for role, entry in setup.formats.items():
+        yield from (("weights", setup.format_names[role], feature) for feature in entry.needs)
+    if setup.gradient is not None:
+        name = setup.config.gradients.dtype or ""
+        yield from (("gradients.dtype", name, feature) for feature in setup.gradient.needs)
+    for role, optimizer in setup.optimizers.items():
+        yield from (("optimizer", setup.optimizer_names[role], feature) for feature in optimizer.needs)
+
+
+# ------------------------------------------------------------------ attention
+def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionKernel, str]:
+    """Return the kernel of attention on a card, and why it is another than the setup's own."""
+    own = setup.profile.attention
+    calls = list(attention_calls(setup, model))
+    unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
+    if own == "auto" or own == "eager" or not calls or unknown:
+        return own, ""
+    if setup.attention_choice != TORCH_CHOOSES and runs_on(own, gpu, setup.hardware):
+        return own, ""
+    kernel = _least_able(kernel_on(call, gpu, setup.hardware) for call in calls)
+    if setup.attention_choice == TORCH_CHOOSES:
+        return kernel, f"attention {kernel}: what torch's scaled_dot_product_attention takes on {card_label(gpu)}"
+    if setup.config.kernels.attention is not None:
+        raise CannotAnswerError(
+            f"kernels.attention: there is no {own} attention on {card_label(gpu)}; torch takes {kernel} there: "
+            f"use kernels.attention: auto, or {kernel}"
+        )
+    return kernel, f"attention {kernel}, as torch chooses on {card_label(gpu)}, where there is no {own} kernel"
+
+
+ABILITY: tuple[ChosenKernel, ...] = ("math", "efficient", "flash", "cudnn")
+"""Kernels, the one that takes the most first: where layers differ, the plan is that of the first."""
+
+
+def _least_able(kernels: Iterable[ChosenKernel]) -> ChosenKernel:
+    return min(kernels, key=ABILITY.index)
+
+
+def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCall]:
+    """Yield what each kind of attention of a model asks of scaled-dot-product attention; soft caps and sinks ask nothing."""
+    dropout = model.spec.dropout if setup.config.dropout is None else setup.config.dropout
+    wide = setup.wide_floats and setup.stack.projections.codes_result == "input"
+    dtype = "fp32" if wide else setup.config.compute_dtype
+    for part in dict.fromkeys(run.layer.attention for run in model.spec.runs):
+        widths = _widths(part)
+        if widths is not None:
+            grouped = (
+                setup.stack.name != "bundled"
+                and isinstance(part, Attention)
+                and part.num_heads > part.num_key_value_heads
+            )
+            yield AttentionCall(dtype, *widths, grouped=grouped, dropout=dropout)
+
+
+def _widths(part: object) -> tuple[int, int] | None:
+    if isinstance(part, LatentAttention):
+        return part.qk_head_dim, part.v_head_dim
+    if isinstance(part, Attention) and not (part.sinks or part.logit_softcap):
+        return part.head_dim, part.head_dim
+    return None
