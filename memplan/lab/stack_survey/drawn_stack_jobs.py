@@ -127,7 +127,8 @@ def planned(job: StackJob, catalog: Catalog) -> MemoryPlan:
         MemplanError: The job is refused.
     """
     model, setup = stack_setup(job, catalog)
-    return CompiledPlan(model, setup).evaluate(Device(catalog.gpus[GPU], GPU))
+    card = replace(catalog.gpus[GPU], compute_capability=job.card)
+    return CompiledPlan(model, setup).evaluate(Device(card, GPU))
 
 
 def traced(job: StackJob, catalog: Catalog) -> Trace:
