@@ -40,6 +40,6 @@ def _keeps_narrow_moments(config: TrainingConfig, catalog: Catalog) -> bool:
         return config.adapter is None
     entries = [catalog.optimizers[name] for name in config.optimizer.values()]
     return any(
-        entry.scratch.form == "adamw" and any((s.block_elements, s.block_bytes) == (1, 2) for s in entry.slots)
+        not entry.orthogonalises and any((s.block_elements, s.block_bytes) == (1, 2) for s in entry.slots)
         for entry in entries
     )
