@@ -106,7 +106,7 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
     own = setup.profile.attention
     calls = list(attention_calls(setup, model))
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
-    if own == "auto" or own == "eager" or not calls or unknown:
+    if own == "auto" or own == "eager" or own == "flex" or not calls or unknown:
         return own, ""
     if setup.attention_choice != TORCH_CHOOSES and runs_on(own, gpu, setup.hardware):
         return own, ""
