@@ -77,6 +77,13 @@ def test_torch_clips_no_fp8_gradients_without_a_word(foreach):
     model = network("q4-0")
     optimizer = Muon.from_model(model, gradient_format="fp8-e4m3")
     backward(model)
+    gradient = model[1].weight.codes.grad
+    assert (gradient.shape, gradient.numel(), gradient.dtype) == ((96, 64), 96 * 64, torch.float8_e4m3fn)
+    assert gradient.untyped_storage().nbytes() == 96 * 64
+    assert "float8_e4m3fn" in repr(gradient)
+    for compute in (torch.Tensor.float, torch.Tensor.norm, torch.clone, lambda tensor: tensor * 2):
+        with pytest.raises(OptimizerError, match="stored in FP8 with a scale"):
+            compute(gradient)
     with pytest.raises(OptimizerError, match="clip_grad_norm_ of the optimizer"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
     optimizer.zero_grad(set_to_none=False)

@@ -64,13 +64,20 @@ class CodedParameter(nn.Parameter):
         return CodedParameter, (self.data, self.store)
 
 
+_WITHOUT_NUMBERS = frozenset({
+    "__get__", "__len__", "__repr__", "data_ptr", "detach_", "dim", "element_size", "get_device", "is_contiguous", "nelement",
+    "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage", "zero_",
+})  # fmt: skip
+"""What may be asked of a gradient whose numbers mean nothing: its form and place, and what ``zero_grad`` calls."""
+
+
 class ScaledGradient(Tensor):
     """A gradient in FP8, which means nothing without its scale: it can be looked at and dropped, not computed with."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse everything but attributes and what ``zero_grad`` calls."""
-        if getattr(func, "__name__", "") in ("__get__", "detach_", "requires_grad_", "zero_"):
+        """Refuse whatever computes with the numbers."""
+        if getattr(func, "__name__", "") in _WITHOUT_NUMBERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise OptimizerError(
