@@ -209,8 +209,9 @@ class Stack:
 
     @property
     def label(self) -> str:
-        """The stack and the version that is described, in words."""
-        return f"{self.name} {self.version}"
+        """The stack and the version that is described, in words, with the package where that has another name."""
+        package = next(iter(self.versions))
+        return f"{self.name} {self.version}" if package == self.name else f"{self.name} ({package} {self.version})"
 
 
 DEFAULT_STACK = "bundled"
@@ -237,7 +238,7 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
         CannotAnswerError: That version was not read.
     """
     stack = stacks[name]
-    newest = next(iter(stack.versions.values()))
+    package, newest = next(iter(stack.versions.items()))
     if version in ("", newest):
         return replace(stack, name=name, version=newest)
     given = _parts(version, name)
@@ -248,11 +249,13 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
     for older in stack.history:
         if _parts(older.since, name) <= given and _within(given, _parts(older.until, name)):
             data = _merged({k: v for k, v in asdict(stack).items() if k != "history"}, older.changes)
-            return replace(build(Stack, data), history=stack.history, name=name, version=version)
-    first = min((older.since for older in stack.history), key=lambda text: _parts(text, name), default=newest)
-    if given < _parts(first, name):
-        raise CannotAnswerError(f"stack: {name}@{version} is older than {first}, the oldest version that was read")
-    return replace(stack, name=name, version=version)
+            stack = replace(build(Stack, data), history=stack.history)
+            break
+    else:
+        first = min((older.since for older in stack.history), key=lambda text: _parts(text, name), default=newest)
+        if given < _parts(first, name):
+            raise CannotAnswerError(f"stack: {name}@{version} is older than {first}, the oldest version that was read")
+    return replace(stack, name=name, version=version, versions={**stack.versions, package: version})
 
 
 def _within(given: tuple[int, ...], until: tuple[int, ...]) -> bool:

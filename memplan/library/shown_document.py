@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memplan.catalog.catalog import SECTIONS, Catalog
+from memplan.catalog.stacks import split_name
 from memplan.documents.opening import usable_path
 from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
 from memplan.library.lookup import Shapes, find_model
@@ -20,6 +21,8 @@ def show_document(name: str, catalog: Catalog, unit: str) -> Document:
     """
     plain = not name.startswith((".", "/", "~")) and name != "-"
     kinds = [kind for kind in KINDS if plain and name in catalog.section(kind)]
+    if plain and "@" in name and split_name(name)[0] in catalog.stacks:
+        kinds = ["stacks"]
     if kinds:
         return entry_document(kinds, name, catalog, unit)
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
-from memplan.catalog.stacks import Stack
+from memplan.catalog.stacks import Stack, split_name
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import UnknownNameError
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role
@@ -127,8 +127,8 @@ def _config_cells(entry: TrainingConfig, unit: str) -> tuple[str, ...]:
 
 def _stack_cells(entry: Stack, unit: str) -> tuple[str, ...]:
     del unit
-    versions = ", ".join(f"{name} {version}" for name, version in entry.versions.items())
-    return (versions, entry.level, entry.checkpointing.default, entry.kernels.loss, entry.description)
+    package, version = next(iter(entry.versions.items()))
+    return (f"{package} {version}", entry.level, entry.checkpointing.default, entry.kernels.loss, entry.description)
 
 
 _LISTS: Mapping[str, Any] = {
@@ -143,7 +143,7 @@ _LISTS: Mapping[str, Any] = {
         ("name", "state per parameter", "takes", "rest", "learning", "validated", "description"),
         _optimizer_cells,
     ),
-    "stacks": (("name", "versions", "its own code", "checkpointing", "loss", "description"), _stack_cells),
+    "stacks": (("name", "library", "its own code", "checkpointing", "loss", "description"), _stack_cells),
     "configs": (("name", "learning", "checkpointing", "description"), _config_cells),
 }
 
@@ -154,11 +154,17 @@ def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) ->
     entries = []
     for kind in kinds:
         shelf = catalog.section(kind)
-        name = shelf.name_of(given)
-        data = {"kind": kind, "name": name, **_plain(_judged(name, shelf.entries[name], catalog))}
+        name = shelf.name_of(split_name(given)[0] if kind == "stacks" else given)
+        entry = catalog.stack(given) if kind == "stacks" else shelf.entries[name]
+        data = {"kind": kind, "name": name, **_plain(_judged(name, entry, catalog))}
         entries.append(data)
-        rows = tuple((key, _cell(key, value, unit)) for key, value in data.items() if key != "sources")
-        blocks.append(Table(("key", "value"), rows, f"{shelf.kind} {name}"))
+        apart = ("sources", "keys", "values", "history") if isinstance(entry, Stack) else ("sources",)
+        rows = tuple((key, _cell(key, value, unit)) for key, value in data.items() if key not in apart)
+        blocks.append(
+            Table(("key", "value"), rows, f"{shelf.kind} {entry.label if isinstance(entry, Stack) else name}")
+        )
+        if isinstance(entry, Stack):
+            blocks += _stack_tables(entry)
         sources = [
             f"  {s['url']} ({', '.join(s['covers']) or 'all'}; checked {s['checked']})" for s in data.get("sources", ())
         ]
@@ -177,6 +183,31 @@ def entry_document(kinds: list[str], given: str, catalog: Catalog, unit: str) ->
         else {"schema": "memplan/show/1", "entries": entries}
     )
     return Document(data, tuple(blocks))
+
+
+LEVELS = {
+    "traced": "Its own code can be run on tensors without memory: memplan trace MODEL --stack NAME.",
+    "read": "Its own code is only read here, not run.",
+}
+"""How far what is said of a stack was checked."""
+
+
+def _stack_tables(stack: Stack) -> Iterator[Block]:
+    """Yield how far a stack was checked, how its users write settings, and what older versions did."""
+    yield LEVELS[stack.level]
+    rows = []
+    for key, own in stack.keys.items():
+        values = stack.values.get(key, {})
+        texts = (f"{value}: {', '.join(f'{k}: {v}' for k, v in parts.items())}" for value, parts in values.items())
+        rows.append((key, own, "; ".join(texts) or "as it is"))
+    if rows:
+        yield Table(("key", "there", "values there"), tuple(rows), "Settings in its own words")
+    if stack.history:
+        older = tuple(
+            (item.since if item.since == item.until else f"{item.since} to {item.until}", _cell("", item.changes, ""))
+            for item in stack.history
+        )
+        yield Table(("version", "what was otherwise"), older, "Older versions")
 
 
 def _cell(key: str, value: Any, unit: str) -> str:

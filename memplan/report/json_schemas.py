@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from memplan.budget.baseline import BaselineFile
 from memplan.budget.budget_schema import Budget
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.schemas import json_schema
 from memplan.published.table_schema import PublishedFile
@@ -32,6 +33,7 @@ FILES: Mapping[str, type] = {
     "gradient": GradientDtype,
     "optimizer": Optimizer,
     "model": ModelEntry,
+    "stack": Stack,
     "published": PublishedFile,
 }
 ANSWERS: Mapping[str, Callable[[], Schema]] = {

@@ -166,7 +166,7 @@ class Where(Answer):
         """Return the answer of ``memplan where``."""
         from memplan.report.largest.largest_model_answer import where_document
 
-        return where_document(self.model, self.setup.name, self.placements, self.setup.config, unit, self.prices)
+        return where_document(self.model, self.setup, self.placements, unit, self.prices)
 
 
 def where(model: ModelGiven = None, *, price: FilePath | None = None, **options: Unpack[JobOptions]) -> Where:

@@ -11,6 +11,7 @@ from memplan.plan.allowances import library_workspace_bytes
 from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.report.document import Block, Document, Table
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
 from memplan.units import format_bytes
@@ -79,7 +80,7 @@ def _heading(traced: TracedStep) -> tuple[str, str]:
     config = traced.setup.config
     of = f" of one GPU of {config.parallel.data}" if config.parallel.data > 1 else ""
     return (
-        f"{traced.title}, {traced.setup.name}: one steady-state step{of}, traced on tensors without memory",
+        f"{traced.title}, {traced.setup.name}, {stack_words([traced.setup])}: one steady-state step{of}, traced on tensors without memory",
         f"micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, accumulation "
         f"{config.gradient_accumulation_steps}, checkpointing {config.activation_checkpointing}",
     )
@@ -208,6 +209,7 @@ def _data(traced: TracedStep) -> dict[str, Any]:
         "memplan_version": memplan.__version__,
         "model": traced.title,
         "config": traced.setup.name,
+        "stack": stack_data(traced.setup.stack),
         "training": plan.training if plan else resolved_keys(traced.setup),
         "components": [
             {"name": name, "bytes": size}

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memplan.catalog.training_config import TrainingConfig
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count, format_fraction
 
 if TYPE_CHECKING:
     from memplan.plan.largest_model import LargestModel, Placement, Placements
+    from memplan.training.resolved import TrainingSetup
 
 WHY = (
     "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
@@ -50,7 +51,8 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
         "largest_fitting_model",
     )
     batch = models[0].setup.config
-    head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {batch.activation_checkpointing}"
+    checkpointing = " or ".join(dict.fromkeys(row.setup.checkpointing for row in models))
+    head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {checkpointing}; {stack_words(row.setup for row in models)}"
     blocks: list[Table | str] = [head, Table(headers, rows), WHY]
     if any(row.device.count > 1 for row in models):
         blocks.append(
@@ -65,6 +67,7 @@ def _max_data(row: LargestModel, figures: NotesFigures) -> dict[str, Any]:
         "gpu": row.device.name,
         "count": row.device.count,
         "config": row.setup.name,
+        "stack": stack_data(row.setup.stack),
         "status": row.setup.config.status,
         "usable_bytes": row.device.usable_bytes(row.setup.reserve_bytes),
         "bytes_per_parameter": float(row.bytes_per_parameter),
@@ -125,7 +128,7 @@ class Prices:
 
 
 def where_document(
-    model: Model, name: str, placements: Placements, config: TrainingConfig, unit: str, prices: Prices | None = None
+    model: Model, setup: TrainingSetup, placements: Placements, unit: str, prices: Prices | None = None
 ) -> Document:
     """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest.
 
@@ -133,29 +136,34 @@ def where_document(
 
     Args:
         model: The model.
-        name: Of the training config.
+        setup: The training setup.
         placements: Where the job fits.
-        config: For the batch and the sequence length.
         unit: Unit of bytes in tables.
         prices: What each GPU costs.
     """
-    hourly = prices.hourly if prices else {}
+    hourly, config = prices.hourly if prices else {}, setup.config
     ordered = sorted(placements.rows, key=lambda row: _order(row, hourly))
     costs = [row.count * hourly[row.device.name] if row.device.name in hourly else None for row in ordered]
     data = [_where_data(row) for row in ordered]
     if prices is not None:
         data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
     rows = tuple(_where_row(row, cost, unit, prices) for row, cost in zip(ordered, costs, strict=True))
-    job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {name}"
+    job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}"
     usable = ">usable in all" if placements.refusal else ">usable each"
     blocks: list[Table | str] = [
-        f"{job}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
+        f"{job}, {stack_words([setup])}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
         Table((*(() if prices is None else (">per hour",)), ">count", "gpu", usable, ">device", ">upper end"), rows),
         _how_shared(ordered, placements.refusal),
         _where_sentence(job, ordered, costs, prices) if ordered else _nowhere(job, placements.most),
     ]
     return Document(
-        {"schema": "memplan/where/1", "model": model.spec.name, "config": name, "rows": data},
+        {
+            "schema": "memplan/where/1",
+            "model": model.spec.name,
+            "config": setup.name,
+            "stack": stack_data(setup.stack),
+            "rows": data,
+        },
         tuple(block for block in blocks if block),
         _where_code(ordered),
     )

@@ -9,6 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.report.plans.frontier_answer import answer_text
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def largest_document(
         "for": what,
         "model": model.spec.name,
         "config": setup.name,
+        "stack": stack_data(setup.stack),
         "rows": [_data(row) for row in rows],
     }
     config = setup.config
@@ -43,7 +45,7 @@ def largest_document(
     }
     at = ", ".join(text for key, text in others.items() if key != what)
     head = (
-        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}: "
+        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}, {stack_words([setup])}: "
         f"largest {WORDS[what]} at {at}"
     )
     headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")

@@ -9,6 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.plan.components import COMPONENTS
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, exit_code, plan_data
+from memplan.report.stack_words import stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def compare_document(
     titles = tuple(f">{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans)
     where = "" if several else f" on {plans[0].device.name}"
     blocks = (
-        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters){where}; {MARK} marks what differs",
+        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters){where}; {stack_words(plan.setup for plan in plans)}; {MARK} marks what differs",
         Table(("", "bytes", *titles), tuple(_marked(_lines(plans, unit), unit))),
         Table(("", "setting", *titles), tuple((MARK, key, *map(_shown, values)) for key, values in settings)),
         _sentence(plans),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, exit_code, plan_data
+from memplan.report.stack_words import stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def rows_document(
     first = plans[0]
     head = (
         f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))} parameters) on {device_name(first)}: "
-        f"{format_bytes(first.usable_bytes, unit)} usable; micro-batch {first.micro_batch_size}, sequence {first.sequence_length}"
+        f"{format_bytes(first.usable_bytes, unit)} usable; micro-batch {first.micro_batch_size}, sequence {first.sequence_length}; "
+        f"{stack_words(plan.setup for plan in plans)}"
     )
     notes = [f"Not counted: {line}" for line in first.not_modelled]
     notes += [f"Left out: {line}" for line in left_out]

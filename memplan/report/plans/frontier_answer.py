@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def frontier_document(grid: Frontier, catalog_hash: str, unit: str, *, strict: b
         "catalog_hash": catalog_hash,
         "model": grid.plan.model.spec.name,
         "config": grid.plan.setup.name,
+        "stack": stack_data(grid.plan.setup.stack),
         "gpu": {"name": grid.device.name, "count": _gpus(grid), "usable_bytes": grid.usable_bytes},
         "rows": [_cell_data(cell) for row in grid.cells for cell in row],
         "largest_batch": [_edge_data("sequence_length", edge, "batch") for edge in grid.by_length],
@@ -85,7 +87,7 @@ def _heading(grid: Frontier) -> str:
     ranks = config.parallel.data
     name = f"each of {ranks} {grid.device.name}" if ranks > 1 else grid.device.counted_name
     return (
-        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name} on "
+        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name}, {stack_words([plan.setup])}, on "
         f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"
     )
 

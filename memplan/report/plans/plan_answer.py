@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import memplan
 from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.report.document import Block, Document, Table
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
         "memplan_version": memplan.__version__,
         "catalog_hash": catalog_hash,
         "config": plan.setup.name,
+        "stack": stack_data(plan.setup.stack),
         "status": plan.setup.config.status,
         "verdict": plan.verdict,
         "answer": answer(plan),
@@ -143,7 +145,7 @@ def heading(plan: MemoryPlan) -> tuple[str, str]:
     """Return the job in two lines."""
     parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
-    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label} (learning: {config.status}): {config.description}"
+    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])} (learning: {config.status}): {config.description}"
     second = (
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
         f"checkpointing {config.activation_checkpointing}, compute in {config.compute_dtype}"

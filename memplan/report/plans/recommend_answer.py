@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Document, Table
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def recommend_document(
     config = setup.config
     head = (
         f"What to train with, by GPU, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, "
-        f"checkpointing {config.activation_checkpointing}"
+        f"checkpointing {config.activation_checkpointing}; {stack_words([setup])}"
     )
     headers = (
         "gpu",
@@ -153,6 +154,7 @@ def _choice(row: LargestModel | None) -> dict[str, Any] | None:
     config = row.setup.config
     return {
         "config": row.setup.name,
+        "stack": stack_data(row.setup.stack),
         "status": config.status,
         "evidence": config.evidence,
         "model": row.largest_fitting,

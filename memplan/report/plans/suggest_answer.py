@@ -69,7 +69,7 @@ def _heading(answer: Suggestions, unit: str) -> str:
     step = f", at least {space.step_batch} sequences per step" if space.step_batch > 1 else ""
     return (
         f"{name}: {answer.outcome.considered:,} combinations at sequence {base.sequence_length}, "
-        f"micro-batch {space.batches[0]} or more{step}; {answer.outcome.compiled} planned"
+        f"micro-batch {space.batches[0]} or more{step}; stack {base.stack}; {answer.outcome.compiled} planned"
     )
 
 

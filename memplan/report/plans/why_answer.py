@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import suggestions_table
+from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def _head(diagnosis: Diagnosis) -> str:
     places = {"unknown": "", "loading": " while loading", "optimizer step": " in the optimizer step"}
     where = places.get(message.phase, f" in {message.phase}")
     when = "" if message.step is None else f", after {message.step:,} steps" if message.step else ", in the first step"
-    return f"Out of memory{where}{when}"
+    stack = "" if diagnosis.plan is None else f"; planned for {stack_words([diagnosis.plan.setup])}"
+    return f"Out of memory{where}{when}{stack}"
 
 
 def _figures(diagnosis: Diagnosis, unit: str) -> Table:
@@ -148,6 +150,7 @@ def _data(diagnosis: Diagnosis, answer: str) -> dict[str, Any]:
         "plan": None
         if plan is None
         else {
+            "stack": stack_data(plan.setup.stack),
             "verdict": plan.verdict,
             "allocated_bytes": plan.allocated_bytes,
             "peak_instant": plan.peak.name,

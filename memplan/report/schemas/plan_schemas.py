@@ -24,6 +24,7 @@ def plan_schema() -> t.Schema:
         {
             "schema": {"const": "memplan/plan/1"},
             **t.same(t.TEXT, "memplan_version", "catalog_hash", "config"),
+            "stack": t.STACK,
             "verdict": t.VERDICT,
             "answer": t.TEXT,
             "model": _model(),
@@ -90,6 +91,7 @@ def max_row() -> t.Schema:
             "gpu": t.TEXT,
             "count": t.BYTES,
             "config": t.TEXT,
+            "stack": t.STACK,
             "bytes_per_parameter": t.NUMBER,
             "max_parameters": t.BYTES,
             "largest_fitting_model": t.TEXT_OR_NULL,
@@ -110,7 +112,7 @@ def where_row() -> t.Schema:
 def recommend_row() -> t.Schema:
     """Return the schema of a row of ``memplan recommend``."""
     words = t.same(t.TEXT, "config", "status", "model")
-    model = t.or_null(t.object_schema({**words, "evidence": t.TEXT_OR_NULL, "parameters": t.BYTES}))
+    model = t.or_null(t.object_schema({**words, "stack": t.STACK, "evidence": t.TEXT_OR_NULL, "parameters": t.BYTES}))
     return t.object_schema(
         {
             "gpu": t.TEXT,

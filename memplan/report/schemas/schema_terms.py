@@ -21,6 +21,11 @@ OBJECT: Schema = {"type": "object"}
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
 BYTES_OR_NULL: Schema = {"type": ["integer", "null"], "minimum": 0}
+STACK: Schema = {
+    "type": "object",
+    "required": ["name", "version"],
+    "properties": {"name": TEXT, "version": TEXT},
+}
 VERDICT: Schema = {"enum": ["fits", "tight", "no"]}
 
 PLAIN: Mapping[Any, Schema] = {str: TEXT, int: BYTES, bool: FLAG, float: NUMBER, Fraction: NUMBER}
