@@ -38,7 +38,7 @@ def _commands() -> str:
 
 def _catalog() -> str:
     """Return the page of the catalog: a table for each kind of entry."""
-    kinds = ("gpus", "models", "formats", "gradients", "optimizers")
+    kinds = ("gpus", "models", "stacks", "formats", "gradients", "optimizers")
     return "\n".join(["# The catalog\n", *(_lists(kind.capitalize(), kind, level="##") for kind in kinds)])
 
 
