@@ -156,7 +156,10 @@ _KERNELS: dict[ChosenKernel, Callable[..., Tensor]] = {
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    del normalized_shape
+    """Return the fused norm, which takes one dtype alone (``rms_norm_symint`` in aten/src/ATen/native/layer_norm.cpp)."""
+    if weight is not None and weight.dtype != x.dtype:
+        out: Tensor = aten.rms_norm.default._op_dk(_COMPOSITE, x, normalized_shape, weight, eps)
+        return out
     return rms_norm(x, weight, eps or 1e-6, "cuda")
 
 

@@ -26,6 +26,7 @@ PROGRAMS: Mapping[str, str] = {
     "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
     "trl": "memplan.trace.stacks.huggingface.sft_loop",
     "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
+    "torchtune": "memplan.trace.stacks.torchtune_recipe",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 

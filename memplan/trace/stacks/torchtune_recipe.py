@@ -1,0 +1,206 @@
+"""torchtune's recipe of full fine-tuning on one device: its models, its losses and the lines of its own training loop.
+
+What is called on a stand-in for the recipe is ``FullFinetuneRecipeSingleDevice.train`` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torchtune
+from torch import Tensor, nn
+from torchtune import training
+from torchtune.models.llama3_1._component_builders import llama3_1
+from torchtune.models.llama3_2._component_builders import llama3_2
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
+from memplan.training.resolved import TrainingSetup
+
+PACKAGES = ("torchtune",)
+META = torch.device("meta")
+IGNORED = -100
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run torchtune's recipe on the model that the inputs ask for."""
+    setup = inputs.setup
+    refuse_settings(setup, "torchtune")
+    recipe = _recipe_module("full_finetune_single_device")
+    with composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
+        model = _built(inputs.model.spec, setup)
+        loop = _Loop(recipe, model, setup, recorder)
+        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+            loop.train()
+    return StackRun("torchtune's recipe of full fine-tuning on one device", inputs.model.spec.vocab_size)
+
+
+def _recipe_module(name: str) -> ModuleType:
+    """Return a recipe, which torchtune installs beside its package and no import reaches."""
+    path = Path(torchtune.__file__).parent.parent / "recipes" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"torchtune_{name}", path)
+    if spec is None or spec.loader is None:
+        raise CannotAnswerError(f"torchtune's recipe {path.name} is not installed")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
+    """Return torchtune's Llama of these shapes, checkpointed as the setup says, without memory."""
+    dtype, run_of_layers = setup.format_names["hidden_matrix"], spec.runs[0]
+    heads, mlp = run_of_layers.layer.attention, run_of_layers.layer.feed_forward
+    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or setup.config.adapter is not None:
+        raise CannotAnswerError("torchtune's Llama is traced with weights in fp32 or bf16, without adapters")
+    assert isinstance(heads, Attention)
+    assert isinstance(mlp, Mlp)
+    if heads.query_size != spec.hidden_size:
+        raise CannotAnswerError("torchtune's Llama has heads that together are as wide as the model")
+    builder: Any = llama3_2 if spec.tie_word_embeddings else llama3_1
+    with training.set_default_dtype(TORCH_DTYPES[dtype]), META:
+        model: Any = builder(
+            vocab_size=spec.vocab_size,
+            num_layers=spec.num_hidden_layers,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_key_value_heads,
+            embed_dim=spec.hidden_size,
+            max_seq_len=spec.max_position_embeddings,
+            intermediate_dim=mlp.intermediate_size,
+        )
+    for module in model.modules():
+        if hasattr(module, "rope_init"):
+            module.rope_init()
+            module.to(META)
+    if setup.checkpointing == "full":
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    elif setup.checkpointing != "none":
+        raise CannotAnswerError(f"activation_checkpointing: torchtune's recipes have no {setup.checkpointing}")
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+class _Loop:
+    """A stand-in that has what the recipe's own loop reads."""
+
+    def __init__(self, recipe: ModuleType, model: Any, setup: TrainingSetup, recorder: Recorder) -> None:
+        self.recipe, self.model, self.setup, self.recorder = recipe, model, setup, recorder
+        self.micro_step = 0
+        self.loss: Any = _loss(model, setup)
+        options: dict[str, Any] = {"fused": True} if setup.profile.optimizer == "fused" else {}
+        if setup.profile.optimizer == "for-loop":
+            options["foreach"] = False
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+        watch_parts(model, model.layers, None, recorder)
+        model.norm.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+        batch = setup.config.micro_batch_size
+        self.ignored = torch.full((batch, 1), IGNORED, device=META)
+        recorder.mark(self.ignored, "buffers")
+
+    def train(self) -> None:
+        """Run ``FullFinetuneRecipeSingleDevice.train``."""
+        recipe: Any = self.recipe
+        recipe.tqdm = lambda **_: SimpleNamespace(update=_nothing, set_description=_nothing)
+        recipe.training = SimpleNamespace(scale_grads=self._scaled)
+        recipe.FullFinetuneRecipeSingleDevice.train(self._stand_in())
+
+    def _stand_in(self) -> Any:
+        config = self.setup.config
+        return SimpleNamespace(
+            _compile=False,
+            _optimizer_in_bwd=False,
+            _optimizer=SimpleNamespace(step=self._update, zero_grad=self.optimizer.zero_grad),
+            _profiler=SimpleNamespace(start=_nothing, stop=_nothing, step=_nothing),
+            epochs_run=0,
+            total_epochs=1,
+            _steps_per_epoch=STEPS,
+            max_steps_per_epoch=STEPS,
+            _dataloader=_Batches(self._batches),
+            profiler_profile_memory=False,
+            _device=META,
+            _loss_fn=SimpleNamespace(ignore_index=IGNORED),
+            _loss_step=self._loss_step,
+            _gradient_accumulation_steps=config.gradient_accumulation_steps,
+            _model=self.model,
+            _clip_grad_norm=1.0 if config.clip_gradients else None,
+            _lr_scheduler=None,
+            global_step=0,
+            _log_every_n_steps=STEPS + 1,
+            save_checkpoint=_nothing,
+        )
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        config = self.setup.config
+        shape = (config.micro_batch_size, config.sequence_length)
+        for _ in range(STEPS):
+            for self.micro_step in range(config.gradient_accumulation_steps):
+                if not self.micro_step:
+                    self.recorder.next_step()
+                self._mark("forward")
+                self.recorder.forward_begins()
+                yield {name: torch.zeros(shape, dtype=torch.long) for name in ("tokens", "labels")}
+
+    def _loss_step(self, batch: dict[str, Tensor]) -> Tensor:
+        stand_in = SimpleNamespace(
+            activations_handling_ctx=contextlib.nullcontext(),
+            _model=self.model,
+            _loss_fn=self.loss,
+            ignore_labels_cache=self.ignored,
+        )
+        loss: Tensor = self.recipe.FullFinetuneRecipeSingleDevice._loss_step(stand_in, batch)
+        self.recorder.forward_ends()
+        self._mark("loss backward", backward=True)
+        return loss
+
+    def _mark(self, instant: str, *, backward: bool = False) -> None:
+        self.recorder.instant(LATER_MICRO_STEP if self.micro_step else instant, backward=backward)
+
+    def _scaled(self, model: Any, scaler: Tensor) -> None:
+        self.recorder.instant("gradient clipping")
+        training.scale_grads(model, scaler)
+
+    def _update(self) -> None:
+        self.recorder.instant("optimizer step")
+        self.optimizer.step()
+        watch_states(self.optimizer, self.recorder)
+
+
+class _Batches:
+    """A loader of batches."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.sampler = SimpleNamespace(set_epoch=_nothing)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self._batches()  # type: ignore[no-any-return]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _loss(model: Any, setup: TrainingSetup) -> Any:
+    """Return the loss that the setup's kernels ask for."""
+    kind = setup.profile.loss
+    if kind == "fp32":
+        return nn.CrossEntropyLoss(ignore_index=IGNORED)
+    if kind != "chunked-logits":
+        raise CannotAnswerError(f"kernels.loss: torchtune has no loss {kind}; it has chunked-logits and fp32")
+    loss = CEWithChunkedOutputLoss(num_output_chunks=setup.profile.loss_chunks)
+    model.set_num_output_chunks(loss.num_output_chunks)
+    return loss
