@@ -9,7 +9,9 @@ AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex"
 NormKernel = Literal["fused", "composite"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
-LossKernel = Literal["bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place", "chunked-backward", "chunked-logits"]
+LossKernel = Literal[
+    "bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place", "chunked-backward", "chunked-logits"
+]
 ElementwiseKernel = Literal["composite", "fused"]
 RotaryKernel = Literal["composite", "fused", "complex"]
 

@@ -7,11 +7,15 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import STACKS, StackJob, drawn_stack_job, stack_verdict
+from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict
+from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
 
@@ -27,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [drawn_stack_job(options.seed, number, catalog, stacks) for number in range(options.jobs)]
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
+    if options.record:
+        write_records(options.record, versions(stacks[0]), traced_records(jobs, catalog))
+        return 0
     judged: Judged = []
     for number, job in enumerate(jobs):
         judged.append((job, stack_verdict(job, catalog)))
@@ -44,10 +51,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m memplan.lab.stack_survey", description=__doc__)
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=250)
-    parser.add_argument("--stack", action="append", choices=STACKS, help="only this stack; may be repeated")
+    parser.add_argument(
+        "--stack", action="append", choices=(*STACKS, *OWN_MODELS), help="only this stack; may be repeated"
+    )
     parser.add_argument("--family", action="append", help="only models of this family; may be repeated")
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
     parser.add_argument("--verbose", action="store_true", help="print every job that differs")
+    parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
+from memplan.lab.stack_survey.drawn_own_models import OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, resolved
 from memplan.lab.survey.drawn_models import model_values
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -20,6 +21,7 @@ from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
 
 STACKS = ("plain-loop", "transformers", "trl")
+"""Stacks of which an environment with transformers draws by default."""
 CARDS = ("7.5", "8.0", "8.6", "8.9", "9.0")
 """Compute capabilities of cards that attention is chosen for."""
 
@@ -77,7 +79,10 @@ def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str,
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
     rng = Random(f"memplan stacks {seed} {number}")
     values = model_values(rng, catalog)
-    training = {"description": "drawn at random", "stack": rng.choice(stacks), **_weights(rng)}
+    stack = rng.choice(stacks)
+    if stack in OWN_MODELS:
+        return StackJob(Job(*OWN_MODELS[stack](rng)), OWN_CARD, reentrant=False)
+    training = {"description": "drawn at random", "stack": stack, **_weights(rng)}
     eager = rng.random() < 0.3
     if eager:
         training["kernels"] = {"attention": "eager"}

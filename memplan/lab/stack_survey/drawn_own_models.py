@@ -1,0 +1,78 @@
+"""Jobs for stacks that train models of their own: Llamas of odd shapes, in one dtype throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+Keys = dict[str, Any]
+
+HEADS = (1, 2, 4, 6, 8, 12)
+WIDTHS = (16, 32, 64, 80, 128)
+
+
+def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as torchtitan can train them."""
+    heads, width = rng.choice(HEADS), rng.choice(WIDTHS)
+    model = _llama(rng, heads, width, rng.choice((heads * width, 128, 256, 512, 768)))
+    training = _training(rng, "torchtitan", (8, 64, 128, 256, 512, 1024, 2048))
+    kernels = _some(
+        rng, loss=("fp32",), loss_chunks=(1, 2, 4), optimizer=("foreach",), attention=_sdpa(training["compute_dtype"])
+    )
+    training |= {"kernels": kernels} if kernels else {}
+    if rng.random() < 0.5:
+        training["activation_checkpointing"] = rng.choice(("none", "full", "selective"))
+    return model, training
+
+
+def _sdpa(dtype: str) -> tuple[str, ...]:
+    """Return what a card of compute capability 8.0 runs in place of flex attention."""
+    return ("flash",) if dtype == "bf16" else ("flex",)
+
+
+def _llama(rng: Random, heads: int, width: int, hidden: int) -> Keys:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": rng.choice((64, 256, 688, 1024, 2048)),
+        "num_hidden_layers": rng.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "head_dim": width,
+        "vocab_size": rng.choice((97, 1000, 8191, 32000)),
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": rng.random() < 0.4,
+    }
+
+
+def _training(rng: Random, stack: str, lengths: tuple[int, ...]) -> Keys:
+    dtype = rng.choice(("bf16", "bf16", "fp32"))
+    training: Keys = {
+        "description": "drawn at random",
+        "stack": stack,
+        "compute_dtype": dtype,
+        "weights": {"default": dtype},
+        "optimizer": {"default": f"adamw-{dtype}"},
+        "micro_batch_size": rng.choice((1, 2, 3, 5)),
+        "sequence_length": rng.choice(lengths),
+    }
+    if rng.random() < 0.3:
+        training["gradient_accumulation_steps"] = rng.choice((2, 3))
+    if rng.random() < 0.3:
+        training["clip_gradients"] = False
+    return training
+
+
+def _some(rng: Random, **choices: tuple[Any, ...]) -> Keys:
+    """Return a value for some of the keys."""
+    return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.3}
+
+
+OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan": torchtitan_job}
+"""Stack -> what draws a job for it."""
+
+OWN_CARD = "8.0"
+"""Compute capability of the card that they run on: flash attention is what torch takes for bf16 there."""

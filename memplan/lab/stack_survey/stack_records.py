@@ -1,0 +1,72 @@
+"""Stack records: what a library's own code did to memory, kept so that the formula is held against it without the library.
+
+A record is one job of a survey with the requested bytes of its trace: at each instant, by component at the peak,
+what persists, and a digest of all births and deaths in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from memplan.catalog.catalog import Catalog
+from memplan.errors import MemplanError
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
+from memplan.trace.recording.trace_result import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StackRecord:
+    """One job and what it did.
+
+    Attributes:
+        job: The job, as a survey prints it.
+        instants: Requested bytes by instant.
+        components: Requested bytes by component at the peak.
+        persistent_bytes: What a step leaves for the next.
+        events: Digest of the sizes of all births and deaths, in order.
+    """
+
+    job: str
+    instants: Mapping[str, int]
+    components: Mapping[str, int]
+    persistent_bytes: int
+    events: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Requested bytes at the peak."""
+        return max(self.instants.values())
+
+
+def recorded(job: StackJob, trace: Trace) -> StackRecord:
+    """Return the record of a traced job."""
+    lines = "\n".join(f"{'+' if event.allocates else '-'}{event.bytes}" for event in trace.events)
+    components = {str(name): size for name, size in sorted(trace.peak.components.items())}
+    digest = sha256(lines.encode()).hexdigest()
+    return StackRecord(job.text, trace.instant_bytes, components, trace.persistent_bytes, digest)
+
+
+def write_records(path: Path, versions: Mapping[str, str], records: Iterable[StackRecord]) -> None:
+    """Write records of one stack, with the versions of the packages that ran, to a file."""
+    data = {"versions": dict(versions), "records": [asdict(record) for record in records]}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read_records(path: Path) -> tuple[dict[str, str], tuple[StackRecord, ...]]:
+    """Return the versions and the records of a file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return data["versions"], tuple(StackRecord(**record) for record in data["records"])
+
+
+def traced_records(jobs: Iterable[StackJob], catalog: Catalog) -> Iterator[StackRecord]:
+    """Yield the records of the jobs that both formula and library answer."""
+    for job in jobs:
+        try:
+            planned(job, catalog)
+            yield recorded(job, traced(job, catalog))
+        except MemplanError:
+            continue

@@ -1,0 +1,49 @@
+"""The formula beside what the libraries' own code did: stack records, replayed without the libraries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("torch")
+
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned  # noqa: E402
+from memplan.lab.stack_survey.stack_records import read_records  # noqa: E402
+
+FOLDER = Path(__file__).parent
+FILES = sorted((FOLDER / "records").glob("*.json"))
+RECORDS = [(path.stem, number, record) for path in FILES for number, record in enumerate(read_records(path)[1])]
+PEAK_SHARE, INSTANT_SHARE = 0.001, 0.01
+
+
+@pytest.mark.parametrize(("stack", "number", "record"), RECORDS, ids=lambda value: str(value)[:12])
+def test_the_formula_agrees_with_the_librarys_own_code(stack, number, record, catalog):
+    del number
+    job = StackJob.read(record.job)
+    plan = planned(job, catalog)
+    instants = dict(plan.instants)
+    assert job.stack == stack
+    assert abs(plan.requested_bytes - record.peak_bytes) <= PEAK_SHARE * record.peak_bytes
+    assert plan.persistent_bytes == record.persistent_bytes
+    for name, size in record.instants.items():
+        assert abs(instants.get(name, size) - size) <= INSTANT_SHARE * size, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_records_are_of_the_versions_that_the_environments_install(path):
+    versions, records = read_records(path)
+    listed = yaml.safe_load((FOLDER / "environments.yaml").read_text(encoding="utf-8"))[path.stem]["packages"]
+    pinned = dict(package.split("==") for package in listed)
+    assert {name: number.split("+")[0] for name, number in versions.items()}.items() <= pinned.items()
+    assert len({record.job for record in records}) == len(records) >= 40
+    assert all(len(record.events) == 64 for record in records)
+
+
+def test_a_record_of_other_bytes_would_be_noticed(catalog):
+    _, _, record = RECORDS[0]
+    data = json.loads(record.job)
+    data["training"]["micro_batch_size"] += 1
+    assert planned(StackJob.read(json.dumps(data)), catalog).requested_bytes != record.peak_bytes
