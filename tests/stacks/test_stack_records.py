@@ -10,8 +10,8 @@ import yaml
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned  # noqa: E402
-from memplan.lab.stack_survey.stack_records import read_records  # noqa: E402
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.stack_survey.stack_records import read_records
 
 FOLDER = Path(__file__).parent
 FILES = sorted((FOLDER / "records").glob("*.json"))
