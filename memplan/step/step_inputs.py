@@ -17,7 +17,7 @@ from memplan.step.states.optimizer_scratch import (
 )
 from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.taped_weight import Weight
-from memplan.training.resolved import TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
 
@@ -88,6 +88,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         and entry.format_name != setup.config.compute_dtype,
         decoding_bytes=decoding_bytes(entry, setup.compute_bytes),
         scales_bytes=_scales_bytes(setup, entry),
+        decoded_bytes=_decoded_bytes(setup, entry),
         decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
     )
 
@@ -96,6 +97,18 @@ def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     """Return the fp32 scales that decoding forms first, where they are stored as codes themselves."""
     elements = setup.formats[entry.tensor.role].coded_scale_elements if entry.quantized else 0
     return 4 * ceil_div(entry.tensor.elements, elements) if elements and setup.stack.projections.codes_scales else 0
+
+
+def _decoded_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
+    """Return a weight as backward decodes it: in the dtype that it was loaded in, where products have another.
+
+    Source:
+        ``MatMul4Bit.backward`` in bitsandbytes/autograd/_functions.py (0.50.2): ``dequantize_4bit(B, state).to(...)``.
+    """
+    loaded = setup.loaded_float
+    if not entry.quantized or setup.stack.projections.codes_result != "input" or loaded == setup.config.compute_dtype:
+        return 0
+    return entry.tensor.elements * FLOAT_BYTES.get(loaded, setup.compute_bytes)
 
 
 def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:

@@ -62,6 +62,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "bf16 adapters": {"adapter": Adapter(rank=4, dtype="bf16")},
     "dropout": {"adapter": Adapter(rank=4, dropout=0.1)},
     "some targets": {"adapter": Adapter(rank=4, targets=("q_proj", "down_proj"), dropout=0.1)},
+    "dora": {"adapter": Adapter(kind="dora", rank=4)},
+    "dora, dropout": {"adapter": Adapter(kind="dora", rank=4, dropout=0.1)},
     "4 bits, fp32 beside": {"adapter": Adapter(rank=4), "weights": NF4, "kernels": EFFICIENT},
     "4 bits, one level": {"adapter": Adapter(rank=4), "weights": {**NF4, "hidden_matrix": "nf4"}, "kernels": EFFICIENT},
 }
@@ -73,4 +75,27 @@ def test_every_instant_is_that_of_the_libraries_own_code(catalog, job, kind):
     checkpointing = "none" if kind == "none" else "full"
     found = differences(catalog, reentrant=kind == "reentrant", activation_checkpointing=checkpointing, **JOBS[job])
     assert {"forward", "loss backward", "head backward", "layer 2 backward", "optimizer step"} <= found.keys()
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("adapter", [Adapter(rank=4), None], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_head_and_loss_of_trl_are_one_function_over_tiles(catalog, kind, adapter, tied):
+    pytest.importorskip("trl")
+    keys = {**KEYS, "tie_word_embeddings": tied}
+    found = differences(catalog, keys, stack="trl", activation_checkpointing=kind, adapter=adapter)
+    assert "head backward" not in found, "its module is not called"
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
+@pytest.mark.parametrize("stack", ["transformers", "trl"])
+@pytest.mark.parametrize("loaded", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_four_bits_under_autocast_are_decoded_in_the_dtype_that_they_were_loaded_in(catalog, stack, loaded, kind):
+    pytest.importorskip("trl")
+    weights = {"hidden_matrix": "nf4-dq", "default": loaded}
+    found = differences(
+        catalog, stack=stack, weights=weights, adapter=Adapter(rank=4, dropout=0.1), activation_checkpointing=kind
+    )
     assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}

@@ -65,11 +65,11 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
         rows = tape.value(predicted, x.width, x.element_bytes)
         tape.apply("choose rows", [(cut, NEW)], (rows, mask), [mask])
         labels, sums = tape.make("choose labels", tape.value(predicted, 1, 8)), tape.value(predicted, 2, 4)
-        tile = _tile(x.width, weights[0], compute, vocab_size)
+        tile, again = (_tile(x.width, weights[0], compute, vocab_size, stretches) for stretches in (1, 2))
         wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
-            workspace=[*tile, *wide, *_wide_weight(weights[0])],
+            workspace=[*again, *wide, *_wide_weight(weights[0])],
             custom=True,
         )
         logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
@@ -80,11 +80,17 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
     return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)
 
 
-def _tile(width: int, weight: Weight, compute: int, vocab_size: int) -> Sizes:
-    """Return a tile of logits, and the copies of rows and of a stretch of the head that are made to form it."""
+def _tile(width: int, weight: Weight, compute: int, vocab_size: int, stretches: int) -> Sizes:
+    """Return a tile of logits, and the copies of rows and of stretches of the head that are made to form it.
+
+    In backward a stretch has a name until the next one has been copied.
+    """
     sizes = [(Quantity.TILE_TOKENS, TILE_COLUMNS * compute)]
     if weight.element_bytes != compute:
-        sizes += [(Quantity.TILE_TOKENS, width * compute), (ONE, min(TILE_COLUMNS, vocab_size) * width * compute)]
+        sizes += [
+            (Quantity.TILE_TOKENS, width * compute),
+            (ONE, min(stretches * TILE_COLUMNS, vocab_size) * width * compute),
+        ]
     return sizes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memplan.step.blocks.builder import ONE, Builder, promoted
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
@@ -123,18 +125,82 @@ def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: i
     """Return DoRA's projection: the norm of the adapted weight is a constant of each step."""
     tape = builder.tape
     magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
-    norm = _magnitude_norm(builder, name, rows, down)
+    formed = _magnitude_norm(builder, name, rows, down)
+    norm = formed.norm
     scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
     scale.foreign = norm.foreign
     tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
+    if builder.settings.adapter_dropout:
+        return _with_magnitude_and_dropout(builder, own, out, name, scale, formed)
     with tape.alive(scale):
         base = _without_bias(builder, out, name)
         first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
     with tape.alive(scale, first, base):
-        second = _scaled_rows(builder, scale, _low_rank(builder, own, name, rows, down))
-        whole = builder.add(first, builder.pointwise("scale", second))
+        low = _low_rank(builder, own, name, rows, down)
+        with tape.alive(*((low,) if builder.settings.projections.adapter_sum == "wide" else ())):
+            whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
+    _function_ends(builder, formed)
     with tape.alive(base):
         return builder.add(out, builder.cast(whole, out.element_bytes, foreign=out.foreign))
+
+
+class _AdaptedWeight(NamedTuple):
+    """What is formed of an adapted weight.
+
+    Attributes:
+        down: The adapter's first matrix.
+        norm: The norm of each row.
+        product: The product of the adapter's matrices.
+        base: A copy of the base weight; None where it is read as it is.
+        saved: What the graph of ``product`` holds, for a backward that never comes.
+    """
+
+    down: Weight
+    norm: Value
+    product: Value
+    base: Value | None
+    saved: tuple[Value, ...]
+
+
+def _function_ends(builder: Builder, formed: _AdaptedWeight) -> None:
+    """Note that the function returns that has names for the product, its graph with it, and for the weight's copy."""
+    if builder.settings.projections.adapter_sum == "wide":
+        tape = builder.tape
+        tape.touch(formed.product, *([] if formed.base is None else [formed.base]))
+        tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
+
+
+def _with_magnitude_and_dropout(
+    builder: Builder, own: Value, out: Value, name: str, scale: Value, formed: _AdaptedWeight
+) -> Value:
+    """Return DoRA's projection of a dropped input, which is multiplied by the whole weight once more.
+
+    Source:
+        ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py (0.21.2).
+    """
+    tape, down, rows = builder.tape, formed.down, formed.norm.width
+    x = builder.dropped(own, builder.settings.adapter_dropout)
+    frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
+    with tape.alive(x, scale):
+        low = _low_rank(builder, x, name, rows, down)
+        with tape.alive(low):
+            base = _by_whole_weight(builder, x, rows, frozen, kept=formed.base is not None)
+        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
+        with tape.alive(first, base, low):
+            whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
+        _function_ends(builder, formed)
+        return builder.cast(builder.add(out, whole), out.element_bytes, foreign=out.foreign)
+
+
+def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, kept: bool) -> Value:
+    """Return the product with a frozen weight that is no parameter, and that is saved where it is a copy."""
+    tape, low = builder.tape, builder.lowered(x)
+    width = low.element_bytes
+    if builder.settings.autocast and frozen.element_bytes != width:
+        frozen = tape.make("cast weight", builder.constant(frozen.width, width), frozen)
+        kept = True
+    out = tape.value(x.quantity, rows, width)
+    return tape.apply("linear", [(low, VIEW)], out, [frozen] if kept else [], traits=Traits(packs=True, product=True))
 
 
 def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
@@ -151,7 +217,7 @@ def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
     return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces))
 
 
-def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> Value:
+def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> _AdaptedWeight:
     """Return the norm of each row of the adapted weight, which is formed whole for it (PEFT, ``DoraLinearLayer``)."""
     tape, columns, own = builder.tape, down.columns, down.element_bytes
     width = builder.compute if builder.settings.autocast else own
@@ -165,13 +231,15 @@ def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> Val
     if read is not eye:  # saved for a backward that never comes, until the product is cut off from it
         tape.graph_use[read.storage] = len(tape.operations) - 1
     product.foreign = down.foreign and not builder.settings.autocast
-    norm = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, down)
+    norm, base = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, down)
     tape.touch(eye, product)
-    return norm
+    return _AdaptedWeight(down, norm, product, base, (read, low))
 
 
-def _norm_of_sum(builder: Builder, product: Value, base: Weight, size: int, rows: int, down: Weight) -> Value:
-    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each."""
+def _norm_of_sum(
+    builder: Builder, product: Value, base: Weight, size: int, rows: int, down: Weight
+) -> tuple[Value, Value | None]:
+    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each, and the weight's copy."""
     tape, own = builder.tape, down.element_bytes
     frozen: list[Value] = []
     if base.coded:
@@ -186,7 +254,7 @@ def _norm_of_sum(builder: Builder, product: Value, base: Weight, size: int, rows
     whole.foreign = product.foreign and down.foreign
     norm = tape.make("norm", builder.fresh(whole, rows), whole)
     tape.touch(*frozen, whole)
-    return norm
+    return norm, read[-1] if read else None
 
 
 def _without_bias(builder: Builder, out: Value, name: str) -> Value:

@@ -240,8 +240,8 @@ class Player:
             [(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in node.weights if not w.copy_saved]
         )
         for weight in node.weights:
-            if weight.decoding_bytes or weight.scales_bytes:
-                self.with_scratch(node.instant, node.name, [*weight.decoding, *weight.scales])
+            if again := weight.decoding_again:
+                self.with_scratch(node.instant, node.name, again)
         formed = self.input_gradients(node, arrived)
         if node.weights and node.inputs:
             self.live.multiply()

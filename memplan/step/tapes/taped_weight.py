@@ -46,6 +46,7 @@ class Weight:
         emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
         scales_bytes: Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean,
             for a product, and formed alone for backward.
+        decoded_bytes: The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
         summed: Whether autograd adds up several gradients of it before it is stored.
     """
 
@@ -71,6 +72,7 @@ class Weight:
     summed: bool = False
     decoding_bytes: int = 0
     scales_bytes: int = 0
+    decoded_bytes: int = 0
     decoding_rows_bytes: int = 0
 
     @property
@@ -84,6 +86,15 @@ class Weight:
     def scales(self) -> list[Storage]:
         """Its scales decoded."""
         return [(Part.TEMPORARIES, Quantity.ONE, self.scales_bytes)] if self.scales_bytes else []
+
+    @property
+    def decoding_again(self) -> list[Storage]:
+        """What decoding for backward takes besides the copy that is read."""
+        if not self.decoded_bytes:
+            return [*self.decoding, *self.scales]
+        # The scales are gone when the weight is cast to the dtype of the copy.
+        sizes = (self.decoded_bytes, self.scales_bytes - self.copy_bytes)
+        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in sizes if size > 0]
 
     @property
     def is_matrix(self) -> bool:
