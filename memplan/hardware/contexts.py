@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import median_low
 
 from memplan.catalog.entries import Gpu
 from memplan.hardware.hardware_tables import ContextEntry, ContextMeasurement, HardwareTables, capability, entry_name
@@ -61,7 +60,7 @@ def _range(name: str, entries: Mapping[str, ContextEntry]) -> ContextRange:
     bare = [measured_bytes(item) for item in entries[name].measured if item.run == "bare"]
     joined = {} if len(own) >= ENOUGH else _nearest(name, entries)
     pool = [*own, *(item for other in joined.values() for item in other)]
-    expected = median_low([measured_bytes(item) for item in own or pool])
+    expected = _lower_median([measured_bytes(item) for item in own or pool])
     sizes = [measured_bytes(item) for item in pool]
     most = max(measured_bytes(item) + (PRINTED_STEP if item.how == "message" else 0) for item in pool)
     least = min(sizes) if own else max(min(sizes), min(bare, default=0))
@@ -71,6 +70,10 @@ def _range(name: str, entries: Mapping[str, ContextEntry]) -> ContextRange:
         max(most, expected, *bare),
         _text(name, own, joined, len(bare)),
     )
+
+
+def _lower_median(sizes: Sequence[int]) -> int:
+    return sorted(sizes)[(len(sizes) - 1) // 2]
 
 
 def measured_bytes(item: ContextMeasurement) -> int:

@@ -272,3 +272,18 @@ def test_on_a_card_without_bf16_every_suggestion_is_in_fp16(catalog, model, setu
     found = suggested(catalog, model, setup_of, "llama-3.2-1b", "t4", "bf16-adamw")
     assert found[0].flips_verdict
     assert all("compute_dtype=fp16" in item.change and "loss_scaling=true" in item.change for item in found)
+
+
+@pytest.mark.parametrize(("config", "quantised"), [("qlora", True), ("lora", False)])
+def test_a_search_keeps_the_kind_of_weights_under_adapters(cli, config, quantised):
+    rows = cli("suggest", "llama-3.2-1b", "--gpu", "rtx4090", "--config", config, "--json").data["rows"]
+    assert rows
+    for row in rows:
+        assert row["training"]["adapter"]["kind"] == "lora"
+        assert (row["training"]["weights"]["hidden_matrix"] not in ("bf16", "fp16", "fp32")) is quantised
+
+
+def test_a_search_leaves_the_kind_where_nothing_else_fits_and_says_so(cli):
+    rows = cli("suggest", "llama-3.1-8b", "--gpu", "rtx4060", "--config", "lora", "--json").data["rows"]
+    assert rows
+    assert all("with them nothing fits" in row["gives_up"] for row in rows)

@@ -192,6 +192,16 @@ class Space:
         return way.lifetime == "step" or self.steps(batch) == 1
 
 
+def as_meant(space: Space) -> Space:
+    """Return a space in which adapters stay on weights of the kind that the base has them on: floats, or codes."""
+    base = space.base
+    if base.adapter is None or len(space.weights) == 1:
+        return space
+    hidden = base.weights.get("hidden_matrix", base.weights.get("default", base.compute_dtype))
+    kind = tuple(choice for choice in space.weights if choice.coded == (hidden not in FLOAT_BYTES))
+    return replace(space, weights=kind) if kind else space
+
+
 def without_bf16(space: Space) -> Space:
     """Return a space for a card that only emulates bf16: fp16 with a loss scale takes its place; what is fixed stays."""
     weights = space.weights
@@ -200,7 +210,10 @@ def without_bf16(space: Space) -> Space:
         weights = tuple(_in_fp16(choice) if choice.compute_dtype == "bf16" else choice for choice in kept)
     fixed = len(space.gradients) == 1
     gradients = space.gradients if fixed else tuple(name for name in space.gradients if name != "bf16")
-    return replace(space, weights=weights, gradients=gradients)
+    base, adapter = space.base, space.base.adapter
+    if adapter is not None and adapter.dtype == "bf16":
+        base = replace(base, adapter=replace(adapter, dtype="fp32"))
+    return replace(space, base=base, weights=weights, gradients=gradients)
 
 
 def _in_fp16(choice: WeightChoice) -> WeightChoice:

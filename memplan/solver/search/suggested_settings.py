@@ -17,7 +17,7 @@ from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axe
 from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
 from memplan.solver.search.pareto_front import Combination, best_few, thinned
-from memplan.solver.search.space import Space, optimizer_names, without_bf16
+from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
 from memplan.training.resolved import resolve
 from memplan.units import format_bytes
 
@@ -103,12 +103,44 @@ def space_of(request: Request, catalog: Catalog) -> Space:
 
 
 def suggestions(model: Model, request: Request, device: Device, catalog: Catalog) -> Suggestions:
-    """Return the best settings for a model on a device, or the nearest miss."""
-    space = space_of(request, catalog)
+    """Return the best settings for a model on a device, or the nearest miss.
+
+    Adapters stay on weights of the kind that the base config has them on, in 16 bits or more or quantised; on the other
+    kind only where nothing else fits, and then that is among what an answer gives up.
+
+    Raises:
+        CannotAnswerError: What is fixed leaves nothing to search.
+    """
+    space = _on_device(space_of(request, catalog), device, catalog)
+    meant = as_meant(space)
+    found = _searched(model, request, meant, device, catalog)
+    if found.rows or meant is space:
+        return found
+    return _searched(
+        model, request, space, device, catalog, "weights of the kind that was asked for: with them nothing fits"
+    )
+
+
+def _on_device(space: Space, device: Device, catalog: Catalog) -> Space:
+    """Return a space without what a device cannot do, or only emulates."""
     if device.gpu.unified_memory and len(space.offloads) > 1:
         space = replace(space, offloads=("none",))
-    if not is_native(device.gpu, "bf16", hardware_tables(catalog.root)):
-        space = without_bf16(space)
+    return space if is_native(device.gpu, "bf16", hardware_tables(catalog.root)) else without_bf16(space)
+
+
+def _searched(
+    model: Model, request: Request, space: Space, device: Device, catalog: Catalog, lost: str = ""
+) -> Suggestions:
+    """Return the best settings of a space, or the nearest miss.
+
+    Args:
+        model: The model.
+        request: What is asked for.
+        space: What may be chosen.
+        device: What it has to fit on.
+        catalog: Where names are looked up.
+        lost: What every answer gives up, or nothing.
+    """
     length = space.base.sequence_length
     open_spaces = list(spaces_by_layout(space, request.parallels or (space.base.parallel,)))
     if not open_spaces:
@@ -127,7 +159,8 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
     if outcome.front:
         best = best_few(thinned(outcome.front), request.most)
         rows = tuple(
-            _settings(combination, rank, model, space, device, catalog) for rank, combination in enumerate(best, 1)
+            _settings(combination, rank, model, space, device, catalog, lost)
+            for rank, combination in enumerate(best, 1)
         )
         return Suggestions(model, device, space, outcome, rows)
     more = None
@@ -140,7 +173,7 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
 
 
 def _settings(
-    combination: Combination, rank: int, model: Model, space: Space, device: Device, catalog: Catalog
+    combination: Combination, rank: int, model: Model, space: Space, device: Device, catalog: Catalog, lost: str
 ) -> Settings:
     optimizer = optimizer_names(combination.state.optimizer, catalog)[0]
     text = f"Suggested for {model.spec.name} on {device.name}: {summary(combination, catalog)}"
@@ -149,7 +182,8 @@ def _settings(
     stage = f"-zero{config.parallel.zero_stage}" if config.parallel.data > 1 else ""
     name = f"suggested-{rank}-{combination.state.weights.dtype}-{optimizer}{stage}"
     plan = CompiledPlan(model, resolve(config, catalog, name)).evaluate(device)
-    return Settings(combination, plan, "; ".join(given_up(combination, catalog)) or "nothing")
+    gives_up = filter(None, (lost, *given_up(combination, catalog)))
+    return Settings(combination, plan, "; ".join(gives_up) or "nothing")
 
 
 def summary(combination: Combination, catalog: Catalog) -> str:
