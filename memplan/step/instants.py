@@ -240,7 +240,9 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     apart = leaf if taped.embedding.tape.nodes else ZERO  # else it is the first layer's input
     yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), (apart, masks))
     base += apart
-    bare_base, base = base, base + (ZERO if inputs.setup.checkpointing == "none" else masks)
+    kept = ZERO if inputs.setup.checkpointing == "none" else masks
+    bare_base = base + (kept if inputs.setup.stack.checkpointing.reentrant else ZERO)  # its nodes keep what they call
+    base += kept
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)

@@ -25,6 +25,16 @@ STACKS = ("plain-loop", "transformers", "trl")
 CARDS = ("7.5", "8.0", "8.6", "8.9", "9.0")
 """Compute capabilities of cards that attention is chosen for."""
 
+ATTENTION_ONLY = {
+    "gpt_oss": ("q_proj", "v_proj"),
+    "mixtral": ("q_proj", "v_proj"),
+    "qwen2_moe": ("q_proj", "o_proj"),
+    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v2": ("kv_b_proj", "o_proj"),
+    "deepseek_v3": ("kv_b_proj", "o_proj"),
+}
+"""Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
+
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
 LENGTHS, EAGER_LENGTHS = (64, 65, 200, 512, 1000, 2048), (64, 65, 200, 512)
@@ -93,6 +103,8 @@ def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str,
     training["activation_checkpointing"] = rng.choice(("none", "full", "full"))
     training["gradient_accumulation_steps"] = rng.choice((1, 1, 2))
     training["clip_gradients"] = rng.random() < 0.5
+    if "adapter" in training and values["model_type"] in ATTENTION_ONLY:
+        training["adapter"]["targets"] = list(ATTENTION_ONLY[str(values["model_type"])])
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
 

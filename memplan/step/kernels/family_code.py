@@ -21,6 +21,8 @@ class FamilyCode:
         added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         masks: How many masks a forward makes: of windowed layers and of others.
+        names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
+        names_attention: The same for what attention returns.
         copies_heads: Whether heads are copied together before they are rotated.
     """
 
@@ -31,6 +33,8 @@ class FamilyCode:
     added_mask: bool = False
     wide_softmax: bool = True
     masks: int = 1
+    names_norm: bool = False
+    names_attention: bool = False
     copies_heads: bool = False
 
 
@@ -38,8 +42,17 @@ OWN = FamilyCode()
 TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True)
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
-    "gpt2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False),
-    "falcon": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False, copies_heads=True),
+    "gpt2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False, names_attention=True),
+    "stablelm": FamilyCode(functions=True, promotes=True, added_mask=True, names_norm=True, names_attention=True),
+    "falcon": FamilyCode(
+        functions=True,
+        promotes=True,
+        added_mask=True,
+        wide_softmax=False,
+        copies_heads=True,
+        names_norm=True,
+        names_attention=True,
+    ),
     "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
     "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
     "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2),

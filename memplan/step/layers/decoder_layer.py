@@ -65,7 +65,12 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
-    x = builder.add(x, builder.dropped(attention_part(builder, normed(x, 0), layer)))
+    first = normed(x, 0)
+    code = builder.settings.code
+    builder.held += [first] if code.names_norm else []
+    part = builder.dropped(attention_part(builder, first, layer))
+    builder.held += [part] if code.names_attention else []
+    x = builder.add(x, part)
     with builder.tape.alive(x):
         return builder.add(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
 
