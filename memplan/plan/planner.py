@@ -21,6 +21,7 @@ from memplan.plan.allowances import (
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of
+from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
@@ -90,6 +91,20 @@ def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
             )
 
 
+EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj"))
+"""Targets of adapters that stacked experts have too."""
+
+
+def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
+    """Raise for adapters that a library puts on stacked experts, which no tape of ours has."""
+    adapter, code = setup.config.adapter, family_code(setup.stack.model_code, model.spec.architecture)
+    if adapter is not None and code.adapts_experts and not EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.targets: {setup.stack.name} puts adapters on the stacked experts of {model.spec.name}, "
+            "which is not modelled; target projections of attention, such as q_proj"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """The closed forms of a step within one regime of batch and length.
@@ -119,6 +134,7 @@ class CompiledPlan:
         self.model = model = built_by(model, setup.stack)
         self.setup = setup
         _refuse_wide_tables(model, setup)
+        _refuse_adapted_experts(model, setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}

@@ -86,11 +86,18 @@ def beside_codes(config: TrainingConfig, hidden: str) -> bool:
 def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
     """Return the weight formats of a config, with those cast that its stack casts beside quantised matrices.
 
+    Stacked experts are parameters, not linear layers, which alone are quantised: ``replace_with_bnb_linear`` in
+    transformers/integrations/bitsandbytes.py (5.23.0).
+
     Source:
         ``prepare_model_for_kbit_training`` in peft/utils/other.py (0.21.2): all parameters in 16 bits but the quantised
         ones; a projection's bias goes back to the compute dtype at its first product (bitsandbytes/nn/modules.py).
     """
-    if stack.kbit_floats != "fp32" or not beside_codes(config, names["hidden_matrix"]):
+    if not beside_codes(config, names["hidden_matrix"]):
+        return dict(names)
+    if stack.model_code != "own" and "expert_matrix" not in config.weights:
+        names = {**names, "expert_matrix": names["embedding"]}
+    if stack.kbit_floats != "fp32":
         return dict(names)
     cast = {role: "fp32" if name in FLOATS else name for role, name in names.items()}
     cast["bias"] = config.compute_dtype

@@ -20,6 +20,7 @@ class FamilyCode:
             another dtype widens the product.
         added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
+        adapts_experts: Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
         masks: How many masks a forward makes: of windowed layers and of others.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
         names_attention: The same for what attention returns.
@@ -32,6 +33,7 @@ class FamilyCode:
     promotes: bool = False
     added_mask: bool = False
     wide_softmax: bool = True
+    adapts_experts: bool = False
     masks: int = 1
     names_norm: bool = False
     names_attention: bool = False
@@ -58,10 +60,15 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2),
     "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
     "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
+    "mixtral": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
+    "qwen3_moe": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
+    "deepseek_v2": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
+    "deepseek_v3": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
-``eager_attention_forward`` of gpt2, ``FalconAttention._split_heads`` with ``reshape``."""
+``eager_attention_forward`` of gpt2, ``FalconAttention._split_heads`` with ``reshape``. Which have adapters on stacked experts is in
+peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
 
 
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -12,6 +12,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
+from memplan.training.adapters import libraries_inventory
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -129,7 +130,7 @@ def tensor_states(
         tensor=tensor,
         format_name=name,
         trainable=not frozen,
-        weight_bytes=layout.tensor_storage_bytes(elements),
+        weight_bytes=_stored_bytes(setup, layout, elements),
         master_bytes=0 if frozen else elements * master_bytes,
         formed_bytes=0 if frozen else elements * computed,
         gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),
@@ -143,6 +144,12 @@ def tensor_states(
         stepper=kind,
         coded_as=layout if layout.training == "coded" else None,
     )
+
+
+def _stored_bytes(setup: TrainingSetup, layout: StorageFormat, elements: int) -> int:
+    """Return the bytes of a stored weight: whole blocks, or each level of a format's own as its library stores them."""
+    exact = setup.stack.projections.codes_result == "input"
+    return layout.level_bytes(elements) if exact else layout.tensor_storage_bytes(elements)
 
 
 def updated(setup: TrainingSetup, tensor: ParameterTensor) -> Updated:
@@ -267,7 +274,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     if setup.unmodelled:
         raise CannotAnswerError(setup.unmodelled[0])
     frozen = setup.config.adapter is not None
-    inventory = _beside_codes(inventory) if setup.kbit_floats else inventory
+    inventory = libraries_inventory(inventory, setup)
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
     kinds_of_own = merged(own)
     steppers = {} if frozen else _steppers(setup, kinds_of_own)
@@ -291,17 +298,6 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         state_bytes=sum(t.state_bytes * t.tensor.count for t in kinds) + _shared_bytes(setup, kinds),
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
-    )
-
-
-def _beside_codes(inventory: Inventory) -> Inventory:
-    """Return an inventory in which biases of what is not coded go with the norms, and those of projections are apart.
-
-    A projection of codes casts its bias to the compute dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2).
-    """
-    stems = {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")}
-    return tuple(
-        replace(t, role="norm") if t.role == "bias" and t.name.removesuffix(".bias") in stems else t for t in inventory
     )
 
 
