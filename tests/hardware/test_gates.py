@@ -287,3 +287,10 @@ def test_a_search_leaves_the_kind_where_nothing_else_fits_and_says_so(cli):
     rows = cli("suggest", "llama-3.1-8b", "--gpu", "rtx4060", "--config", "lora", "--json").data["rows"]
     assert rows
     assert all("with them nothing fits" in row["gives_up"] for row in rows)
+
+
+@pytest.mark.parametrize("config", ["bf16-adamw", "fp16-adam"])
+def test_a_trace_on_a_card_runs_the_kernels_that_are_planned_there(cli, config):
+    pytest.importorskip("torch")
+    ran = cli("trace", "pythia-160m", "--gpu", "t4", "--config", config, "--set", "sequence_length=64")
+    assert "the formula agrees to the byte" in ran.out

@@ -21,6 +21,7 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
+from memplan.step.kernels.on_card import on_card
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
     """Return what is to be traced.
 
     Raises:
-        CannotAnswerError: Several GPUs with code of others.
+        CannotAnswerError: Several GPUs with code of others, or something that the GPU cannot do.
     """
     hf, module = options.get("hf"), options.get("module")
     device = inputs.device() if inputs.names_device else None
@@ -168,6 +169,8 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
         raise CannotAnswerError(
             "parallel.data: several GPUs are traced with models of the catalog only, not with --hf or --module"
         )
+    if model is not None:
+        setup = on_card(setup, model, inputs.catalog.gpus[DEFAULT_GPU] if device is None else device.gpu)
     return _Subject(model, setup, device, options, inputs.catalog)
 
 
