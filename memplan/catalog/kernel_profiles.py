@@ -23,6 +23,7 @@ Feature = Literal[
     "cuda-graphs",
     "float8",
     "torch-compile",
+    "torch-wheels",
     "torchao-fp8-optimizer",
 ]
 """Something that not every card can do (configs/hardware/capabilities.yaml)."""

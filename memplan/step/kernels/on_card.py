@@ -21,6 +21,10 @@ Need = tuple[str, str, str]
 """Key of a training config, its value, and what a card has to be able to do for it."""
 
 
+ALWAYS: tuple[Need, ...] = (("torch", "2.13", "torch-wheels"),)
+"""What every job needs."""
+
+
 def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     """Return a setup as it runs on a card: the kernels that torch takes there, and what is done in another way.
 
@@ -71,7 +75,7 @@ def card_label(gpu: Gpu) -> str:
 def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
     """Yield what a card does in another way, each thing once."""
     seen: set[str] = set()
-    for key, value, feature in (*_dtype_needs(setup), *_entry_needs(setup)):
+    for key, value, feature in (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup)):
         row = capability_of(gpu, feature, setup.hardware)
         if row.answer == "absent":
             instead = f"; use {row.instead}" if row.instead else ""
