@@ -49,6 +49,8 @@ class Adapter:
         targets: Last part of the names of the adapted projections, or ``all-linear``.
         dtype: Format of the adapter's weights; None is that of the stack.
         dropout: Probability with which the adapter's input is dropped; None is 0.
+        modules_to_save: Embedding and head, by the last part of their names, that are trained whole: as copies, beside
+            which the originals stay.
     """
 
     kind: Literal["lora", "dora"] = "lora"
@@ -56,6 +58,7 @@ class Adapter:
     targets: tuple[str, ...] = ALL_LINEAR
     dtype: Literal["bf16", "fp32", "fp16"] | None = None
     dropout: float | None = None
+    modules_to_save: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

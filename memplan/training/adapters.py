@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.training.resolved import TrainingSetup
@@ -16,10 +16,12 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
 
     Raises:
         InvalidFileError: A target of the config is no projection of the model.
+        CannotAnswerError: Modules are trained whole that no copy is made of here.
     """
     adapter = setup.config.adapter
     if adapter is None:
         return ()
+    _refuse_modules(model, setup, adapter.modules_to_save)
     known = projections(model)
     wrong = [target for target in adapter.targets if target != "all-linear" and target not in known]
     if wrong:
@@ -39,6 +41,46 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             name = f"{stem}.lora_magnitude_vector.weight"
             tensors.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
     return tuple(tensors)
+
+
+def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
+    """Tell whether a tensor of the model is trained whole beside adapters, as a copy of a module."""
+    adapter = setup.config.adapter
+    return (
+        adapter is not None and tensor.role in ("embedding", "head") and _projection(tensor) in adapter.modules_to_save
+    )
+
+
+def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return the tensors of modules that stay beside the copies that are trained.
+
+    Source:
+        ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
+    """
+    saved = (tensor for tensor in inventory if is_saved(setup, tensor))
+    return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
+
+
+def _refuse_modules(model: Model, setup: TrainingSetup, modules: Sequence[str]) -> None:
+    """Refuse modules that are trained whole and that no copy is made of here.
+
+    Raises:
+        InvalidFileError: One is neither embedding nor head.
+        CannotAnswerError: The model's embedding is its head, or the stack's adapters do not copy modules.
+    """
+    known = [_projection(t) for t in model.inventory if t.role in ("embedding", "head")]
+    where = "adapter.modules_to_save"
+    if wrong := [name for name in modules if name not in known]:
+        texts = ", ".join(known)
+        raise InvalidFileError([f"{where}: {name!r} is no embedding or head; known: {texts}" for name in wrong])
+    if modules and model.spec.tie_word_embeddings:
+        raise CannotAnswerError(
+            f"{setup.name}: {where}: {model.spec.name} has one tensor for embedding and head; not modelled"
+        )
+    if modules and setup.stack.model_code == "own":
+        raise CannotAnswerError(
+            f"{setup.name}: {where}: {setup.stack.name} copies no modules; use a stack that runs PEFT"
+        )
 
 
 def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory:

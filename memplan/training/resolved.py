@@ -260,6 +260,9 @@ def _format_name(config: TrainingConfig, role: Role) -> str:
 def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
     trained = config.adapter.dtype if config.adapter is not None else _format_name(config, "hidden_matrix")
+    if config.adapter is not None and config.adapter.modules_to_save and role in ("embedding", "head"):
+        names = {each: _format_name(config, each) for each in ROLES}
+        trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
     keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
     given = next((config.optimizer[key] for key in keys if key in config.optimizer), default)

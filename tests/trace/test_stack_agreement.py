@@ -89,6 +89,14 @@ def test_head_and_loss_of_trl_are_one_function_over_tiles(catalog, kind, adapter
     assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
 
 
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens", "lm_head")], ids=len)
+def test_modules_that_are_trained_whole_are_copies_beside_their_originals(catalog, kind, modules):
+    adapter = Adapter(rank=4, modules_to_save=modules)
+    found = differences(catalog, adapter=adapter, weights=NF4, kernels=EFFICIENT, activation_checkpointing=kind)
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
 @pytest.mark.parametrize("stack", ["transformers", "trl"])
 @pytest.mark.parametrize("loaded", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["none", "full"])

@@ -12,7 +12,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
-from memplan.training.adapters import libraries_inventory
+from memplan.training.adapters import is_saved, libraries_inventory, originals
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 
@@ -120,7 +120,8 @@ def tensor_states(
     elements = tensor.elements
     name, layout = stored_format(setup, tensor)
     own_bytes = FLOAT_BYTES.get(name, setup.compute_bytes)
-    computed = min(own_bytes, setup.compute_bytes) if tensor.role not in ("norm", "embedding") else own_bytes
+    wide = tensor.role in ("norm", "embedding") or setup.wide_floats
+    computed = own_bytes if wide else min(own_bytes, setup.compute_bytes)
     optimizer_name, optimizer = setup.optimizer_names[tensor.role], setup.optimizers[tensor.role]
     given = updated(setup, tensor)
     kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
@@ -277,19 +278,23 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     inventory = libraries_inventory(inventory, setup)
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
     kinds_of_own = merged(own)
+    saved = {(tensor.role, tensor.shape) for tensor in own if is_saved(setup, tensor)}
     steppers = {} if frozen else _steppers(setup, kinds_of_own)
     alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
     alike_added: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
     for tensor in kinds_of_own:
         together = steppers.get(setup.optimizer_names[tensor.role])
-        alike[tensor.role, tensor.shape] = tensor_states(setup, tensor, frozen, together)
+        kind = (tensor.role, tensor.shape)
+        alike[kind] = tensor_states(setup, tensor, frozen and kind not in saved, together)
     for tensor in merged(added):
         alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
-    kinds = [*alike.values(), *alike_added.values()]
+    beside = [tensor_states(setup, tensor, frozen=True) for tensor in originals(own, setup)]
+    kinds = [*alike.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
         tensors=(
             *(alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
+            *beside,
             *(alike_added[tensor.role, tensor.shape].of(tensor) for tensor in added),
         ),
         weight_bytes=sum(t.weight_bytes * t.tensor.count for t in kinds),

@@ -41,7 +41,9 @@ def details_of(setup: TrainingSetup) -> StackDetails:
     attention: AttentionImplementation = "eager" if setup.profile.attention == "eager" else "sdpa"
     adapter = setup.config.adapter
     dropout = 0.0 if adapter is None else adapter.dropout or 0.0
-    return StackDetails(attention=attention, reentrant=setup.stack.checkpointing.reentrant, adapter_dropout=dropout)
+    modules = () if adapter is None else adapter.modules_to_save
+    reentrant = setup.stack.checkpointing.reentrant
+    return StackDetails(attention, reentrant, dropout, modules_to_save=modules)
 
 
 @dataclass(frozen=True, slots=True)
