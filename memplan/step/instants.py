@@ -17,7 +17,8 @@ from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, Mod
 from memplan.step.after_backward import LOSS_SCALE_BYTES, after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.attention_masks import attention_masks, steps_through_scores
+from memplan.step.kernels.family_code import family_code, refuse_unquantised
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -85,18 +86,12 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             profile.attention in ("math", "eager")
             or profile.loss == "chunked-backward"
             or learned
-            or _steps_through_scores(spec)
+            or steps_through_scores(spec)
         ),
         one_token=length == 1,
         one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
     )
-
-
-def _steps_through_scores(spec: ModelSpec) -> bool:
-    """Whether attention runs step by step anywhere, which takes a mask of one byte per pair of positions."""
-    parts = [run.layer.attention for run in spec.runs]
-    return any(isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0) for part in parts)
 
 
 def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
@@ -105,6 +100,7 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     Raises:
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
+    refuse_unquantised(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     taped = model_on_tape(inputs)
@@ -150,7 +146,7 @@ def buffers(inputs: StepInputs) -> Form:
     batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
     form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
-    if _steps_through_scores(spec) and not family_code(setup.stack.model_code, spec.architecture).added_mask:
+    if steps_through_scores(spec) and not family_code(setup.stack.model_code, spec.architecture).added_mask:
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
@@ -235,12 +231,12 @@ def _filled_bytes(inputs: StepInputs) -> int:
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
-    masks = _masks(inputs)
+    masks = attention_masks(inputs.spec, inputs.setup)
     leaf = embedded_leaf(inputs, taped)
     apart = leaf if taped.embedding.tape.nodes else ZERO  # else it is the first layer's input
     yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), (apart, masks))
     base += apart
-    kept = ZERO if inputs.setup.checkpointing == "none" else masks
+    kept = ZERO if inputs.setup.checkpointing == "none" else attention_masks(inputs.spec, inputs.setup, kept=True)
     bare_base = base + (kept if inputs.setup.stack.checkpointing.reentrant else ZERO)  # its nodes keep what they call
     base += kept
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
@@ -263,15 +259,6 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         yield moment.around(around, "end of backward")
     if leaf is not ZERO:
         yield Instant("end of backward", "gradient of the embedded tokens", around + leaf * 2 - apart)
-
-
-def _masks(inputs: StepInputs) -> Form:
-    """Return the masks that a forward makes for attention step by step: (b, 1, t, t) each, in the dtype of the residual stream."""
-    spec, setup = inputs.spec, inputs.setup
-    code = family_code(setup.stack.model_code, spec.architecture)
-    if not code.added_mask or not (setup.profile.attention == "eager" or _steps_through_scores(spec)):
-        return ZERO
-    return single_form(Part.ACTIVATIONS, Quantity.SCORES, code.masks * setup.residual_bytes)
 
 
 def _forward(
@@ -300,6 +287,8 @@ def _forward(
             yield moment.around(below, "forward")
     if inputs.setup.checkpointing == "none":
         around -= masks
+    else:
+        around += attention_masks(inputs.spec, inputs.setup, kept=True) - masks
     yield from head_forward(inputs, taped.head, played.head, around)
 
 

@@ -25,6 +25,7 @@ class AttentionCall:
         value_width: Of a head of the value.
         masked: Whether a mask is given, and not only the flag of causal attention.
         grouped: Whether key and value have fewer heads than the query, which is asked for by ``enable_gqa``.
+        unequal: Whether they have fewer and it is not asked for, which only cuDNN and the steps of math put up with.
         dropout: Probability.
         tokens: Keys of a sequence.
         trained: Whether any of the three needs a gradient.
@@ -35,6 +36,7 @@ class AttentionCall:
     value_width: int
     masked: bool = False
     grouped: bool = False
+    unequal: bool = False
     dropout: float = 0.0
     tokens: int = 2
     trained: bool = True
@@ -95,7 +97,7 @@ def _takes_cudnn(call: AttentionCall) -> bool:
 
 
 def _takes_flash(call: AttentionCall, major: int, minor: int) -> bool:
-    if major < 8 or call.dtype == "fp32" or call.masked:
+    if major < 8 or call.dtype == "fp32" or call.masked or call.unequal:
         return False
     if call.width != call.value_width or call.width > FLASH_LARGEST_WIDTH:
         return False
@@ -104,7 +106,7 @@ def _takes_flash(call: AttentionCall, major: int, minor: int) -> bool:
 
 
 def _takes_efficient(call: AttentionCall, major: int) -> bool:
-    if call.grouped or (major < 8 and call.dtype == "bf16"):
+    if call.grouped or call.unequal or (major < 8 and call.dtype == "bf16"):
         return False
     alignment = 8 if call.dtype != "fp32" else 4
     if major < 8:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memplan.catalog.stacks import ModelCode
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import ModelSpec
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,11 @@ class FamilyCode:
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         adapts_experts: Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
         masks: How many masks a forward makes: of windowed layers and of others.
+        masks_from: Layers from which on a model has both kinds.
+        asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
         names_attention: The same for what attention returns.
+        own_linear: Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
         copies_heads: Whether heads are copied together before they are rotated.
     """
 
@@ -35,6 +41,9 @@ class FamilyCode:
     wide_softmax: bool = True
     adapts_experts: bool = False
     masks: int = 1
+    masks_from: int = 1
+    asks_for_groups: bool = True
+    own_linear: bool = False
     names_norm: bool = False
     names_attention: bool = False
     copies_heads: bool = False
@@ -52,14 +61,16 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         added_mask=True,
         wide_softmax=False,
         copies_heads=True,
+        asks_for_groups=False,
+        own_linear=True,
         names_norm=True,
         names_attention=True,
     ),
     "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
     "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
-    "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2),
-    "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
-    "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2),
+    "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2, masks_from=2),
+    "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=2),
+    "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=6),
     "mixtral": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
     "qwen3_moe": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
     "deepseek_v2": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
@@ -74,3 +85,17 @@ peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PA
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     """Return how a family runs in somebody's implementation."""
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
+
+
+def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for codes in a model whose linear layers a library's loading leaves as they are.
+
+    Raises:
+        CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
+    """
+    code = family_code(setup.stack.model_code, spec.architecture)
+    if code.own_linear and setup.format_names["hidden_matrix"] not in FLOAT_BYTES:
+        raise CannotAnswerError(
+            f"weights.hidden_matrix: transformers replaces nn.Linear by bitsandbytes' layers, and {spec.name} has linear "
+            "layers of a class of its own, which stay as they are: use weights in 16 bits"
+        )

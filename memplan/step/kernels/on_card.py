@@ -12,6 +12,7 @@ from memplan.hardware.capabilities import capability_of, is_native
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
+from memplan.step.kernels.family_code import family_code
 from memplan.training.resolved import TrainingSetup
 
 TORCH_CHOOSES = "auto"
@@ -146,7 +147,11 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
                 and isinstance(part, Attention)
                 and part.num_heads > part.num_key_value_heads
             )
-            yield AttentionCall(dtype, *widths, grouped=grouped, dropout=dropout)
+            asks = family_code(setup.stack.model_code, model.spec.architecture).asks_for_groups
+            one = isinstance(part, Attention) and part.num_key_value_heads == 1
+            yield AttentionCall(
+                dtype, *widths, grouped=grouped and asks, unequal=grouped and one and not asks, dropout=dropout
+            )
 
 
 def _widths(part: object) -> tuple[int, int] | None:

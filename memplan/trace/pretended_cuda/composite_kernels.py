@@ -65,6 +65,7 @@ def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable
             value_width=value.shape[-1],
             masked=attn_mask is not None,
             grouped=enable_gqa and key.shape[1] != query.shape[1],
+            unequal=not enable_gqa and key.shape[1] != query.shape[1],
             dropout=dropout_p,
             tokens=key.shape[2],
             trained=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
