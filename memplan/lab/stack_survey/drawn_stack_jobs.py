@@ -106,6 +106,8 @@ def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str,
     if "adapter" in training and values["model_type"] in ATTENTION_ONLY:
         training["adapter"]["targets"] = list(ATTENTION_ONLY[str(values["model_type"])])
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
+    if training["compute_dtype"] == "fp16" and stack != "plain-loop":
+        training["loss_scaling"] = True
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
 
 

@@ -53,7 +53,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         if adapters is not None:
             _in_the_setups_dtype(trainer.model, inputs)
         with ChosenRows():  # type: ignore[no-untyped-call]
-            run = trained(trainer, model, recorder, "TRL's SFTTrainer")
+            run = trained(trainer, model, recorder, "TRL's SFTTrainer", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 
 

@@ -59,16 +59,16 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             model = with_adapters(model, inputs)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
         trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(inputs.setup))
-        return trained(trainer, model, recorder, "transformers' Trainer")
+        return trained(trainer, model, recorder, "transformers' Trainer", inputs.setup)
 
 
 @contextmanager
 def pretended_machine(compute_capability: str) -> Iterator[None]:
     """Let libraries take ``meta`` for a card of that compute capability."""
-    modern = int(compute_capability.split(".")[0]) >= 8
     answers: list[tuple[Any, str, Any]] = [
-        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: modern),
-        (accelerate.accelerator, "is_bf16_available", lambda _=False: modern),
+        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
+        (accelerate.accelerator, "is_bf16_available", lambda _=False: True),
+        (torch.amp.GradScaler, "_maybe_opt_step", _finite_step),
     ]
     saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in answers]
     with ExitStack() as stack:
@@ -94,6 +94,11 @@ def pretended_machine(compute_capability: str) -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def _finite_step(_: Any, optimizer: Any, __: Any, *args: Any, **options: Any) -> Any:
+    """Step as a scaler does that found all gradients finite, which takes values to find."""
+    return optimizer.step(*args, **options)
+
+
 def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
     """Return the keywords of ``TrainingArguments`` for a job.
 
@@ -103,8 +108,8 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
     setup, config = inputs.setup, inputs.setup.config
     if config.gradients.lifetime != "step" or config.master_weights != "none" or config.weight_average != "none":
         raise CannotAnswerError("Trainer steps after backward, without master weights and averages")
-    if setup.autocast and config.compute_dtype == "fp16":
-        raise CannotAnswerError("Trainer's fp16 scales the loss, whose scaler is not traced yet")
+    if setup.autocast and (config.compute_dtype == "fp16") != config.loss_scaling:
+        raise CannotAnswerError("Trainer scales the loss under fp16, and only there: loss_scaling says so")
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": config.micro_batch_size,
@@ -151,8 +156,20 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.row
 
 
-def trained(trainer: Any, model: Any, recorder: Recorder, title: str) -> StackRun:
+def _scale_in_fp16(accelerator: Any) -> None:
+    """Turn an accelerator that runs bf16 into one that runs fp16, which it refuses on a device that is not called CUDA.
+
+    Source:
+        accelerate 1.15.0, accelerator.py, ``Accelerator.__init__``: autocast in fp16, and ``torch.amp.GradScaler``.
+    """
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # of "cuda" it would switch itself off
+
+
+def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: TrainingSetup) -> StackRun:
     """Let a trainer train, told to ``recorder``; return what was run."""
+    if trainer.args.bf16 and setup.config.compute_dtype == "fp16":
+        _scale_in_fp16(trainer.accelerator)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.add_callback(_Instants(recorder))
     backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
