@@ -13,7 +13,7 @@ LossKernel = Literal[
     "bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place", "chunked-backward", "chunked-logits"
 ]
 ElementwiseKernel = Literal["composite", "fused"]
-RotaryKernel = Literal["composite", "fused", "complex"]
+RotaryKernel = Literal["composite", "fused", "complex", "pairs"]
 
 
 Feature = Literal[
@@ -40,7 +40,7 @@ class KernelProfile:
         norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
             chain of Python operations in fp32, which saves a copy in fp32 besides.
         rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
-            for complex numbers, in fp32, and multiplies them.
+            for complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number.
         activation: ``composite`` keeps activation and product apart; ``fused`` is one kernel
             for SwiGLU or GeGLU, which keeps only its inputs.
         optimizer: How AdamW with fp32 or bf16 states steps.

@@ -16,7 +16,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32"]
 Level = Literal["traced", "read"]
-ModelCode = Literal["own", "transformers"]
+ModelCode = Literal["own", "transformers", "torchtune"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Stack:
         description: What it is, in words.
         library: The package whose loop it is.
         versions: Packages and the versions that were read, the library itself first.
-        model_code: Whose implementation of a model it trains: ``transformers``, or its ``own``.
+        model_code: Whose implementation of a model it trains: that of ``transformers`` or ``torchtune``, or its ``own``.
         level: ``traced`` where its own code can be run on tensors without memory, ``read`` where it is only read.
         kernels: Which implementation of each operation it runs.
         autocast: ``fp32-weights`` runs the model under autocast where the hidden matrices are in fp32 and the compute

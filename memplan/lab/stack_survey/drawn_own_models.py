@@ -26,6 +26,22 @@ def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
     return model, training
 
 
+def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as torchtune's recipe of full fine-tuning can train them."""
+    heads, width = rng.choice(HEADS), rng.choice(WIDTHS)
+    model = _llama(rng, heads, width, heads * width)
+    model["max_position_embeddings"] = 2048
+    training = _training(rng, "torchtune", (8, 65, 128, 300, 512, 1024, 2048))
+    attention = "flash" if training["compute_dtype"] == "bf16" else "efficient"
+    training["kernels"] = {
+        "attention": attention,
+        **_some(rng, loss=("fp32",), loss_chunks=(2, 4), optimizer=("foreach", "fused")),
+    }
+    training["activation_checkpointing"] = rng.choice(("none", "full"))
+    training["clip_gradients"] = rng.random() < 0.3
+    return model, training
+
+
 def _sdpa(dtype: str) -> tuple[str, ...]:
     """Return what a card of compute capability 8.0 runs in place of flex attention."""
     return ("flash",) if dtype == "bf16" else ("flex",)
@@ -71,7 +87,7 @@ def _some(rng: Random, **choices: tuple[Any, ...]) -> Keys:
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.3}
 
 
-OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan": torchtitan_job}
+OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan": torchtitan_job, "torchtune": torchtune_job}
 """Stack -> what draws a job for it."""
 
 OWN_CARD = "8.0"

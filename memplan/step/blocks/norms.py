@@ -12,10 +12,11 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
     """Return ``x`` normalised in groups of ``size`` elements."""
     tape = builder.tape
     with tape.alive(x):
-        composite = norm.kind == "rms" and builder.profile.norm == "composite"
+        used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
+        by_kernel = builder.settings.code.fused_wide_norms and all(weight.element_bytes == 4 for weight in used)
+        composite = norm.kind == "rms" and builder.profile.norm == "composite" and not by_kernel
         promotes = composite and builder.settings.code.promotes
         x = builder.cast(x, 4) if builder.settings.autocast and not promotes else x
-        used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
         casts = [
             tape.make("cast weight", tape.value(ONE, size, x.element_bytes))
             for weight in used

@@ -31,6 +31,10 @@ class FamilyCode:
         names_attention: The same for what attention returns.
         own_linear: Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
         copies_heads: Whether heads are copied together before they are rotated.
+        query_first: Whether the query is rotated before key and value are formed.
+        repeats_keys: Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
+        names_parts: Whether a layer has names for what attention and feed-forward add until it ends.
+        fused_wide_norms: Whether norms are one kernel where their weights are in fp32, whatever the profile says.
     """
 
     functions: bool = False
@@ -47,10 +51,16 @@ class FamilyCode:
     names_norm: bool = False
     names_attention: bool = False
     copies_heads: bool = False
+    query_first: bool = False
+    repeats_keys: bool = False
+    names_parts: bool = False
+    fused_wide_norms: bool = False
 
 
 OWN = FamilyCode()
 TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True)
+TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, names_parts=True, fused_wide_norms=True)
+"""``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gpt2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False, names_attention=True),
@@ -84,6 +94,8 @@ peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PA
 
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     """Return how a family runs in somebody's implementation."""
+    if code == "torchtune":
+        return TORCHTUNE
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
 
 

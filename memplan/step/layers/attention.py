@@ -7,7 +7,7 @@ from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended, goes_by_steps
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
@@ -15,14 +15,22 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
     """Return what multi-head attention adds to the residual stream."""
     with builder.tape.alive(x):
-        query, key, value = _projections(builder, x, part, prefix)
+        if builder.settings.code.query_first:
+            query, key, value = _query_first(builder, x, part, prefix)
+        else:
+            query, key, value = _projections(builder, x, part, prefix)
         query.apart = key.apart = value.apart = True
         if part.query_key_norm is not None:
             with builder.tape.alive(query, key, value):
                 query, key = _normed(builder, query, key, part, prefix)
-        query, key = _turned(builder, query, key, value, part)
-        with builder.tape.alive(query, key, value):
-            out = attended(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads), part)
+        if not builder.settings.code.query_first:
+            query, key = _turned(builder, query, key, value, part)
+        heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
+        if builder.settings.code.repeats_keys:
+            with builder.tape.alive(query):
+                heads = ungrouped(builder, heads)
+        with builder.tape.alive(*heads.tensors):
+            out = attended(builder, heads, part)
             with builder.tape.alive(out):
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             with builder.tape.alive(out):
@@ -50,6 +58,19 @@ def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         with tape.alive(key):
             return query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])
+
+
+def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
+    """Return query, key and value; the query is rotated before the others are formed."""
+    names, tape = builder.settings.names, builder.tape
+    query = linear(builder, x, f"{prefix}.{names.query}", part.query_size)
+    query = rotary(builder, query, part.head_dim, part.rotary_dim)
+    with tape.alive(query):
+        key = linear(builder, x, f"{prefix}.{names.key}", part.key_value_size)
+        with tape.alive(key):
+            value = linear(builder, x, f"{prefix}.{names.value}", part.key_value_size)
+        with tape.alive(value):
+            return query, rotary(builder, key, part.head_dim, part.rotary_dim), value
 
 
 def _normed(builder: Builder, query: Value, key: Value, part: Attention, prefix: str) -> tuple[Value, Value]:
@@ -131,6 +152,8 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
     with builder.tape.alive(x):
         if builder.profile.rotary == "fused":
             return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), traits=Traits(packs=True, custom=True))
+        if builder.profile.rotary == "pairs":
+            return _turned_pairs(builder, x)
         if rotary_dim == head_dim:
             return _rotated(builder, x)
         part = x.width // head_dim * rotary_dim
@@ -140,6 +163,30 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
         joined = builder.fresh(x)
         joined.apart = False
         return builder.tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
+
+
+def _turned_pairs(builder: Builder, x: Value) -> Value:
+    """Return ``x`` with neighbours turned in fp32: each number of a pair is a sum of two products, which are stacked.
+
+    Source:
+        ``forward`` of torchtune/models/llama3_1/_position_embeddings.py and of torchtune/modules/position_embeddings.py (0.6.1).
+    """
+    tape = builder.tape
+    wide = builder.cast(x, 4)
+    half = wide.width // 2
+
+    def product(table: str) -> Value:
+        return builder.pointwise(f"mul {table}", builder.sliced(wide, half), packs=True)
+
+    with tape.alive(wide):
+        by_cos, by_sin = product("cos"), product("sin")
+        first = tape.apply("sub", [(by_cos, SAME), (by_sin, NEW)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        by_cos, by_sin = product("cos"), product("sin")
+        second = tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        ways = [(first, SAME), (second, SAME)]
+        out = tape.apply("stack", ways, builder.fresh(wide), traits=SAVES_NOTHING)
+        with tape.alive(out):
+            return builder.cast(out, x.element_bytes)
 
 
 def _rotated(builder: Builder, x: Value) -> Value:

@@ -43,7 +43,7 @@ def ungrouped(builder: Builder, heads: Heads) -> Heads:
     if heads.groups == heads.number:
         return heads
     times = heads.number // heads.groups
-    key, value = _repeated(builder, heads.key, times), _repeated(builder, heads.value, times)
+    key, value = (_repeated(builder, x, times, alone=heads.groups == 1) for x in (heads.key, heads.value))
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
@@ -193,9 +193,12 @@ def with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Valu
     return shifted, tape.apply("slice", [(softmax, NEW)], cut, traits=SAVES_NOTHING)
 
 
-def _repeated(builder: Builder, x: Value, times: int) -> Value:
-    """Return every head of ``x`` repeated."""
+def _repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> Value:
+    """Return every head of ``x`` repeated; a head that is alone may be looked at as often, and copied by none."""
     with builder.tape.alive(x):
+        if alone and builder.settings.code.repeats_keys:
+            view = builder.tape.view(x, x.width * times)
+            return builder.tape.apply("expand", [(x, NEW)], view, traits=SAVES_NOTHING)
         repeated = builder.fresh(x, x.width * times)
         repeated.apart = False
         return builder.tape.apply("repeat", [(x, NEW)], repeated, traits=SAVES_NOTHING)

@@ -65,6 +65,16 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
+    if builder.settings.code.names_parts:
+        first = normed(x, 0)
+        with builder.tape.alive(first):
+            part = attention_part(builder, first, layer)
+        with builder.tape.alive(part):
+            x = builder.add(part, x)
+            with builder.tape.alive(x):
+                part = feed_forward(builder, normed(x, 1), layer)
+                with builder.tape.alive(part):
+                    return builder.add(x, part)
     first = normed(x, 0)
     code = builder.settings.code
     builder.held += [first] if code.names_norm else []

@@ -105,8 +105,8 @@ class _Loop:
         if setup.profile.optimizer == "for-loop":
             options["foreach"] = False
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
-        watch_parts(model, model.layers, None, recorder)
-        model.norm.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+        head = model.output if isinstance(model.output, nn.Module) else model.output.linear
+        watch_parts(model, model.layers, head, recorder)
         batch = setup.config.micro_batch_size
         self.ignored = torch.full((batch, 1), IGNORED, device=META)
         recorder.mark(self.ignored, "buffers")
