@@ -131,7 +131,7 @@ class CompiledPlan:
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
-        self.model = model = built_by(model, setup.stack)
+        self.model = model = built_by(model, setup)
         self.setup = setup
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)

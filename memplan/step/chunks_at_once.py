@@ -1,9 +1,12 @@
-"""A loss over chunks of tokens, each of which runs backward as far as the head's input before the next is formed.
+"""Losses over chunks of tokens that are not computed again: run backward at once, or cast to fp32 chunk by chunk.
 
-The gradient of that input is gathered in fp32 for all tokens, then cast; the rest of the model runs backward from it.
+At once: each chunk runs backward as far as the head's input before the next is formed. The gradient of that input is
+gathered in fp32 for all tokens, then cast; the rest of the model runs backward from it. Chunk by chunk: logits of all
+chunks are there, and so are the fp32 results of all.
 
 Source:
-    ``ChunkedLossWrapper`` and ``GradAccumulator`` in torchtitan/components/loss.py (0.3.0).
+    ``ChunkedLossWrapper`` and ``GradAccumulator`` in torchtitan/components/loss.py (0.3.0);
+    ``CEWithChunkedOutputLoss`` in torchtune/modules/loss/ce_chunked_output_loss.py (0.6.1).
 """
 
 from __future__ import annotations
@@ -79,3 +82,70 @@ def _stored(chunk: Section, mode: Mode) -> int:
 def _later_mode(mode: Mode) -> Mode:
     """Return how gradients of the chunks after the first fare: they are added to those that are there."""
     return "layer" if mode == "layer" else "again"
+
+
+# -------------------------------------------------------------------- logits of all chunks
+def chunked_logits_forward(inputs: StepInputs, head: Head, around: Form, chunk: Section) -> Iterator[Instant]:
+    """Yield the moments at which a chunk has been cast and its result in fp32 is there: the last, and the one before.
+
+    Args:
+        inputs: What is compiled.
+        head: Norm, head and loss.
+        around: What lies around, with what the norm has saved.
+        chunk: Head and loss of one chunk.
+    """
+    part, elements, width = _all_logits(chunk)
+    wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
+    around += _rows(head, Part.ACTIVATIONS) + single_form(part, Quantity.TOKENS, elements * width)
+    for done, size in _last_two(inputs):
+        results = wide[Quantity.TOKENS] - (wide[done] if done else ZERO)
+        yield Instant("forward", "log_softmax of a chunk", around + results + (wide[size] if width < 4 else ZERO))
+
+
+def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk: Section) -> Iterator[Instant]:
+    """Yield the moments of backward from the loss to the head's input.
+
+    All losses run backward first, the last chunk's to begin with, when all results are still there; then the products,
+    whose gradients of the head are added up, the first two into a third.
+
+    Args:
+        inputs: What is compiled.
+        head: Norm, head and loss.
+        around: What lies around, with what the norm has saved.
+        chunk: Head and loss of one chunk.
+    """
+    part, elements, width = _all_logits(chunk)
+    rows = _rows(head, Part.ACTIVATIONS)
+    wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
+    own = {quantity: single_form(part, quantity, width * elements) for quantity in _CHUNKS}
+    parts = {quantity: single_form(Part.TEMPORARIES, quantity, chunk.entry.coefficient) for quantity in _CHUNKS}
+    for done, size in _last_two(inputs):
+        results = wide[Quantity.TOKENS] - (wide[done] - own[done] if done else ZERO)
+        yield Instant("loss backward", "log_softmax of a chunk", around + rows + results + wide[size] * 2)
+    last, full = Quantity.LAST_ROW_CHUNK, Quantity.ROW_CHUNK
+    formed = sum(w.formed_bytes for node in chunk.tape.nodes for w in node.weights if w.trainable and not w.coded)
+    several = inputs.setup.profile.loss_chunks > 1
+    for gone in ((), (last,), (last, full)) if several else ((),):
+        form = around + rows + own[Quantity.TOKENS] + parts[last] + (parts[full] if gone else ZERO)
+        form = sum((own[q] * -1 - parts[q] for q in gone), form)
+        yield Instant(
+            "head backward", "head of a chunk", form + constant_form(Part.GRADIENTS, (1 + len(gone)) * formed)
+        )
+    joined = rows + rows + constant_form(Part.GRADIENTS, formed)
+    yield Instant("head backward", "rows of all chunks", around + joined)
+
+
+_CHUNKS = (Quantity.TOKENS, Quantity.ROW_CHUNK, Quantity.LAST_ROW_CHUNK)
+
+
+def _last_two(inputs: StepInputs) -> tuple[tuple[Quantity | None, Quantity], ...]:
+    """Return, for the last chunk and the one before, which of the others' results are done or not there yet, and its size."""
+    one_before = ((Quantity.LAST_ROW_CHUNK, Quantity.ROW_CHUNK),) if inputs.setup.profile.loss_chunks > 1 else ()
+    return ((None, Quantity.LAST_ROW_CHUNK), *one_before)
+
+
+def _all_logits(chunk: Section) -> tuple[Part, int, int]:
+    """Return what logits count as, their elements for each token, and the bytes of one."""
+    head = next(node for node in chunk.tape.nodes if node.name == "head")
+    logits = head.outputs[0]
+    return chunk.tape.storages[logits.storage][0], logits.width, logits.element_bytes

@@ -114,7 +114,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
     if settings.loss == "fused-head":
         loss = tiled_cross_entropy(builder, normed, own, settings.vocab_size)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
-    if settings.loss in ("chunked", "chunked-backward"):
+    if settings.loss in ("chunked", "chunked-backward", "chunked-logits"):
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):

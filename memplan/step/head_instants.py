@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.chunks_at_once import chunks_at_once
+from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.end_settings import EndSettings
 from memplan.step.ends_on_tape import Head
 from memplan.step.model_on_tape import ModelOnTape
@@ -68,6 +68,9 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -
         yield moment.around(around, "forward")
     if head.chunk is None or inputs.setup.profile.loss == "chunked-backward":
         return
+    if inputs.setup.profile.loss == "chunked-logits":
+        yield from chunked_logits_forward(inputs, head, around + played.saved + played.carried, head.chunk)
+        return
     named = {value.storage: value for value in (head.section.entry, head.normed)}
     saved = {storage for node in head.section.tape.nodes for storage in node.saved}
     rows = (_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved)
@@ -89,6 +92,10 @@ def head_backward(inputs: StepInputs, head: Head, played: Played, around: Form, 
         left = constant_form(Part.GRADIENTS, _chunked_weights_left(head, mode))
         for instant in played.backward:
             yield instant.around(around + left, "head backward")
+        return
+    if head.chunk is not None and inputs.setup.profile.loss == "chunked-logits":
+        yield from chunked_logits_backward(inputs, head, around + played.saved, head.chunk)
+        yield from _norm_backward(head, played, around + constant_form(Part.TEMPORARIES, 4), mode)
         return
     if head.chunk is not None:
         yield from _chunks_backward(inputs, head, head.chunk, around + played.saved, mode)

@@ -5,24 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from memplan.catalog.stacks import Stack, StackModels
+from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, ModelSpec
+from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
 
-def built_by(model: Model, stack: Stack) -> Model:
-    """Return a model as a stack builds it.
+def built_by(model: Model, setup: TrainingSetup) -> Model:
+    """Return a model as the stack of a setup builds it.
+
+    Args:
+        model: As it was released.
+        setup: The training setup, which names the stack.
 
     Raises:
-        CannotAnswerError: The stack has no code for its family.
+        CannotAnswerError: The stack has no code for its family, or puts adapters on it in a way of its own.
     """
+    stack = setup.stack
+    if setup.config.adapter is not None and stack.models.families:
+        raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)
-        raise CannotAnswerError(f"stack: {stack.label} has no model of family {family}; it has {known}")
+        raise CannotAnswerError(f"{setup.name}: stack: {stack.label} has no model of family {family}; it has {known}")
     spec = _built_spec(model.spec, rules)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 

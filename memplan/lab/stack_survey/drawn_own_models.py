@@ -87,7 +87,10 @@ def _some(rng: Random, **choices: tuple[Any, ...]) -> Keys:
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.3}
 
 
-OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan": torchtitan_job, "torchtune": torchtune_job}
+OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
+    "torchtitan": torchtitan_job,
+    "torchtune": torchtune_job,
+}
 """Stack -> what draws a job for it."""
 
 OWN_CARD = "8.0"

@@ -32,6 +32,8 @@ class Quantity(IntEnum):
     PREDICTED_TOKENS = 12
     TILE_TOKENS = 13
     BLOCK_PAIRS = 14
+    ROW_CHUNK = 15
+    LAST_ROW_CHUNK = 16
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -50,6 +52,8 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.PREDICTED_TOKENS: "b*(t-1)",
     Quantity.TILE_TOKENS: "min(b*(t-1), 4096)",
     Quantity.BLOCK_PAIRS: "b*m*(m + 1)",
+    Quantity.ROW_CHUNK: "b*ceil(t/chunks)",
+    Quantity.LAST_ROW_CHUNK: "b*(t - (ceil(t/ceil(t/chunks)) - 1)*ceil(t/chunks))",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
@@ -190,10 +194,27 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
     scores, square = tokens * length, length * length
     blocks = -(-length // 128)
     pairs = batch * blocks * (blocks + 1)
+    row = -(-length // chunks)
+    rows = (batch * row, batch * (length - (-(-length // row) - 1) * row))
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
     predicted = tokens - batch
     tile = min(predicted, TILE_TOKENS)
     sums = (many, touched, partial)
-    return (1, tokens, scores, rounded, length, chunk, square, scores + tokens, *sums, aligned, predicted, tile, pairs)
+    return (
+        1,
+        tokens,
+        scores,
+        rounded,
+        length,
+        chunk,
+        square,
+        scores + tokens,
+        *sums,
+        aligned,
+        predicted,
+        tile,
+        pairs,
+        *rows,
+    )
