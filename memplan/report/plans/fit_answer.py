@@ -51,6 +51,7 @@ def rows_document(
     )
     notes = [f"Not counted: {line}" for line in first.not_modelled]
     notes += [f"Left out: {line}" for line in left_out]
+    notes += [f"{', '.join(names)}: {note}" for note, names in _card_notes(plans).items()]
     notes += [f"{name} is planned with {_as_options(own)}" for name, own in settings.items()]
     blocks = (head, _table(plans, unit), tuple(notes), _sentence(plans, unit, settings))
     data = {"schema": "memplan/fit/1", "rows": rows, "left_out": list(left_out)}
@@ -70,6 +71,16 @@ def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
         for plan in plans
     )
     return Table(("verdict", "config", ">device", ">upper end", "learning", "what it is"), rows)
+
+
+def _card_notes(plans: Sequence[MemoryPlan]) -> dict[str, list[str]]:
+    """Return what the GPU does in another way, with the configs that it concerns."""
+    notes: dict[str, list[str]] = {}
+    for plan in plans:
+        for note in plan.setup.card_notes:
+            notes.setdefault(note, []).append(plan.setup.name)
+    every = len(plans)
+    return {note: ["all"] if len(names) == every else names for note, names in notes.items()}
 
 
 def _as_options(settings: Sequence[str]) -> str:
