@@ -22,11 +22,17 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         setup: The training setup, which names the stack.
 
     Raises:
-        CannotAnswerError: The stack has no code for its family, or puts adapters on it in a way of its own.
+        CannotAnswerError: The stack has no code for its family, or puts adapters on it or narrows its weights in a way
+            of its own.
     """
     stack = setup.stack
     if setup.config.adapter is not None and stack.models.families:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
+    if setup.autocast and stack.models.families and setup.config.parallel.data == 1:
+        raise CannotAnswerError(
+            f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
+            "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
+        )
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)

@@ -62,8 +62,9 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
 def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
     """Return torchtitan's Llama 3 of these shapes, checkpointed as the setup says, without memory."""
     dtype = setup.format_names["hidden_matrix"]
-    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or setup.config.adapter is not None:
-        raise CannotAnswerError("torchtitan's llama3 is traced with weights in fp32 or bf16, without adapters")
+    plain = dtype == setup.config.compute_dtype and setup.config.adapter is None
+    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or not plain:
+        raise CannotAnswerError("torchtitan's llama3 is traced in fp32 or in bf16 throughout, without adapters")
     default = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[dtype])
     try:
