@@ -16,6 +16,7 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
         by_kernel = builder.settings.code.fused_wide_norms and all(weight.element_bytes == 4 for weight in used)
         composite = norm.kind == "rms" and builder.profile.norm == "composite" and not by_kernel
         promotes = composite and builder.settings.code.promotes
+        own = x.element_bytes
         x = builder.cast(x, 4) if builder.settings.autocast and not promotes else x
         casts = [
             tape.make("cast weight", tape.value(ONE, size, x.element_bytes))
@@ -29,9 +30,7 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
                 return _composite_norm(builder, x, norm, used, casts, x.width // size)
             if builder.settings.code.wide_layer_norm:
                 wide = builder.cast(x, 4)
-                return builder.cast(
-                    _fused_norm(builder, wide, norm, name, used, casts, x.width // size), x.element_bytes
-                )
+                return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
             return _fused_norm(builder, x, norm, name, used, casts, x.width // size)
 
 
