@@ -19,6 +19,7 @@ from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
@@ -49,7 +50,7 @@ def cases(catalog: Catalog) -> Iterator[tuple[str, str, TrainingConfig]]:
         for case, keys in CASES.items():
             for batch, length in BATCHES:
                 shipped = catalog.configs[case.split()[0]]
-                config = replace(shipped, micro_batch_size=batch, sequence_length=length, **keys)
+                config = replace(shipped, stack=DEFAULT_STACK, micro_batch_size=batch, sequence_length=length, **keys)
                 yield f"{model}, {case}, {batch} x {length}", model, config
 
 

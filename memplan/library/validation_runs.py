@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu
+from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.report.document import Document
 from memplan.report.validation_answer import (
     Facts,
@@ -133,7 +134,7 @@ def _task(request: ValidateRequest, device: str, catalog: Catalog) -> Task:
         model, scale = find_model(request.model, request.shapes, catalog), Scale()
         name = model.spec.name
     setup = find_setup(request.config, _overrides(request, device, scale), catalog, model)
-    require_one_gpu(setup, "memplan validate")
+    require_own_loop(require_one_gpu(setup, "memplan validate"), "memplan validate")
     conf = request.alloc_conf or ("expandable_segments:True" if setup.config.allocator == "expandable" else "")
     return Task(
         name, scale, model, setup, device, request.steps, conf if device == "cuda" else "", history=device == "cuda"
@@ -141,8 +142,8 @@ def _task(request: ValidateRequest, device: str, catalog: Catalog) -> Task:
 
 
 def _overrides(request: ValidateRequest, device: str, scale: Scale) -> Overrides:
-    """Return the command line's changes, with what suits a CPU and a small model put below them."""
-    given = request.overrides
+    """Return the command line's changes, with memplan's own loop and what suits a CPU and a small model put below them."""
+    given = replace(request.overrides, stack=request.overrides.stack or DEFAULT_STACK)
     if scale.text:
         given = replace(given, batch=given.batch or SMALL_BATCH, length=given.length or SMALL_LENGTH)
     if device == "cpu" and not any(setting.startswith("kernels") for setting in given.settings):

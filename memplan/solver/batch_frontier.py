@@ -63,6 +63,7 @@ class Frontier:
 
 def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths: Sequence[int]) -> Frontier:
     """Return the grid over ``batches`` and ``lengths`` for one compiled plan and device."""
+    plan = plan.on(device.gpu)
     gauge = gauge_of(plan.setup, device, plan.forms.stream_bytes)
     rounding = plan.rounding_bytes
     fits, tight = gauge.most_requested_bytes() - rounding, gauge.most_requested_bytes(tight=True) - rounding

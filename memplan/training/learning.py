@@ -81,10 +81,11 @@ def recipe_of(
     """
     hidden = formats["hidden_matrix"]
     is_float = catalog.formats[hidden].training == "float"
+    trained = (config.adapter and config.adapter.dtype) or (hidden if is_float else config.compute_dtype)
     return Recipe(
         weights=tuple(formats[role] for role in ROLES),
         optimizers=tuple(optimizers[role] for role in ROLES),
-        gradients=config.gradients.dtype or (hidden if is_float else config.compute_dtype),
+        gradients=config.gradients.dtype or trained,
         compute_dtype=config.compute_dtype,
         master_weights=config.master_weights,
         coded=not is_float and config.adapter is None,

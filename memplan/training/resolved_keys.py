@@ -15,7 +15,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data["weights"] = {role: setup.format_names[role] for role in ROLES}
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
-    names = set(data["weights"].values())
+    names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()
     return {key: value for key, value in data.items() if value is not None or key not in ("adapter", "evidence")}

@@ -185,7 +185,8 @@ def test_the_worst_job_comes_first(cli, budget):
         ("worse", "2 GiB", "error"),
     ]
     lines = "".join(
-        f"  - {{name: {n}, model: llama-8b, config: lora, gpu: h100, limit: {x}, level: {v}}}\n" for n, x, v in jobs
+        f"  - {{name: {n}, model: llama-8b, config: lora, set: {{stack: bundled}}, gpu: h100, limit: {x}, level: {v}}}\n"
+        for n, x, v in jobs
     )
     budget(f"version: 1\nbudgets:\n{lines}")
     assert [row["name"] for row in cli("check", "--json").data["rows"]] == ["worse", "over", "warn", "within"]

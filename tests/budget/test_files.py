@@ -76,7 +76,7 @@ def test_only_the_top_file_names_the_baseline(refused, write, budget):
 
 def test_defaults_reach_included_files_and_give_way_to_nearer_ones(cli, write, budget):
     budget(
-        "version: 1\ndefaults: {model: gpt2, gpus: [t4, rtx4090], config: lora, level: warn, components: {weights: 1 MiB}}\ninclude: [a.yaml]\n"
+        "version: 1\ndefaults: {model: gpt2, gpus: [t4, rtx4090], config: fp16-adam, level: warn, components: {weights: 1 MiB}}\ninclude: [a.yaml]\n"
     )
     write(
         "a.yaml",

@@ -248,7 +248,7 @@ def test_for_adapters_on_4_bits_they_stay_so(catalog, model, setup_of):
 
 
 def test_for_adapters_on_16_bits_they_stay_so_while_something_fits(catalog, model, setup_of):
-    found = suggested(catalog, model, setup_of, "llama-3.1-8b", "rtx4090", "lora")
+    found = suggested(catalog, model, setup_of, "llama-3.1-8b", "rtx4090", "lora", micro_batch_size=8)
     assert found[0].flips_verdict
     assert not any("weights" in item.change for item in found)
 

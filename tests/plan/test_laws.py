@@ -40,6 +40,7 @@ kernels = st.builds(
 configs = st.builds(
     replace,
     st.sampled_from(list(CATALOG.configs.entries.values())),
+    stack=st.just("bundled"),
     kernels=kernels,
     activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
 )

@@ -144,9 +144,9 @@ def test_rank_16_adapters_on_all_linear_layers_of_llama_8b_are_41_943_040_parame
     plan = CompiledPlan(model("llama-8b"), setup_of("lora"))
     trained = [t for t in plan.states.tensors if t.trainable]
     assert sum(t.tensor.elements * t.tensor.count for t in trained) == 41_943_040
-    assert plan.states.gradient_bytes == 2 * 41_943_040
-    assert plan.states.state_bytes == 4 * 41_943_040
-    assert plan.states.weight_bytes == 2 * (8_030_261_248 + 41_943_040)
+    assert plan.states.gradient_bytes == 4 * 41_943_040
+    assert plan.states.state_bytes == 8 * 41_943_040 + 4 * sum(t.tensor.count for t in trained)  # one step each
+    assert plan.states.weight_bytes == 2 * 8_030_261_248 + 4 * 41_943_040
 
 
 def test_rank_8_adapters_on_queries_and_values_of_llama_7b_are_4_194_304_parameters(model, setup_of):

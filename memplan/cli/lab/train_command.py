@@ -5,17 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.cli.output import deliver
 from memplan.cli.progress import Progress
 from memplan.documents.loading import parse_document
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu
+from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.report.document import Document
 from memplan.report.evidence_lines import read_evidence
 from memplan.report.training_records import record_text, training_record_document
@@ -57,7 +58,9 @@ def training_document(request: TrainingRequest, catalog: Catalog, unit: str) -> 
     baseline = None if request.against is None else read_evidence(request.against)
     matrix_options = dict(_matrix_option(text) for text in request.matrix_options)
     model = find_model(None, request.shapes, catalog)
-    setup = require_one_gpu(find_setup(request.config, request.overrides, catalog, model), "memplan lab train")
+    overrides = replace(request.overrides, stack=request.overrides.stack or DEFAULT_STACK)
+    setup = require_one_gpu(find_setup(request.config, overrides, catalog, model), "memplan lab train")
+    require_own_loop(setup, "memplan lab train")
     _prepared_torch(request)
     from memplan.lab.training.loop import TrainingOptions
     from memplan.lab.training.text import library_text

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems
@@ -108,8 +108,10 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         raise InvalidFileError(problems)
     known = inputs.model()
     device = inputs.device()
-    base = inputs.setup(known).config
-    fixed = keys_set(inputs)
+    setup = inputs.setup(known)
+    if setup.stack.not_modelled:
+        raise CannotAnswerError(setup.unmodelled[-1])
+    base, fixed = setup.config, keys_set(inputs)
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
     host = options.get("host_memory")
     request = Request(

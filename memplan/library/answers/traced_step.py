@@ -200,14 +200,18 @@ def _known_model(inputs: JobInputs, hf: FilePath | None) -> Model | None:
         return None
 
 
-TRANSFORMERS_KERNELS = ("kernels.norm=composite", "kernels.optimizer=fused", "kernels.loss=fp32")
+TRANSFORMERS_KERNELS = ("stack=bundled", "kernels.norm=composite", "kernels.optimizer=fused", "kernels.loss=fp32")
 """Kernels of transformers' own code: norms in Python, ``adamw_torch_fused``, logits upcast for the loss."""
 
 
 def _setup(inputs: JobInputs, model: Model | None, hf: FilePath | None) -> TrainingSetup:
     """Return the training setup; transformers' own code runs with its own kernels, unless others are set."""
     settings = settings_of(inputs.options.get("set"))
-    if hf is None or any(setting.startswith(("kernels", "stack")) for setting in settings):
+    if (
+        hf is None
+        or inputs.options.get("stack") is not None
+        or any(setting.startswith(("kernels", "stack")) for setting in settings)
+    ):
         return inputs.setup(model, gpus=inputs.gpus)
     settings = (*TRANSFORMERS_KERNELS, *settings)
     return JobInputs(inputs.catalog, inputs.given, {**inputs.options, "set": settings}).setup(model, gpus=inputs.gpus)
@@ -221,7 +225,7 @@ def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]
 
         note(f"tracing {module}")
         return trace_module(module, subject.setup), module
-    if subject.options.get("stack") is not None and subject.setup.stack.name != DEFAULT_STACK:
+    if subject.setup.stack.name != DEFAULT_STACK:
         return _traced_stack(subject, note)
     if hf is not None:
         from memplan.trace.modules import trace_huggingface

@@ -10,6 +10,7 @@ from memplan.library.lookup.config_lookup import (
     find_setup,
     parallels,
     require_one_gpu,
+    require_own_loop,
     with_settings,
 )
 from memplan.library.lookup.device_lookup import custom_gpu, find_device, find_devices, local_gpu
@@ -35,5 +36,6 @@ __all__ = [
     "parallels",
     "read_model_file",
     "require_one_gpu",
+    "require_own_loop",
     "with_settings",
 ]

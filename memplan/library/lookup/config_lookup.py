@@ -140,6 +140,19 @@ def require_one_gpu(setup: TrainingSetup, command: str) -> TrainingSetup:
     return setup
 
 
+def require_own_loop(setup: TrainingSetup, command: str) -> TrainingSetup:
+    """Return a setup that memplan's own training loop runs.
+
+    Raises:
+        CannotAnswerError: It is of another stack.
+    """
+    if setup.stack.name != DEFAULT_STACK:
+        raise CannotAnswerError(
+            f"stack: {command} runs memplan's own loop, not {setup.stack.name}; use --stack {DEFAULT_STACK}"
+        )
+    return setup
+
+
 def _is_file(name: str) -> bool:
     """Tell a config's path from a catalog name."""
     return name == "-" or name.endswith((".yaml", ".yml", ".json")) or "/" in name

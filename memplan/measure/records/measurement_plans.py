@@ -13,6 +13,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.stacks import DEFAULT_STACK
 from memplan.catalog.training_config import Offload
 from memplan.errors import MemplanError
 from memplan.measure.records.prediction import planned
@@ -50,7 +51,8 @@ def cpu_tasks(catalog: Catalog) -> Iterator[Task]:
 def cpu_task(model: str, config: str, catalog: Catalog, **keys: Any) -> Task:
     """Return a shipped config on a model that a CPU trains in seconds."""
     kernels = Kernels(**CPU_KERNELS)
-    changed = replace(catalog.configs[config], micro_batch_size=2, sequence_length=128, kernels=kernels, **keys)
+    shipped = replace(catalog.configs[config], stack=DEFAULT_STACK, micro_batch_size=2, sequence_length=128)
+    changed = replace(shipped, kernels=kernels, **keys)
     return Task(model, SMALL, scaled_model(model, SMALL, catalog), resolve(changed, catalog, config))
 
 
@@ -103,7 +105,7 @@ def _smallest_of_each_family(catalog: Catalog) -> list[str]:
 
 def cuda_task(model: str, config: str, catalog: Catalog, alloc_conf: str = "", **keys: Any) -> Task:
     """Return a shipped config on a whole model; coded weights are too many small tensors for a memory history."""
-    setup = resolve(replace(catalog.configs[config], **keys), catalog, config)
+    setup = resolve(replace(catalog.configs[config], stack=DEFAULT_STACK, **keys), catalog, config)
     conf = alloc_conf or (EXPANDABLE if setup.config.allocator == "expandable" else "")
     coded = setup.trains_codes
     return Task(model, WHOLE, scaled_model(model, WHOLE, catalog), setup, "cuda", alloc_conf=conf, history=not coded)

@@ -8,9 +8,11 @@ from typing import TypeVar
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import InvalidFileError, match_hint
 from memplan.solver.search.space import Space, WeightChoice
+from memplan.training.own_settings import is_settable
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
 from memplan.training.stack_rules import kernel_profile
 
@@ -48,26 +50,48 @@ KERNELS = ("optimizer-kernel", "newton-schulz", "loss")
 
 def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], step_batch: int = 1) -> Space:
     """Return the space over every axis, other keys taken from ``base``."""
-    profile = kernel_profile(base, catalog)
+    profile, stack = kernel_profile(base, catalog), catalog.stack(base.stack)
     adapters = base.adapter is not None
+    own_optimizers = tuple(dict.fromkeys(base.optimizer.values()))
+    released = not (base.clip_gradients or base.zero_gradients == "fill" or step_batch > max(batches))
     return Space(
         base=base,
-        weights=_weight_choices(catalog, base),
-        masters=("none",) if adapters else ("none", "fp32"),
-        gradients=(None,) if adapters else (None, *_gradient_dtypes(catalog)),
-        lifetimes=("step",)
-        if base.clip_gradients or base.zero_gradients == "fill" or step_batch > max(batches)
-        else ("step", "layer"),
-        optimizers=tuple({"default": name} for name in _optimizer_names(catalog)),
-        optimizer_kernels=_first(profile.optimizer, ("fused", "foreach")),
-        newton_schulz=_first(profile.newton_schulz, ("min", "fast")),
-        checkpointing=("none", "selective", "full"),
-        losses=_first(profile.loss, ("bf16", "fp32", "chunked")),
-        allocators=_first(base.allocator, ("native", "expandable")),
+        weights=tuple(choice for choice in _weight_choices(catalog, base) if _holds(stack, choice)),
+        masters=("none",) if adapters else _able(stack, "master_weights", "none", ("fp32",)),
+        gradients=(None,) if adapters else _able(stack, "gradients.dtype", None, _gradient_dtypes(catalog)),
+        lifetimes=_able(stack, "gradients.lifetime", "step", ("layer",)) if released else ("step",),
+        optimizers=tuple(
+            {"default": name}
+            for name in _optimizer_names(catalog)
+            if name in own_optimizers or is_settable(stack, [("optimizer", name)])
+        ),
+        optimizer_kernels=_able(stack, "kernels.optimizer", profile.optimizer, ("fused", "foreach")),
+        newton_schulz=_able(stack, "kernels.newton_schulz", profile.newton_schulz, ("min", "fast")),
+        checkpointing=tuple(
+            kind
+            for kind in ("none", "selective", "full")
+            if kind in (base.activation_checkpointing, stack.checkpointing.default)
+            or is_settable(stack, [("activation_checkpointing", kind)])
+        ),
+        losses=_able(stack, "kernels.loss", profile.loss, ("bf16", "fp32", "chunked")),
+        allocators=_able(stack, "allocator", base.allocator, ("native", "expandable")),
         batches=tuple(batches),
-        offloads=("none",) if adapters else ("none", "cpu"),
+        offloads=("none",) if adapters else _able(stack, "offload.optimizer_states", "none", ("cpu",)),
         step_batch=step_batch,
     )
+
+
+def _able(stack: Stack, key: str, chosen: T, others: Sequence[T]) -> tuple[T, ...]:
+    """Return what is chosen, and those of the others that the stack has words for."""
+    return _first(chosen, tuple(other for other in others if is_settable(stack, [(key, other)])))
+
+
+def _holds(stack: Stack, choice: WeightChoice) -> bool:
+    """Tell whether a stack can hold weights so."""
+    if stack.autocast == "never" and choice.dtype == "fp32" and choice.compute_dtype != "fp32":
+        return False
+    key = next((key for key in ("weights.hidden_matrix", "weights.default") if key in stack.keys), None)
+    return choice.dtype in FLOAT_BYTES if stack.keys and key is None else is_settable(stack, [(str(key), choice.dtype)])
 
 
 def _first(chosen: T, others: tuple[T, ...]) -> tuple[T, ...]:
