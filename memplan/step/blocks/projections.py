@@ -125,7 +125,7 @@ def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: i
     """Return DoRA's projection: the norm of the adapted weight is a constant of each step."""
     tape = builder.tape
     magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
-    formed = _magnitude_norm(builder, name, rows, down)
+    formed = _magnitude_norm(builder, own, name, rows, down)
     norm = formed.norm
     scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
     scale.foreign = norm.foreign
@@ -141,7 +141,17 @@ def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: i
             whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
     _function_ends(builder, formed)
     with tape.alive(base):
+        return _joined(builder, out, whole, name)
+
+
+def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:
+    """Return a projection and what DoRA adds to it, in the projection's dtype but for codes under autocast."""
+    if builder.settings.projections.adapter_sum == "narrow":
         return builder.add(out, builder.cast(whole, out.element_bytes, foreign=out.foreign))
+    total = builder.add(out, whole)
+    if builder.weight(f"{name}.weight").coded and builder.settings.autocast:
+        return total
+    return builder.cast(total, out.element_bytes, foreign=out.foreign)
 
 
 class _AdaptedWeight(NamedTuple):
@@ -189,7 +199,7 @@ def _with_magnitude_and_dropout(
         with tape.alive(first, base, low):
             whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
         _function_ends(builder, formed)
-        return builder.cast(builder.add(out, whole), out.element_bytes, foreign=out.foreign)
+        return _joined(builder, out, whole, name)
 
 
 def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, kept: bool) -> Value:
@@ -217,8 +227,8 @@ def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
     return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces))
 
 
-def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> _AdaptedWeight:
-    """Return the norm of each row of the adapted weight, which is formed whole for it (PEFT, ``DoraLinearLayer``)."""
+def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> _AdaptedWeight:
+    """Return the norm of each row of the adapted weight, which is formed whole for it in the dtype of ``x`` (PEFT, ``DoraLinearLayer``)."""
     tape, columns, own = builder.tape, down.columns, down.element_bytes
     width = builder.compute if builder.settings.autocast else own
     eye = tape.make("eye", builder.constant(columns * columns, own))
@@ -231,27 +241,30 @@ def _magnitude_norm(builder: Builder, name: str, rows: int, down: Weight) -> _Ad
     if read is not eye:  # saved for a backward that never comes, until the product is cut off from it
         tape.graph_use[read.storage] = len(tape.operations) - 1
     product.foreign = down.foreign and not builder.settings.autocast
-    norm, base = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, down)
-    tape.touch(eye, product)
+    if product.element_bytes != x.element_bytes and builder.settings.projections.adapter_sum == "wide":
+        product = tape.make("cast", builder.constant(columns * rows, x.element_bytes), product)
+    norm, base = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, x)
+    wide = builder.settings.projections.adapter_sum == "wide"
+    tape.touch(product, *(() if wide else (eye,)))  # PEFT's function that makes it has returned
     return _AdaptedWeight(down, norm, product, base, (read, low))
 
 
 def _norm_of_sum(
-    builder: Builder, product: Value, base: Weight, size: int, rows: int, down: Weight
+    builder: Builder, product: Value, base: Weight, size: int, rows: int, x: Value
 ) -> tuple[Value, Value | None]:
     """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each, and the weight's copy."""
-    tape, own = builder.tape, down.element_bytes
+    tape, own = builder.tape, x.element_bytes
     frozen: list[Value] = []
     if base.coded:
         scratch = [(ONE, base.decoding_bytes)]
         frozen = [tape.make("decode", builder.constant(size, builder.compute), scratch=scratch)]
     read = list(frozen)
-    if base.element_bytes != own or base.foreign != down.foreign:
+    if base.element_bytes != own or base.foreign != x.foreign:
         read = [tape.make("cast", builder.constant(size, own), *frozen)]
     scaled = tape.make("scale", builder.constant(size, product.element_bytes), product)
-    term = Value(-1, ONE, 0, own, foreign=down.foreign)
+    term = Value(-1, ONE, 0, own, foreign=x.foreign)
     whole = tape.make("add", builder.constant(size, promoted(term, product)), scaled, *read)
-    whole.foreign = product.foreign and down.foreign
+    whole.foreign = product.foreign and x.foreign
     norm = tape.make("norm", builder.fresh(whole, rows), whole)
     tape.touch(*frozen, whole)
     return norm, read[-1] if read else None
