@@ -41,11 +41,13 @@ def test_a_gap_in_words(gap, text):
     assert gap.text == text
 
 
-@pytest.mark.parametrize(("stack", "first"), [("transformers", "gpt2 in transformers: "), ("bundled", "memory of ")])
+@pytest.mark.parametrize(("stack", "first"), [("transformers", "phi3 in transformers: "), ("bundled", "memory of ")])
 def test_a_plan_names_the_gap_first_under_the_stack_that_has_it(stack, first):
     config = TrainingConfig(
         description="a stack", stack=stack, weights={"default": "fp32"}, compute_dtype="fp32", sequence_length=1024
     )
     setup = resolve(config, CATALOG, stack)
-    plan = CompiledPlan(catalog_model("gpt2", CATALOG), setup).evaluate(Device(CATALOG.gpus["rtx4090"], "rtx4090"))
+    plan = CompiledPlan(catalog_model("phi-3-mini", CATALOG), setup).evaluate(
+        Device(CATALOG.gpus["rtx4090"], "rtx4090")
+    )
     assert plan.not_modelled[0].startswith(first)

@@ -29,6 +29,7 @@ class FamilyCode:
         asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
         names_attention: The same for what attention returns.
+        joins_rotated: Whether rotated dimensions are joined with those that are not, even where there are none of these.
         own_linear: Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
         copies_heads: Whether heads are copied together before they are rotated.
         query_first: Whether the query is rotated before key and value are formed.
@@ -48,6 +49,7 @@ class FamilyCode:
     masks_from: int = 1
     asks_for_groups: bool = True
     own_linear: bool = False
+    joins_rotated: bool = False
     names_norm: bool = False
     names_attention: bool = False
     copies_heads: bool = False
@@ -76,6 +78,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         names_norm=True,
         names_attention=True,
     ),
+    "phi3": FamilyCode(functions=True, promotes=True, added_mask=True, joins_rotated=True),
     "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
     "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
     "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2, masks_from=2),

@@ -138,7 +138,8 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     eager = goes_by_steps(builder, part)
     if not eager and builder.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
         return True
-    partial = 0 < part.rotary_dim < part.head_dim and builder.profile.rotary == "composite"
+    joined = 0 < part.rotary_dim < part.head_dim or builder.settings.code.joins_rotated
+    partial = joined and builder.profile.rotary == "composite"
     first = (
         eager or builder.profile.attention == "math" or (partial and builder.profile.attention in ("flash", "cudnn"))
     )
@@ -154,7 +155,7 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
             return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), traits=Traits(packs=True, custom=True))
         if builder.profile.rotary == "pairs":
             return _turned_pairs(builder, x)
-        if rotary_dim == head_dim:
+        if rotary_dim == head_dim and not builder.settings.code.joins_rotated:
             return _rotated(builder, x)
         part = x.width // head_dim * rotary_dim
         turned = builder.sliced(x, part)
