@@ -22,6 +22,11 @@ RESERVE_SOURCE = (
     "allocator reserves more, and releases it under pressure"
 )
 
+SIMULATED_SOURCE = (
+    "every allocation of the first two steps, in order, through the simulated CUDA caching allocator "
+    "(c10/cuda/CUDACachingAllocator.cpp, v2.13.0), with memory to spare"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Allowances:

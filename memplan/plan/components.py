@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.catalog.entries import Kind
-from memplan.plan.allowances import RESERVE_SOURCE
+from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.linear_forms import Part
@@ -107,15 +107,24 @@ def _outside(plan: MemoryPlan) -> Iterator[Component]:
     yield _allowance(
         plan, "library_workspaces", allowances.library_bytes, "cuBLAS workspaces", allowances.library_source
     )
-    reserve = plan.reserved_bytes - plan.allocated_bytes + plan.rounding_bytes
-    formula = f"block rounding + {format_fraction(allowances.reserve_fraction * 100)} % of allocated"
-    values = {"rounding": plan.rounding_bytes, "allocated": plan.allocated_bytes}
-    yield Component("allocator_reserve", reserve, formula, values, RESERVE_SOURCE, "derived")
+    yield _reserve(plan)
     context = allowances.context_bytes - allowances.nccl_bytes
     yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
     ranks = {"N": plan.setup.config.parallel.data}
     source = allowances.nccl_source
     yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, source, "stated")
+
+
+def _reserve(plan: MemoryPlan) -> Component:
+    """Return what the allocator holds beyond live tensors and workspaces."""
+    reserve = plan.reserved_bytes - plan.requested_bytes - plan.allowances.library_bytes
+    if not plan.reserve_by_share:
+        values = {"reserved": plan.reserved_bytes, "allocated": plan.allocated_bytes}
+        formula = "segments of the simulated allocator less what is requested and workspaces"
+        return Component("allocator_reserve", reserve, formula, values, SIMULATED_SOURCE, "derived")
+    formula = f"block rounding + {format_fraction(plan.allowances.reserve_fraction * 100)} % of allocated"
+    values = {"rounding": plan.rounding_bytes, "allocated": plan.allocated_bytes}
+    return Component("allocator_reserve", reserve, formula, values, RESERVE_SOURCE, "derived")
 
 
 def _allowance(plan: MemoryPlan, name: str, size: int, formula: str, source: str) -> Component:

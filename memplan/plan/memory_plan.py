@@ -97,13 +97,17 @@ class MemoryPlan:
     Attributes:
         requested_bytes: Live tensors and what kernels allocate inside themselves.
         allocated_bytes: After block rounding, and with libraries' workspaces.
-        reserved_bytes: Segments that the allocator holds.
-        device_bytes: What nvidia-smi shows.
+        reserved_bytes: Segments that the allocator holds with memory to spare.
+        device_bytes: What nvidia-smi shows then.
         upper_bytes: Upper end of the interval around ``device_bytes``.
         persistent_bytes: Weights, master weights, gradients kept and optimizer states.
         communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
         parts: Activations, logits, temporaries and gradients at the peak.
         values: Values of the quantities that the forms are made of.
+        least_bytes: The least device total with which the run is known to survive, when the card is nearly full and
+            the allocator releases what it caches; the verdict rests on it.
+        lower_bytes: Lower end of the interval: less than that is not to be had.
+        reserve_by_share: Why the reserve is a share of the allocated bytes; empty where it is simulated.
         suggestions: What to change where it does not fit (:func:`memplan.plan.suggestions.with_suggestions`).
     """
 
@@ -131,6 +135,9 @@ class MemoryPlan:
     allowances: Allowances
     micro_batch_size: int
     sequence_length: int
+    least_bytes: int
+    lower_bytes: int
+    reserve_by_share: str = "a search plans with shares, which cost nothing"
     suggestions: tuple[Suggestion, ...] = ()
 
     @cached_property

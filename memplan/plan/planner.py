@@ -297,6 +297,8 @@ class CompiledPlan:
             allowances=allowances,
             micro_batch_size=batch,
             sequence_length=length,
+            least_bytes=total,
+            lower_bytes=total,
         )
 
 

@@ -18,7 +18,7 @@ def test_a_job_gives_the_plan_that_asking_anew_gives(config):
     draw = random.Random(14)
     for gpu in GPUS:
         batch, length = draw.randint(1, 40), draw.randint(1, 6000)
-        plan = job.plan(gpu, micro_batch_size=batch, sequence_length=length)
+        plan = job.plan(gpu, micro_batch_size=batch, sequence_length=length, simulated=True)
         again = memplan.plan("llama-3.2-1b", gpu=gpu, config=config, micro_batch_size=batch, sequence_length=length)
         assert plan.to_dict() == again.to_dict()
 

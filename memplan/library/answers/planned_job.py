@@ -17,6 +17,7 @@ from memplan.library.lookup import find_device
 from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve import simulation
 from memplan.report.document import Document
 from memplan.report.plans.plan_answer import answer, plan_document
 
@@ -220,6 +221,7 @@ class Job:
         *,
         micro_batch_size: int | None = None,
         sequence_length: int | None = None,
+        simulated: bool = False,
     ) -> Plan:
         """Return the plan for a GPU.
 
@@ -227,6 +229,8 @@ class Job:
             gpu: Catalog name or alias, ``local``, or a device; else this machine's own.
             micro_batch_size: Sequences per device per forward pass; the config's own where it is not given.
             sequence_length: Tokens per sequence; likewise.
+            simulated: Whether the allocator is simulated, as :func:`memplan.plan` does, which takes a hundred times as
+                long; else its reserve is a share of the allocated bytes.
 
         Raises:
             MemplanError: No GPU has the name, or none was named and none is here.
@@ -239,7 +243,8 @@ class Job:
         if (micro_batch_size or config.micro_batch_size) * (sequence_length or config.sequence_length) > MAXIMUM_TOKENS:
             raise InvalidFileError(["sequence_length: batch times sequence length is beyond any machine"])
         device = gpu if isinstance(gpu, Device) else self._device(gpu)
-        return Plan(self.compiled.evaluate(device, micro_batch_size, sequence_length), self.catalog)
+        plan = self.compiled.evaluate(device, micro_batch_size, sequence_length)
+        return Plan(simulation.simulated(plan) if simulated else plan, self.catalog)
 
     def _device(self, gpu: str | None) -> Device:
         """Return a GPU of the catalog, looked up once."""
@@ -274,7 +279,7 @@ def plan(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
     known = inputs.model()
     device = inputs.device()
     setup = inputs.setup(known, gpus=inputs.gpus)
-    return Plan(CompiledPlan(known, setup).evaluate(device), inputs.catalog)
+    return Plan(simulation.simulated(CompiledPlan(known, setup).evaluate(device)), inputs.catalog)
 
 
 def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:

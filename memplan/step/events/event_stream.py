@@ -67,7 +67,7 @@ class PlayedSection:
     ) -> None:
         self._stream, self._events, self._base = stream, events, len(stream.sizes)
         stream.sizes.extend(sizes)
-        self._aliases = {} if entry == NO_STORAGE else {events.entry: NO_STORAGE if owned else entry}
+        self._aliases = {events.entry: NO_STORAGE if owned else entry}
 
     @property
     def output(self) -> int:

@@ -72,7 +72,7 @@ class StepPlayer:
         self._graph: list[int] = []
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
         self._libraries = {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
-        self._sizes: dict[int, list[int]] = {}
+        self._sizes: dict[int, tuple[SectionEvents, list[int]]] = {}
 
     def run(self, steps: int = 2) -> RunEvents:
         """Return the events of what is made first, and of so many steps."""
@@ -175,10 +175,10 @@ class StepPlayer:
         return played
 
     def _sizes_of(self, events: SectionEvents) -> list[int]:
-        sizes = self._sizes.get(id(events))
-        if sizes is None:
-            sizes = self._sizes[id(events)] = events.sizes(self.values)
-        return sizes
+        known = self._sizes.get(id(events))
+        if known is None:
+            known = self._sizes[id(events)] = (events, events.sizes(self.values))
+        return known[1]
 
     def _keep(self, kept: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
         """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
