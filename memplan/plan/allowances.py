@@ -23,7 +23,7 @@ RESERVE_SOURCE = (
 )
 
 SIMULATED_SOURCE = (
-    "every allocation of the first two steps, in order, through the simulated CUDA caching allocator "
+    "every allocation of the first three steps, in order, through the simulated CUDA caching allocator "
     "(c10/cuda/CUDACachingAllocator.cpp, v2.13.0), with memory to spare"
 )
 

@@ -34,12 +34,18 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     )
     yield from plan.setup.card_notes
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
+    if not plan.reserve_by_share:
+        yield (
+            f"allocator: {config.allocator}, simulated from the first weight through three steps; what remains in the interval "
+            "is the device context, the addresses that the driver chooses, and how far the allocator releases its cache"
+        )
+        return
     expected, upper = (
         format_fraction(share * 100) for share in (allowances.reserve_fraction, allowances.upper_reserve_fraction)
     )
     yield (
         f"allocator: {config.allocator}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
-        f"still runs; {upper} % at the upper end"
+        f"still runs; {upper} % at the upper end; not simulated: {plan.reserve_by_share}"
     )
 
 

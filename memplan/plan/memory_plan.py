@@ -107,6 +107,8 @@ class MemoryPlan:
         least_bytes: The least device total with which the run is known to survive, when the card is nearly full and
             the allocator releases what it caches; the verdict rests on it.
         lower_bytes: Lower end of the interval: less than that is not to be had.
+        by_share: The same job with its reserve as a share, which other plans of a search are compared with; None
+            where this one is that.
         reserve_by_share: Why the reserve is a share of the allocated bytes; empty where it is simulated.
         suggestions: What to change where it does not fit (:func:`memplan.plan.suggestions.with_suggestions`).
     """
@@ -138,6 +140,7 @@ class MemoryPlan:
     least_bytes: int
     lower_bytes: int
     reserve_by_share: str = "a search plans with shares, which cost nothing"
+    by_share: MemoryPlan | None = None
     suggestions: tuple[Suggestion, ...] = ()
 
     @cached_property

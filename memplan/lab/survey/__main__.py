@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.lab.survey.drawn_jobs import Job, Verdict, drawn_job, verdict
@@ -65,6 +66,10 @@ def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield f"peak equal to the byte {sum(not v.peak_share for v in answered) / total:.1%}, within 0.1 % {near / total:.1%}"
     yield f"worst at the peak {max((v.peak_share for v in answered), default=0):.3%}"
     yield f"every instant within 1 % {sum(v.instant_share <= 0.01 for v in answered) / total:.1%}"
+    shares = sorted(v.reserved_share for v in answered if v.traced_reserved_bytes)
+    if shares:
+        yield f"reserved, formula's events beside the trace's: median {median(shares):.3%}, worst {shares[-1]:.2%}"
+        yield f"reserved within 3 % {sum(share <= 0.03 for share in shares) / len(shares):.1%}"
     yield f"persistent and host bytes equal {sum(v.exact_states for v in answered) / total:.1%}"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
+from memplan.allocator.stream_replay import stream_peaks
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
@@ -19,6 +20,7 @@ from memplan.model.families import model_spec
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import events_of, shares_reason
 from memplan.trace.recording.trace_result import Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolved import TrainingSetup, resolve
@@ -32,6 +34,8 @@ EXACT = ("persistent", "host", *STATES)
 
 PEAK_SHARE = 0.001
 INSTANT_SHARE = 0.01
+STEPS = 2
+"""Steps of a traced run: a third takes half as long again, and most often nothing of the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Verdict:
         traced_bytes: Requested peak by the trace.
         differences: Bytes by which the formula exceeds the trace, by instant; by the names of ``EXACT`` besides.
         traced: Bytes of the trace, by the same names.
+        reserved_bytes: Segments of the simulated allocator, fed by the formula's events; 0 where they are not told.
+        traced_reserved_bytes: The same, fed by the trace.
     """
 
     job: Job
@@ -71,6 +77,13 @@ class Verdict:
     traced_bytes: int = 0
     differences: Mapping[str, int] = field(default_factory=dict)
     traced: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    traced_reserved_bytes: int = 0
+
+    @property
+    def reserved_share(self) -> float:
+        """Difference of the reserved bytes as a share of those that the trace has."""
+        return abs(self.reserved_bytes - self.traced_reserved_bytes) / max(1, self.traced_reserved_bytes)
 
     @property
     def peak_share(self) -> float:
@@ -104,10 +117,22 @@ def verdict(job: Job, catalog: Catalog) -> Verdict:
     except MemplanError as error:
         return Verdict(job, "refused", str(error))
     try:
-        trace = trace_training(model, setup)
+        trace = trace_training(model, setup, compute_capability=catalog.gpus[GPU].compute_capability, steps=STEPS)
+        own, traced = _reserved(plan, trace)
     except Exception as error:
         return Verdict(job, "crashed", f"{type(error).__name__}: {error}", plan.requested_bytes)
-    return compared(job, plan, trace)
+    return replace(compared(job, plan, trace), reserved_bytes=own, traced_reserved_bytes=traced)
+
+
+def _reserved(plan: MemoryPlan, trace: Trace) -> tuple[int, int]:
+    """Return what the allocator reserves with memory to spare: fed by the formula's events, and by the trace."""
+    if shares_reason(plan):
+        return 0, 0
+    codes = [2 * event.storage + (not event.allocates) for event in trace.events]
+    sizes = [storage.bytes for storage in trace.storages]
+    events = events_of(plan, STEPS)
+    own = stream_peaks(events.sizes, events.codes)
+    return own.reserved_bytes, stream_peaks(sizes, codes).reserved_bytes
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:

@@ -14,6 +14,7 @@ from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup import parallels
 from memplan.plan.memory_plan import Verdict
+from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of, suggestions
@@ -67,7 +68,7 @@ class Suggested(Answer):
     @cached_property
     def rows(self) -> tuple[Plan, ...]:
         """The plans, best first; the ``training`` of each can be given back as ``config``."""
-        return tuple(Plan(row.plan, self.catalog) for row in self.search.rows)
+        return tuple(Plan(simulated(row.plan), self.catalog) for row in self.search.rows)
 
     @property
     def gives_up(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings
 from memplan.allocator.stream_replay import StreamPeaks, stream_peaks
-from memplan.step.events.step_events import RunEvents, run_events
+from memplan.step.events.step_events import STEPS, RunEvents, run_events
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.states.optimizer_scratch import step_temporaries
@@ -119,30 +119,38 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "the events of several GPUs' collectives are not told"
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
+    if plan.setup.profile.loss == "chunked-backward":
+        return "a loss whose chunks run backward one by one is not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)
     if layers * config.gradient_accumulation_steps * 400 > MOST_EVENTS:
         return "layers times micro-steps are too many to be played"
     return ""
 
 
-def events_of(plan: MemoryPlan) -> RunEvents:
-    """Return the events of a plan's run: what is made first, and two steps."""
+def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
+    """Return the events of a plan's run: what is made first, and so many steps."""
     setup, states = plan.setup, plan.states
     regime = regime_of(plan.model, setup, plan.micro_batch_size, plan.sequence_length)
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     library_bytes = plan.allowances.library_bytes // HANDLES
-    return run_events(inputs, model_on_tape(inputs), plan.values, plan.forms.buffers, library_bytes)
+    return run_events(inputs, model_on_tape(inputs), plan.values, plan.forms.buffers, library_bytes, steps)
 
 
-def simulated(plan: MemoryPlan) -> MemoryPlan:
+def simulated(plan: MemoryPlan, *, libraries_first: bool = False) -> MemoryPlan:
     """Return a plan with its reserve simulated; where that cannot be, the same with the reason.
 
     The verdict is whether the run survives in what the device has, with the context at its upper end or as expected.
+
+    Args:
+        plan: A plan with a share as its reserve.
+        libraries_first: Whether libraries have made their workspaces before the run, as in a process that was warmed up.
     """
     if reason := shares_reason(plan):
         return replace(plan, reserve_by_share=reason)
-    simulation = Simulation(events_of(plan), expandable=plan.setup.config.allocator == "expandable")
+    events = events_of(plan)
+    events = events.libraries_first() if libraries_first else events
+    simulation = Simulation(events, expandable=plan.setup.config.allocator == "expandable")
     result = simulation.result()
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
@@ -159,6 +167,7 @@ def simulated(plan: MemoryPlan) -> MemoryPlan:
         least_bytes=least + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, least) + allowances.least_context_bytes,
         reserve_by_share="",
+        by_share=plan,
     )
 
 
@@ -172,5 +181,3 @@ def _verdict(plan: MemoryPlan, runs_in: Callable[[int], bool], least: int) -> tu
         if capacity > 0 and runs_in(capacity):
             return verdict, min(least, capacity)  # type: ignore[return-value]
     return "no", least
-
-

@@ -70,6 +70,9 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
             "reserved_bytes": plan.reserved_bytes,
             "device_bytes": plan.device_bytes,
             "upper_bytes": plan.upper_bytes,
+            "lower_bytes": plan.lower_bytes,
+            "least_bytes": plan.least_bytes,
+            "reserve_by_share": plan.reserve_by_share,
         },
         "persistent_bytes": plan.persistent_bytes,
         "host": {"bytes": plan.host_bytes},
@@ -89,17 +92,18 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
         return format_bytes(size, unit)
 
     name, gpu = plan.model.spec.name, device_name(plan)
-    needs, usable = shown(plan.device_bytes), shown(plan.usable_bytes)
-    head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {needs} of the {usable} usable on {gpu}"
-    if plan.verdict == "fits":
+    roomy = plan.upper_bytes <= plan.usable_bytes
+    needs, usable = plan.device_bytes if roomy else plan.least_bytes, shown(plan.usable_bytes)
+    head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
+    if plan.verdict == "fits" and roomy:
         return f"{head}, {shown(plan.usable_bytes - plan.upper_bytes)} to spare even at the upper end of {shown(plan.upper_bytes)}."
+    if plan.verdict == "fits":
+        return f"{head}; its allocator then releases what it caches, and would hold {shown(plan.device_bytes)} with memory to spare."
     if plan.verdict == "tight":
         head += f", but may need up to {shown(plan.upper_bytes)}"
     flip = next((s for s in plan.suggestions if s.flips_verdict), None)
     if flip is None:
-        return (
-            f"{head}{'' if plan.verdict == 'tight' else f', {shown(plan.device_bytes - plan.usable_bytes)} too much'}."
-        )
+        return f"{head}{'' if plan.verdict == 'tight' else f', {shown(needs - plan.usable_bytes)} too much'}."
     return f"{head}; it fits with {flip.change}{_own(flip)} (saves {shown(flip.saves_bytes)}; cost: {flip.cost})."
 
 
@@ -188,9 +192,9 @@ def totals_table(plan: MemoryPlan, unit: str) -> Table:
             format_bytes(plan.allocated_bytes, unit),
             "rounded up to the allocator's blocks, with library workspaces",
         ),
-        ("reserved", format_bytes(plan.reserved_bytes, unit), "segments reserved by the allocator"),
-        ("device", format_bytes(plan.device_bytes, unit), "what nvidia-smi shows"),
-        ("upper end", format_bytes(plan.upper_bytes, unit), "of the interval around the device total"),
+        ("reserved", format_bytes(plan.reserved_bytes, unit), "segments that the allocator holds with memory to spare"),
+        ("device", format_bytes(plan.device_bytes, unit), "what nvidia-smi shows then"),
+        *_ends(plan, unit),
         (
             "usable",
             format_bytes(plan.usable_bytes, unit),
@@ -200,6 +204,19 @@ def totals_table(plan: MemoryPlan, unit: str) -> Table:
     if plan.setup.offloads_states:
         rows += (("host", format_bytes(plan.host_bytes, unit), "optimizer states in pinned host memory"),)
     return Table(("total", ">bytes", "meaning"), rows)
+
+
+def _ends(plan: MemoryPlan, unit: str) -> tuple[tuple[str, ...], ...]:
+    """Return the ends of the interval around the device total; the lower one, and the least, where they are simulated."""
+    upper = ("upper end", format_bytes(plan.upper_bytes, unit), "of the interval around the device total")
+    if plan.reserve_by_share:
+        return (upper,)
+    least = "the device total with which it is known to run when the card is nearly full"
+    return (
+        ("least", format_bytes(plan.least_bytes, unit), least),
+        ("lower end", format_bytes(plan.lower_bytes, unit), "of the interval around the device total"),
+        upper,
+    )
 
 
 def instants_table(plan: MemoryPlan, unit: str) -> Table:

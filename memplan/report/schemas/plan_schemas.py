@@ -14,7 +14,16 @@ LEARNING: t.Schema = {
     "enum": ["proven", "works", "experimental", "untried", "diverges"],
     "description": "How training learns with these formats, dtypes and optimizers, as the evidence says; not whether it fits.",
 }
-TOTALS = ("requested_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "upper_bytes")
+TOTALS = ("requested_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "upper_bytes", "lower_bytes")
+LEAST: t.Schema = {
+    **t.BYTES,
+    "description": "The least device total with which the run is known to survive on a nearly full card, by the simulated "
+    "allocator, which then releases what it caches; the verdict rests on it. device_bytes is with memory to spare.",
+}
+BY_SHARE: t.Schema = {
+    **t.TEXT,
+    "description": "Why the allocator's reserve is a share of the allocated bytes and not simulated; empty where it is simulated.",
+}
 
 
 def plan_schema() -> t.Schema:
@@ -35,7 +44,14 @@ def plan_schema() -> t.Schema:
             "bytes_per_parameter": t.object_schema({**per_parameter["properties"], "total": t.NUMBER}),
             "components": t.array_schema(t.value_schema(Component)),
             "instants": t.array_schema(t.object_schema({"name": t.TEXT, "requested_bytes": t.BYTES})),
-            "peak": t.object_schema({"instant": t.TEXT, **t.same(t.BYTES, *TOTALS)}),
+            "peak": t.object_schema(
+                {
+                    "instant": t.TEXT,
+                    **t.same(t.BYTES, *TOTALS),
+                    "least_bytes": LEAST,
+                    "reserve_by_share": BY_SHARE,
+                }
+            ),
             "persistent_bytes": t.BYTES,
             "host": t.object_schema({"bytes": t.BYTES}),
             "suggestions": t.array_schema(_suggestion()),

@@ -1,0 +1,52 @@
+"""Measured device totals lie inside the interval of a plan whose reserve is simulated, and its verdicts are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.lab.intervals import judged, summary
+from memplan.measure.records.measurement_records import record_files
+
+RECORDS = Path(__file__).parents[1] / "records"
+CATALOG = Catalog(data_directory())
+MEDIAN_WIDTH = 0.056
+"""1.4 % of it are the contexts measured on cards of that compute capability."""
+
+
+def rows(folder, step):
+    return list(judged(record_files(RECORDS / folder)[::step], CATALOG))
+
+
+@pytest.mark.parametrize(("folder", "step"), [("cuda", 9), ("boundary", 6)])
+def test_some_records_lie_inside_and_their_verdicts_are_true(folder, step):
+    some = rows(folder, step)
+    assert [row.name for row in some if not (row.contained and row.true_verdict)] == []
+
+
+@pytest.mark.slow
+def test_every_record_lies_inside_a_narrow_interval():
+    measured = rows("cuda", 1)
+    assert len(measured) == 94
+    assert [row.name for row in measured if not row.contained] == []
+    widths = sorted(row.width for row in measured)
+    assert widths[len(widths) // 2] <= MEDIAN_WIDTH
+    alone = sorted(row.allocator_width for row in measured)
+    assert alone[len(alone) // 2] <= 0.05
+
+
+@pytest.mark.slow
+def test_no_verdict_on_a_capped_run_is_false():
+    capped = rows("boundary", 1)
+    assert len(capped) == 46
+    assert [row.name for row in capped if not (row.contained and row.true_verdict)] == []
+    assert sum(row.measured_bytes is None for row in capped) == 22
+
+
+def test_the_summary_counts():
+    lines = list(summary(rows("boundary", 12)))
+    assert "runs measured" in lines[0]
+    assert "median width" in lines[1]
+    assert len(lines) == 3

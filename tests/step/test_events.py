@@ -1,0 +1,83 @@
+"""The events of a run: each storage allocated and freed in turn, and as many bytes alive as the formula has at its peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.errors import MemplanError
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import events_of, simulated
+from memplan.training.resolved import resolve
+from tests.jobs import SHAPES, shipped_catalog
+
+CATALOG = shipped_catalog()
+CARD = Device(CATALOG.gpus["h100-sxm-80gb"], "h100-sxm-80gb")
+VARIANTS = {
+    "plain": {},
+    "full": {"activation_checkpointing": "full"},
+    "two micro-steps": {"gradient_accumulation_steps": 2},
+    "chunked": {"kernels": Kernels(loss="chunked")},
+    "filled": {"zero_gradients": "fill"},
+}
+
+
+def plan_of(config, model="small", **keys):
+    """Return the plan of a small job, or nothing where it is refused."""
+    changed = replace(CATALOG.configs[config], micro_batch_size=2, sequence_length=300, **keys)
+    try:
+        return CompiledPlan(SHAPES[model], resolve(changed, CATALOG, config)).evaluate(CARD)
+    except MemplanError:
+        return None
+
+
+def peak_of(events):
+    """Return the most bytes alive, workspaces of libraries left out; each event has to be possible."""
+    alive, total, most = set(), 0, 0
+    for code in events.codes:
+        storage, frees = code >> 1, code & 1
+        size = events.sizes[storage]
+        if not size:
+            continue
+        assert (storage in alive) == bool(frees)
+        (alive.remove if frees else alive.add)(storage)
+        if storage not in events.libraries:
+            total += -size if frees else size
+        most = max(most, total)
+    return most
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("config", list(CATALOG.configs.entries))
+def test_the_fullest_moment_of_the_events_is_the_peak_of_the_formula(config, variant):
+    plan = plan_of(config, **VARIANTS[variant])
+    if plan is None:
+        pytest.skip("refused")
+    assert abs(peak_of(events_of(plan)) - plan.requested_bytes) <= plan.requested_bytes // 250
+
+
+def test_a_simulated_plan_orders_its_figures():
+    plan = simulated(plan_of("bf16-adamw"))
+    assert not plan.reserve_by_share
+    assert plan.lower_bytes <= plan.least_bytes <= plan.device_bytes <= plan.upper_bytes
+    assert plan.requested_bytes < plan.allocated_bytes <= plan.reserved_bytes
+    assert sum(line.bytes for line in plan.components) == plan.device_bytes
+
+
+def test_the_verdict_is_whether_the_run_survives_in_what_there_is():
+    plan = plan_of("bf16-adamw")
+    roomy = simulated(plan)
+    by_capacity = {}
+    for mebibytes in range(roomy.lower_bytes // 2**20 - 100, roomy.upper_bytes // 2**20 + 200, 50):
+        by_capacity[mebibytes] = simulated(replace(plan, usable_bytes=mebibytes * 2**20)).verdict
+    assert list(dict.fromkeys(by_capacity.values())) == ["no", "tight", "fits"]
+
+
+def test_shares_are_named_where_nothing_is_simulated():
+    pooled = replace(CARD, count=2)
+    plan = plan_of("bf16-adamw")
+    assert "pooled" in simulated(replace(plan, device=pooled)).reserve_by_share
+    assert "search" in plan.reserve_by_share
