@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
@@ -12,6 +12,7 @@ from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import simulated
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.half_precision import fp16_settings
 from memplan.training.own_settings import is_settable, own_settings
@@ -146,11 +147,20 @@ def _adapters(config: TrainingConfig) -> tuple[Setting, ...]:
 
 
 def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> MemoryPlan:
-    """Return a plan that carries its suggestions; one that is sure to fit has none."""
-    return plan if plan.verdict == "fits" else replace(plan, suggestions=suggestions(plan, catalog, most))
+    """Return a plan that carries its suggestions; one that is sure to fit has none.
+
+    Where its reserve is simulated, changes are sought with shares, and those that are shown are simulated.
+    """
+    if plan.verdict == "fits":
+        return plan
+    if plan.by_share is None:
+        return replace(plan, suggestions=suggestions(plan, catalog, most))
+    return replace(plan, suggestions=suggestions(plan.by_share, catalog, most, plan))
 
 
-def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Suggestion, ...]:
+def suggestions(
+    plan: MemoryPlan, catalog: Catalog, most: int = 6, final: MemoryPlan | None = None
+) -> tuple[Suggestion, ...]:
     """Return changes to a plan that is not sure to fit, those that flip the verdict first.
 
     They keep what is trained: adapters where adapters were, weights as wide, all weights where all were. Only where
@@ -164,7 +174,17 @@ def suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> tuple[Sugg
     if not any(item.flips_verdict for item in results):
         resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup.profile),))
         results = [*(item for item in resorts if item.flips_verdict), *results]
-    return tuple(results[:most])
+    return tuple(results[:most]) if final is None else _simulated(trial, results[:most], final)
+
+
+def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -> tuple[Suggestion, ...]:
+    """Return what was found with shares, each simulated as the plan that is shown is; those that flip its verdict first."""
+    shown = []
+    for item in results:
+        plan = simulated(trial.tried[item.change])
+        saves, flips = final.device_bytes - plan.device_bytes, plan.verdict == "fits"
+        shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=plan.device_bytes))
+    return tuple(sorted((item for item in shown if item.saves_bytes > 0), key=lambda item: not item.flips_verdict))
 
 
 def _in_fp16(trial: Trial) -> Change | None:
@@ -215,6 +235,7 @@ class Trial:
     plan: MemoryPlan
     catalog: Catalog
     config: TrainingConfig
+    tried: dict[str, MemoryPlan] = field(default_factory=dict)
 
     def plan_with(self, change: Change) -> MemoryPlan | None:
         """Return the plan with a change made, or None where the config does not allow it."""
@@ -226,6 +247,7 @@ class Trial:
 
     def suggestion(self, change: Change, changed: MemoryPlan) -> Suggestion:
         """Return a change with what it saves."""
+        self.tried[change.name] = changed
         saves = self.plan.device_bytes - changed.device_bytes
         own = own_settings(self.plan.setup.stack, change.settings)
         return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -170,8 +170,7 @@ class Plan(Answer):
             return self.memory
         from memplan.plan.suggestions import with_suggestions
 
-        base = self.memory.by_share or self.memory
-        return replace(self.memory, suggestions=with_suggestions(base, self.catalog).suggestions)
+        return with_suggestions(self.memory, self.catalog)
 
     @property
     def sentence(self) -> str:

@@ -107,7 +107,8 @@ class Simulation:
 def _named(events: RunEvents) -> Iterator[tuple[int, int, int]]:
     """Yield events as :func:`memplan.allocator.caching_allocator.replay` takes them."""
     for code in events.codes:
-        yield (-1 if code & 1 else 1), code >> 1, events.sizes[code >> 1]
+        if size := events.sizes[code >> 1]:  # storages of no bytes take nothing
+            yield (-1 if code & 1 else 1), code >> 1, size
 
 
 def shares_reason(plan: MemoryPlan) -> str:
