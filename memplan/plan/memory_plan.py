@@ -110,7 +110,7 @@ class MemoryPlan:
         by_share: The same job with its reserve as a share, which other plans of a search are compared with; None
             where this one is that.
         reserve_by_share: Why the reserve is a share of the allocated bytes; empty where it is simulated.
-        suggestions: What to change where it does not fit (:func:`memplan.plan.suggestions.with_suggestions`).
+        suggestions: What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
     """
 
     model: Model

@@ -16,7 +16,7 @@ from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.largest_model import fewest_devices, upper_bytes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggested_configs import SuggestedConfigs, suggested_configs
+from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolved import TrainingSetup, resolve

@@ -18,7 +18,7 @@ from memplan.hardware.capabilities import capability_of
 from memplan.hardware.hardware_tables import Capability, hardware_tables
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggestions import suggestions
+from memplan.plan.suggested.suggestions import suggestions
 from memplan.step.kernels.on_card import emulated_dtype, on_card
 
 ROOT = data_directory()

@@ -13,7 +13,7 @@ from memplan.library.lookup import catalog_model
 from memplan.model.inventory import ROLES
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggestions import with_suggestions
+from memplan.plan.suggested.suggestions import with_suggestions
 from memplan.report.plans.explain_answer import explain_document
 from memplan.report.plans.plan_answer import plan_document
 from memplan.training.resolved import resolve

@@ -12,7 +12,7 @@ from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.largest_model import upper_bytes
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggestions import suggestions, with_suggestions
+from memplan.plan.suggested.suggestions import suggestions, with_suggestions
 from memplan.solver.gauge import gauge_of
 from memplan.training.resolved import TrainingSetup, resolve
 

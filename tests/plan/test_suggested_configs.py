@@ -8,7 +8,7 @@ import pytest
 from memplan.catalog.recorded_rows import Records
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.plan.memory_plan import Device
-from memplan.plan.suggested_configs import SOUND, suggested_configs
+from memplan.plan.suggested.suggested_configs import SOUND, suggested_configs
 from memplan.report.json_schemas import schema_of
 from memplan.report.plans.recommend_answer import precision_text
 

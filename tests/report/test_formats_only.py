@@ -13,7 +13,7 @@ import memplan.report
 ROOT = Path(memplan.report.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MODULES = [".".join(("memplan.report", *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES]
-PLANNERS = ("memplan.plan.planner", "memplan.plan.suggestions", "memplan.step.instants", "memplan.solver")
+PLANNERS = ("memplan.plan.planner", "memplan.plan.suggested.suggestions", "memplan.step.instants", "memplan.solver")
 """What computes plans."""
 
 SCRIPT = f"""

@@ -168,7 +168,7 @@ class Plan(Answer):
     def _advised(self) -> MemoryPlan:
         if self.verdict == "fits":
             return self.memory
-        from memplan.plan.suggestions import with_suggestions
+        from memplan.plan.suggested.suggestions import with_suggestions
 
         return with_suggestions(self.memory, self.catalog)
 

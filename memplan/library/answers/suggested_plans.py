@@ -21,7 +21,7 @@ from memplan.solver.search.suggested_settings import Request, Suggestions, axes_
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from memplan.plan.suggested_configs import SuggestedConfigs
+    from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.training.resolved import TrainingSetup
 
 SEARCH_LIMITS = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
@@ -177,7 +177,7 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     """
     from memplan.catalog.recorded_rows import Records
     from memplan.library.lookup import catalog_model, find_setup
-    from memplan.plan.suggested_configs import suggested_configs
+    from memplan.plan.suggested.suggested_configs import suggested_configs
 
     every = "every shipped config that trains all weights is weighed"
     refused = {"config": every, "set": every, "shapes": "every model of the catalog is weighed"}

@@ -14,7 +14,7 @@ from memplan.failure.out_of_memory_message import MAXIMUM_TEXT, capacity_text, r
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import plan
 from memplan.library.job_options import FilePath, JobOptions, ModelGiven
-from memplan.plan.suggestions import with_suggestions
+from memplan.plan.suggested.suggestions import with_suggestions
 from memplan.report.document import Document
 from memplan.report.plans.why_answer import why_document
 

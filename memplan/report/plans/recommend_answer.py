@@ -12,7 +12,7 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.largest_model import LargestModel
-    from memplan.plan.suggested_configs import SuggestedConfigs
+    from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.training.resolved import TrainingSetup
 
 TIMED_BY = "memplan lab precision --device cuda --width 4096"

@@ -1,0 +1,1 @@
+"""What to change in a job that is not sure to fit."""
