@@ -145,7 +145,7 @@ class TrainingSetup:
     @property
     def loaded_float(self) -> str:
         """Format that the embedding is loaded in, before anything is cast: that of whatever is not quantised."""
-        return _format_name(self.config, "embedding")
+        return format_name(self.config, "embedding")
 
     @property
     def kbit_floats(self) -> bool:
@@ -178,7 +178,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
     refuse_unmodelled(config, place)
-    format_names = {role: _format_name(config, role) for role in ROLES}
+    format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
@@ -212,7 +212,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
 
 def filled(config: TrainingConfig, stack: Stack) -> TrainingConfig:
     """Return a config in which what it leaves to its stack is filled in; its formats need not be known."""
-    return with_stack_defaults(config, stack, _format_name(config, "hidden_matrix"))
+    return with_stack_defaults(config, stack, format_name(config, "hidden_matrix"))
 
 
 def _family_gaps(stack: Stack, catalog: Catalog) -> Mapping[str, FamilyGap]:
@@ -223,7 +223,7 @@ def _family_gaps(stack: Stack, catalog: Catalog) -> Mapping[str, FamilyGap]:
 def named_recipe(config: TrainingConfig, catalog: Catalog) -> Recipe:
     """Return what decides how a config learns; its names have to be known."""
     config = filled(config, catalog.stack(config.stack))
-    formats = {role: catalog.formats.name_of(_format_name(config, role)) for role in ROLES}
+    formats = {role: catalog.formats.name_of(format_name(config, role)) for role in ROLES}
     return recipe_of(config, formats, {role: _optimizer_name(config, catalog, role) for role in ROLES}, catalog)
 
 
@@ -250,7 +250,8 @@ def _with_learning(config: TrainingConfig, recipe: Recipe, catalog: Catalog, nam
     return replace(config, status=learned.status, evidence=learned.evidence or own)
 
 
-def _format_name(config: TrainingConfig, role: Role) -> str:
+def format_name(config: TrainingConfig, role: Role) -> str:
+    """Return the weight format that a config gives a role, in its own spelling."""
     for key in WEIGHT_FALLBACKS[role]:
         if key in config.weights:
             return config.weights[key]
@@ -259,9 +260,9 @@ def _format_name(config: TrainingConfig, role: Role) -> str:
 
 def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
-    trained = config.adapter.dtype if config.adapter is not None else _format_name(config, "hidden_matrix")
+    trained = config.adapter.dtype if config.adapter is not None else format_name(config, "hidden_matrix")
     if config.adapter is not None and config.adapter.modules_to_save and role in ("embedding", "head"):
-        names = {each: _format_name(config, each) for each in ROLES}
+        names = {each: format_name(config, each) for each in ROLES}
         trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
     keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
@@ -284,7 +285,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     else:
         stack = catalog.stack(config.stack)
         yield from _contradictions(whole := filled(config, stack))
-        yield from never_run(whole, stack, _format_name(config, "hidden_matrix"))
+        yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
     yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)
@@ -324,7 +325,7 @@ def _unknown(shelf: object, name: str) -> str:
 
 
 def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
-    hidden = _format_name(config, "hidden_matrix")
+    hidden = format_name(config, "hidden_matrix")
     if hidden in FLOAT_BYTES and FLOAT_BYTES[hidden] < FLOAT_BYTES[config.compute_dtype]:
         yield (
             ("compute_dtype",),

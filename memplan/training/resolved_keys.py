@@ -6,13 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from memplan.model.inventory import ROLES
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, format_name
 
 
 def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
     data = asdict(setup.config)
-    data["weights"] = {role: setup.format_names[role] for role in ROLES}
+    adapted = setup.config.adapter is not None
+    data["weights"] = {
+        role: format_name(setup.config, role) if adapted else setup.format_names[role] for role in ROLES
+    }  # not as the stack casts what is beside quantised matrices: it casts again where the keys are read back
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
