@@ -1,7 +1,7 @@
 """Stack records: what a library's own code did to memory, kept so that the formula is held against it without the library.
 
 A record is one job of a survey with the requested bytes of its trace: at each instant, by component at the peak,
-what persists, and a digest of all births and deaths in order.
+what persists, and a digest of the births and deaths of the reported step, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StackRecord:
         instants: Requested bytes by instant.
         components: Requested bytes by component at the peak.
         persistent_bytes: What a step leaves for the next.
-        events: Digest of the sizes of all births and deaths, in order.
+        events: Digest of the sizes of all births and deaths of the reported step, in order.
     """
 
     job: str
@@ -44,7 +44,7 @@ class StackRecord:
 
 def recorded(job: StackJob, trace: Trace) -> StackRecord:
     """Return the record of a traced job."""
-    lines = "\n".join(f"{'+' if event.allocates else '-'}{event.bytes}" for event in trace.events)
+    lines = "\n".join(f"{'+' if event.allocates else '-'}{event.bytes}" for event in trace.events[trace.steady_from :])
     components = {str(name): size for name, size in sorted(trace.peak.components.items())}
     digest = sha256(lines.encode()).hexdigest()
     return StackRecord(job.text, trace.instant_bytes, components, trace.persistent_bytes, digest)
