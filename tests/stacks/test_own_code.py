@@ -6,14 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("torch")
 
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, traced
 from memplan.lab.stack_survey.stack_records import read_records, recorded
 
-FILES = sorted((Path(__file__).parent / "records").glob("*.json"))
-INSTALLED = [path for path in FILES if find_spec(path.stem) is not None]
+FOLDER = Path(__file__).parent
+FILES = [FOLDER / "records" / f"{name}.json" for name in yaml.safe_load((FOLDER / "environments.yaml").read_text())]
+INSTALLED = [path for path in FILES if path.is_file() and find_spec(path.stem) is not None]
 RECORDS = [(path.stem, number) for path in INSTALLED for number in range(0, 60, 12)]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
