@@ -15,7 +15,8 @@ from memplan.lab.stack_survey.stack_records import read_records, recorded
 
 FOLDER = Path(__file__).parent
 FILES = [FOLDER / "records" / f"{name}.json" for name in yaml.safe_load((FOLDER / "environments.yaml").read_text())]
-INSTALLED = [path for path in FILES if path.is_file() and find_spec(path.stem) is not None]
+OWN = ("torchtitan", "torchtune")
+INSTALLED = [path for path in FILES if path.is_file() and path.stem in OWN and find_spec(path.stem) is not None]
 RECORDS = [(path.stem, number) for path in INSTALLED for number in range(0, 60, 12)]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
