@@ -35,6 +35,7 @@ class FamilyCode:
         query_first: Whether the query is rotated before key and value are formed.
         repeats_keys: Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
         names_parts: Whether a layer has names for what attention and feed-forward add until it ends.
+        grouped_uncast: Whether grouped products of experts run in the dtype of their weights, under autocast too.
         fused_wide_norms: Whether norms are one kernel where their weights are in fp32, whatever the profile says.
     """
 
@@ -56,11 +57,12 @@ class FamilyCode:
     query_first: bool = False
     repeats_keys: bool = False
     names_parts: bool = False
+    grouped_uncast: bool = False
     fused_wide_norms: bool = False
 
 
 OWN = FamilyCode()
-TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True)
+TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True, grouped_uncast=True)
 TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, names_parts=True, fused_wide_norms=True)
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
 
@@ -81,13 +83,15 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "phi3": FamilyCode(functions=True, promotes=True, added_mask=True, joins_rotated=True),
     "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
     "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
-    "gpt_oss": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2, masks_from=2),
+    "gpt_oss": FamilyCode(
+        functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2, masks_from=2, grouped_uncast=True
+    ),
     "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=2),
     "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=6),
-    "mixtral": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
-    "qwen3_moe": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
-    "deepseek_v2": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
-    "deepseek_v3": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True),
+    "mixtral": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
+    "qwen3_moe": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
+    "deepseek_v2": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
+    "deepseek_v3": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,

@@ -126,7 +126,7 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
     experts, order = _indices(builder, used), _indices(builder, used)
     tape.make("sort", experts, chosen)
     tape.make("sort", order, chosen)
-    x = builder.lowered(x)
+    x = x if builder.settings.code.grouped_uncast else builder.lowered(x)
     row_order = tape.make("order // used", _indices(builder, used), order)
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
     with tape.alive(rows, experts, order):
@@ -139,7 +139,7 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
             hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
             with tape.alive(hidden):
                 out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets)
-                return _combined(builder, out, weights, order, x.width)
+                return _combined(builder, out, weights, order, x)
 
 
 def _indices(builder: Builder, used: int) -> Value:
@@ -154,9 +154,9 @@ def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
     return tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
 
 
-def _combined(builder: Builder, out: Value, weights: Value, order: Value, width: int) -> Value:
-    """Return the experts' results, weighted, in the order of the tokens, and summed for each."""
-    tape = builder.tape
+def _combined(builder: Builder, out: Value, weights: Value, order: Value, x: Value) -> Value:
+    """Return the experts' results, weighted, in the order of the tokens, and summed for each, as wide as ``x``."""
+    tape, like = builder.tape, x if builder.settings.code.grouped_uncast else out
     with tape.alive(out):
         taken = tape.apply("gather weights", [(weights, NEW)], builder.fresh(weights), [order])
         scaled = builder.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
@@ -170,21 +170,29 @@ def _combined(builder: Builder, out: Value, weights: Value, order: Value, width:
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
     with tape.alive(scaled, back):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
-        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, width), traits=SAVES_NOTHING)
-        return builder.cast(total, out.element_bytes)
+        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, x.width), traits=SAVES_NOTHING)
+        return builder.cast(total, like.element_bytes)
 
 
 def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
-    """Return each row times the matrix of its expert."""
+    """Return each row times the matrix of its expert.
+
+    Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
+
+    Source:
+        ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0), lines 373 to 379; aten/src/ATen/autocast_mode.h (v2.13.0).
+    """
     tape, weight = builder.tape, builder.weight(name)
-    copy = builder.cast_weight(weight)
+    uncast = builder.settings.code.grouped_uncast and not weight.coded
+    rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
+    copy = None if uncast else builder.cast_weight(weight)
     saves = [offsets, *([rows] if weight.trainable else [])]
     if copy is not None and rows.needs_gradient:
         saves.append(copy)
     if weight.coded and not weight.trainable:
         saves = []
     used = experts.width
-    out = _aligned(builder, tape.value(TOKENS, width, builder.compute), used)
+    out = _aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
     rows.gradient_coefficient = used * _row_bytes(rows, used)
     tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
     tape.touch(*([copy] if copy is not None else []))
@@ -192,7 +200,7 @@ def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Valu
     if bias is None:
         return out
     with tape.alive(out):
-        if builder.settings.autocast:
+        if builder.settings.autocast and not uncast:
             builder.cast_weight(bias)
         in_place = not builder.settings.selective
         biased = tape.view(out) if in_place else builder.fresh(out)

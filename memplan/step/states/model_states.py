@@ -120,7 +120,7 @@ def tensor_states(
     elements = tensor.elements
     name, layout = stored_format(setup, tensor)
     own_bytes = FLOAT_BYTES.get(name, setup.compute_bytes)
-    wide = tensor.role in ("norm", "embedding") or setup.wide_floats
+    wide = tensor.role in ("norm", "embedding") or setup.wide_floats or _read_uncast(setup, tensor, name)
     computed = own_bytes if wide else min(own_bytes, setup.compute_bytes)
     optimizer_name, optimizer = setup.optimizer_names[tensor.role], setup.optimizers[tensor.role]
     given = updated(setup, tensor)
@@ -174,9 +174,19 @@ def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int
         FLOAT_BYTES.get(name) == setup.compute_bytes
         or tensor.role == "norm"
         or (name in FLOAT_BYTES and setup.wide_floats)
+        or _read_uncast(setup, tensor, name)
     ):
         return 0
     return tensor.elements * setup.compute_bytes
+
+
+def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bool:
+    """Tell whether grouped products read a tensor in its own dtype, under autocast too.
+
+    Source:
+        ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
+    """
+    return name in FLOAT_BYTES and tensor.experts_per_token > 0 and setup.stack.model_code == "transformers"
 
 
 @lru_cache(maxsize=65536)
