@@ -181,12 +181,13 @@ def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int
 
 
 def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bool:
-    """Tell whether grouped products read a tensor in its own dtype, under autocast too.
+    """Tell whether a tensor of stacked experts, a matrix or a bias, is read in its own dtype, under autocast too.
 
     Source:
         ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
     """
-    return name in FLOAT_BYTES and tensor.experts_per_token > 0 and setup.stack.model_code == "transformers"
+    stacked = tensor.role == "expert_matrix" or (tensor.role == "bias" and len(tensor.shape) > 1)
+    return name in FLOAT_BYTES and stacked and setup.stack.model_code == "transformers"
 
 
 @lru_cache(maxsize=65536)
