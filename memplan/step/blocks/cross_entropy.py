@@ -101,5 +101,7 @@ def _wide_weight(weight: Weight) -> Sizes:
 
 
 def _in_fp32(weight: Weight) -> Weight:
-    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in."""
-    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=weight.own_bytes if weight.trainable else 0)
+    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in, and stored as it is."""
+    formed = weight.own_bytes if weight.trainable else 0
+    converted = weight.converted and weight.gradient_bytes != formed
+    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=formed, converted=converted)
