@@ -73,11 +73,13 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         (Quantity.PARTIAL_SUMS, 8 + 4 * block.hidden_size),
     ]
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
-    x.needs_gradient = x.needs_gradient or settings.input_gradients
+    # A library that asks for a gradient asks for that of what its module returns, which scales where there is a scale.
+    x.needs_gradient = x.needs_gradient or (settings.input_gradients and not settings.embedding_scale)
     if settings.learned_positions:
         x = _with_positions(builder, x)
     if settings.embedding_scale:
         x = builder.pointwise("scale", x)
+        x.needs_gradient = x.needs_gradient or settings.input_gradients
     return Section(tape, entry, builder.dropped(x))
 
 
