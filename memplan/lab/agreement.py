@@ -1,7 +1,8 @@
 """Formula against trace over a grid of configurations: ``python -m memplan.lab.agreement``.
 
-Models are released ones at their full width, cut to a few layers: a trace allocates nothing, and
-what layers add is the same for each of them. A few stay whole.
+Both are of memplan's own loop, also for shipped configs that name another stack. Models are released ones
+at their full width, cut to a few layers: a trace allocates nothing, and what layers add is the same for each
+of them. A few stay whole.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def grid(catalog: Catalog) -> Iterator[tuple[str, Model, TrainingConfig]]:
         model = cut_model(name, catalog, layers=10**6)
         for shipped in ("bf16-adamw", "mixed-adamw", "lora"):
             length = model.spec.learned_positions or 2048
-            yield f"{name}, {shipped}", model, replace(catalog.configs[shipped], sequence_length=length)
+            config = replace(catalog.configs[shipped], sequence_length=length, stack="bundled")
+            yield f"{name}, {shipped}", model, config
 
 
 def _config(keys: Mapping[str, Any], batch: int, length: int) -> TrainingConfig:
