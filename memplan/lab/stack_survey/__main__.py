@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.documents.writing import write_answer, write_remark
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import STACKS, StackJob, drawn_stack_job, stack_verdict
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged: Judged = []
     for number, job in enumerate(jobs):
         judged.append((job, stack_verdict(job, catalog)))
-        sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
-    sys.stderr.write("\n")
+        write_remark(f"\r{number + 1} of {len(jobs)}")
+    write_remark("\n")
     for number, (job, verdict) in enumerate(judged):
         if options.job or (options.verbose and verdict.outcome in ("differs", "crashed")):
-            sys.stdout.write("\n".join([f"job {number}: {job.text}", *lines(verdict), ""]))
+            write_answer("\n".join([f"job {number}: {job.text}", *lines(verdict), ""]))
     for line in summary(judged):
-        sys.stdout.write(line + "\n")
+        write_answer(line + "\n")
     return int(any(verdict.outcome in ("differs", "crashed") for _, verdict in judged))
 
 

@@ -13,6 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.escaping import json_text
+from memplan.documents.opening import read_text
+from memplan.documents.writing import write_file
 from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
 from memplan.trace.recording.trace_result import Trace
@@ -51,14 +54,22 @@ def recorded(job: StackJob, trace: Trace) -> StackRecord:
 
 
 def write_records(path: Path, versions: Mapping[str, str], records: Iterable[StackRecord]) -> None:
-    """Write records of one stack, with the versions of the packages that ran, to a file."""
+    """Write records of one stack, with the versions of the packages that ran, to a file.
+
+    Raises:
+        InvalidFileError: It cannot be written.
+    """
     data = {"versions": dict(versions), "records": [asdict(record) for record in records]}
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json_text(data, indent=1))
 
 
 def read_records(path: Path) -> tuple[dict[str, str], tuple[StackRecord, ...]]:
-    """Return the versions and the records of a file."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+    """Return the versions and the records of a file.
+
+    Raises:
+        InvalidFileError: It cannot be read.
+    """
+    data = json.loads(read_text(path))
     return data["versions"], tuple(StackRecord(**record) for record in data["records"])
 
 
