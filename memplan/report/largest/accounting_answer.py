@@ -54,7 +54,7 @@ def max_by_notes_document(rows: Sequence[NotesLargest]) -> Document:
 
 def _max_data(row: NotesLargest) -> dict[str, Any]:
     figures = asdict(row) | {"bytes_per_parameter": float(row.bytes_per_parameter)}
-    return {**figures, "largest_fitting_model": None, "largest_fitting_parameters": 0}
+    return {**figures, "stack": None, "largest_fitting_model": None, "largest_fitting_parameters": 0}
 
 
 def where_by_notes_document(model: str, billions: Fraction, rows: Sequence[NotesPlacement]) -> Document:

@@ -101,13 +101,16 @@ def largest_row() -> t.Schema:
 
 
 def max_row() -> t.Schema:
-    """Return the schema of a row of ``memplan max``: a bound for a GPU and a config, and a model that fits."""
+    """Return the schema of a row of ``memplan max``: a bound for a GPU and a config, and a model that fits.
+
+    The notes count bytes of a parameter whatever trains it: by their accounting the stack is null.
+    """
     return t.object_schema(
         {
             "gpu": t.TEXT,
             "count": t.BYTES,
             "config": t.TEXT,
-            "stack": t.STACK,
+            "stack": t.or_null(t.STACK),
             "bytes_per_parameter": t.NUMBER,
             "max_parameters": t.BYTES,
             "largest_fitting_model": t.TEXT_OR_NULL,
