@@ -266,7 +266,8 @@ def _norm_of_sum(
     whole = tape.make("add", builder.constant(size, promoted(term, product)), scaled, *read)
     whole.foreign = product.foreign and x.foreign
     norm = tape.make("norm", builder.fresh(whole, rows), whole)
-    tape.touch(*frozen, whole)
+    # PEFT's function has one name for the base weight, that of its cast in the end.
+    tape.touch(*(read if builder.settings.projections.adapter_sum == "wide" else frozen), whole)
     return norm, read[-1] if read else None
 
 
