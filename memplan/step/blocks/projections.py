@@ -238,6 +238,8 @@ def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weig
         builder.cast_weight(builder.weight(f"{name}.{part}.weight"))
     low = tape.make("linear", builder.constant(columns * down.rows, width), read, product=True)
     product = tape.make("linear", builder.constant(columns * rows, width), low, product=True)
+    if builder.settings.projections.adapter_sum == "wide":
+        tape.touch(eye)  # a name of PEFT's function that multiplies
     if read is not eye:  # saved for a backward that never comes, until the product is cut off from it
         tape.graph_use[read.storage] = len(tape.operations) - 1
     product.foreign = down.foreign and not builder.settings.autocast
