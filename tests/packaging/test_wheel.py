@@ -118,7 +118,8 @@ def test_editable_install_reads_the_source_tree(tmp_path):
     flags = ("--no-deps", "--no-index", "--no-build-isolation", "--target", target)
     _run(sys.executable, "-m", "pip", "install", *flags, "--editable", ROOT, cwd=tmp_path)
     code = (
-        f"import site; site.addsitedir({str(target)!r}); "
+        f"import site, sys; before = len(sys.path); site.addsitedir({str(target)!r}); "
+        "sys.path[:] = sys.path[before:] + sys.path[:before]; "  # ahead of a memplan that this interpreter may have
         "from memplan.catalog.catalog import data_directory; print(data_directory())"
     )
     result = _run(sys.executable, "-c", code, cwd=tmp_path)

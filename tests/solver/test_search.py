@@ -192,9 +192,12 @@ def test_weights_are_trained_in_what_the_bundled_library_codes_and_in_no_other_f
     from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
 
     space = full_space(catalog.configs["bf16-adamw"], catalog, (1,))
-    frozen = full_space(catalog.configs["lora"], catalog, (1,))
+    frozen, by_trl = (
+        full_space(replace(catalog.configs["lora"], stack=stack), catalog, (1,)) for stack in ("bundled", "trl")
+    )
     assert {choice.dtype for choice in space.weights if choice.coded} == set(WEIGHT_FORMATS)
     assert {choice.dtype for choice in frozen.weights if choice.coded} > {"q4-k", "iq4-xs", "nf4", "nf4-dq"}
+    assert {choice.dtype for choice in by_trl.weights if choice.coded} == {"nf4", "nf4-dq"}
 
 
 @pytest.mark.parametrize("experimental", [False, True])
