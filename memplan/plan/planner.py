@@ -9,6 +9,7 @@ from functools import cached_property
 from operator import mul
 
 from memplan.catalog.entries import Gpu
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.plan.allowances import (
@@ -149,6 +150,7 @@ class CompiledPlan:
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
+        self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
         states = self.states
         self.bucket_bytes = bucket_bytes(setup.config.parallel, states.gradient_bytes)
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
@@ -173,9 +175,9 @@ class CompiledPlan:
         """Return the plan of a setup that differs in its kernels, or only in what is said of it."""
         if setup is self.setup:
             return self
-        if setup.profile != self.setup.profile:
-            return CompiledPlan(self.model, setup)
-        plan = copy(self)
+        if setup.profile not in self._by_profile:
+            self._by_profile[setup.profile] = CompiledPlan(self.model, setup)
+        plan = copy(self._by_profile[setup.profile])
         plan.setup, plan._by_card = setup, {}
         return plan
 
