@@ -8,12 +8,13 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients, TrainingConfig
+from memplan.errors import CannotAnswerError
 from memplan.library.lookup import catalog_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.components import COMPONENTS
@@ -112,10 +113,17 @@ def test_the_sum_holds_for_every_config_and_family(model, name):
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_config_is_planned_for_every_gpu(name):
     compiled = CompiledPlan(catalog_model("llama-3.2-1b", CATALOG), SETUPS[name])
+    planned = 0
     for gpu in CATALOG.gpus:
-        found = compiled.evaluate(Device(CATALOG.gpus[gpu], gpu))
+        try:
+            found = compiled.evaluate(Device(CATALOG.gpus[gpu], gpu))
+        except CannotAnswerError as refusal:
+            assert " does not run on " in str(refusal), gpu  # noqa: PT017, a plan is as good an answer
+            continue
+        planned += 1
         fits, may_fit = found.upper_bytes <= found.usable_bytes, found.device_bytes <= found.usable_bytes
         assert found.verdict == ("fits" if fits else "tight" if may_fit else "no")
+    assert planned > len(CATALOG.gpus) // 2
 
 
 # ------------------------------------------------------------------ more never costs less
@@ -124,6 +132,7 @@ def test_every_config_is_planned_for_every_gpu(name):
 def test_more_sequences_or_tokens_never_cost_less(shape, config, size, more, longer):
     compiled = plan(shape, config)
     batch, length = size
+    assume(config.kernels.loss != "chunked" or batch * length > 1)  # one token is one chunk, whose gradients add up to none
     here = compiled.evaluate(GPU, batch, length)
     for other in (compiled.evaluate(GPU, batch + more, length), compiled.evaluate(GPU, batch, length + longer)):
         assert other.requested_bytes >= here.requested_bytes
@@ -170,7 +179,7 @@ def test_checkpointing_never_keeps_more_activations_at_the_peak_of_the_forward_p
         return dict(plan(shape, changed).evaluate(GPU, *size).instants)["forward"]
 
     assert forward("full") <= min(forward("selective"), forward("none"))
-    math = CATALOG.tables.profile(config.kernels).attention == "math"
+    math = plan(shape, config).setup.profile.attention == "math"
     assert config.adapter is not None or math or forward("selective") <= forward("none")
 
 
