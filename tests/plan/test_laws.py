@@ -132,7 +132,9 @@ def test_every_config_is_planned_for_every_gpu(name):
 def test_more_sequences_or_tokens_never_cost_less(shape, config, size, more, longer):
     compiled = plan(shape, config)
     batch, length = size
-    assume(config.kernels.loss != "chunked" or batch * length > 1)  # one token is one chunk, whose gradients add up to none
+    assume(
+        config.kernels.loss != "chunked" or batch * length > 1
+    )  # one token is one chunk, whose gradients add up to none
     here = compiled.evaluate(GPU, batch, length)
     for other in (compiled.evaluate(GPU, batch + more, length), compiled.evaluate(GPU, batch, length + longer)):
         assert other.requested_bytes >= here.requested_bytes

@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
+import memplan
+
 SVG = "{http://www.w3.org/2000/svg}"
 FRONTIER = ("frontier", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bit")
 
@@ -39,9 +41,9 @@ def test_every_cell_is_a_row_of_csv(cli):
         ("1", "512"),
         ("2", "512"),
     ]
-    fit = cli("fit", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bit", "-b", "2", "-s", "512", "--json").data
-    assert int(rows[-1]["device_bytes"]) == fit["peak"]["device_bytes"]
-    assert rows[-1]["verdict"] == fit["verdict"].upper()
+    plan = memplan.job("llama-8b", config="bf16-adamw-8bit").plan("h100", micro_batch_size=2, sequence_length=512)
+    assert int(rows[-1]["device_bytes"]) == plan.expected_bytes
+    assert rows[-1]["verdict"] == plan.verdict.upper()
 
 
 @pytest.mark.parametrize("way", ["file", "format"])
@@ -122,12 +124,15 @@ def test_comparing_ends_with_one_where_none_fits(cli):
 
 # ------------------------------------------------------------------ max --for, where --price
 def test_what_max_answers_fits_and_one_more_does_not(cli):
+    """Searches plan with the allocator's share; fit, which simulates the allocator, agrees that what they answer fits."""
     job = ("llama-8b", "--config", "qlora", "--gpu", "rtx4090")
-    for what, flag in (("batch", "-b"), ("sequence", "-s")):
+    by_share = memplan.job("llama-8b", config="qlora")
+    for what, flag, key in (("batch", "-b", "micro_batch_size"), ("sequence", "-s", "sequence_length")):
         row = cli("max", *job, "--for", what, "--json").data["rows"][0]
-        assert cli("fit", *job, flag, row["value"], "--json").data["peak"]["upper_bytes"] == row["upper_bytes"]
+        here, there = (by_share.plan("rtx4090", **{key: row["value"] + more}) for more in (0, 1))
+        assert (here.upper_bytes, here.verdict) == (row["upper_bytes"], "fits")
+        assert there.verdict != "fits"
         assert cli("fit", *job, flag, row["value"], "--json").data["verdict"] == "fits"
-        assert cli("fit", *job, flag, row["value"] + 1, "--json").data["verdict"] != "fits"
     rank = cli("max", *job, "--for", "lora-rank", "--json").data["rows"][0]
     assert cli("fit", *job, "--set", f"adapter.rank={rank['value']}", "--json").data["verdict"] == "fits"
 

@@ -106,7 +106,7 @@ def largest(
         >>> import memplan
         >>> answer = memplan.largest("llama-3.1-8b", of="batch", gpu="rtx4090", config="qlora")
         >>> answer.values["rtx4090"]
-        1
+        14
     """
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")

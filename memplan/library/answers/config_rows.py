@@ -16,6 +16,7 @@ from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.half_precision import fp16_settings
@@ -200,5 +201,5 @@ def compare(
     setups = [find_setup(config, inputs.overrides(inputs.gpus), inputs.catalog, known) for config in configs]
     devices = inputs.devices_named(on)
     compiled = [CompiledPlan(known, setup) for setup in setups]
-    rows = tuple(Plan(plan.evaluate(device), inputs.catalog) for device in devices for plan in compiled)
+    rows = tuple(Plan(simulated(plan.evaluate(device)), inputs.catalog) for device in devices for plan in compiled)
     return Comparison(rows, inputs.catalog, several=len(devices) > 1)

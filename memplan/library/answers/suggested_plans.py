@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
@@ -68,7 +68,7 @@ class Suggested(Answer):
     @cached_property
     def rows(self) -> tuple[Plan, ...]:
         """The plans, best first; the ``training`` of each can be given back as ``config``."""
-        return tuple(Plan(simulated(row.plan), self.catalog) for row in self.search.rows)
+        return tuple(Plan(row.plan, self.catalog) for row in self.search.rows)
 
     @property
     def gives_up(self) -> tuple[str, ...]:
@@ -127,7 +127,9 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         host_bytes=None if host is None else parse_bytes(host),
         parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
     )
-    return Suggested(suggestions(known, request, device, inputs.catalog), inputs.catalog)
+    search = suggestions(known, request, device, inputs.catalog)
+    rows = tuple(replace(row, plan=simulated(row.plan)) for row in search.rows)
+    return Suggested(replace(search, rows=rows), inputs.catalog)
 
 
 # ------------------------------------------------------------------ configs for a GPU
