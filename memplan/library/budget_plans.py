@@ -20,7 +20,6 @@ from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import simulated
 from memplan.training.resolved import TrainingSetup
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ class Workshop:
         known = (*keys, device.name, written)
         if known not in self._figures:
             try:
-                plan = simulated(self._plan(keys, model.value, setup.value).evaluate(device))
+                plan = self._plan(keys, model.value, setup.value).evaluate(device)
                 self._figures[known] = figures(plan, written, keys[0])
             except MemplanError as error:
                 self._figures[known] = error

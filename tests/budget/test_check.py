@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+import memplan
+
 
 def statuses(ran):
     return {(row["name"], row["gpu"]): row["status"] for row in ran.data["rows"]}
@@ -126,18 +128,18 @@ def test_a_matrix_of_gpus_gives_one_result_each(cli, budget):
     assert statuses(cli("check", "--json")) == {("a", gpu): "within" for gpu in ("t4", "rtx4090", "h100-sxm-80gb")}
 
 
-def test_limits_are_those_of_fit(cli, budget):
-    plan = cli("fit", "llama-8b", "--gpu", "rtx4090", "--config", "qlora", "--json").data
-    for basis, key in (("expected", "device_bytes"), ("upper", "upper_bytes")):
-        for limit, code in ((plan["peak"][key], 0), (plan["peak"][key] - 1, 1)):
+def test_limits_are_those_of_a_plan(cli, budget):
+    plan = memplan.job("llama-8b", config="qlora").plan("rtx4090")
+    for basis, size in (("expected", plan.expected_bytes), ("upper", plan.upper_bytes)):
+        for limit, code in ((size, 0), (size - 1, 1)):
             budget(
                 f"version: 1\nbudgets: [{{name: a, model: llama-8b, config: qlora, gpu: rtx4090, limit: {limit} bytes, basis: {basis}}}]\n"
             )
             ran = cli("check", "--json")
             assert ran.exit_code == code
             (row,) = ran.data["rows"]
-            assert row["components"] == {item["name"]: item["bytes"] for item in plan["components"]}
-            assert row["headroom_bytes"] == limit - plan["peak"][key]
+            assert row["components"] == {name: size for name, size in plan.components.items() if size}
+            assert row["headroom_bytes"] == limit - size
 
 
 def test_without_a_limit_the_gpu_is_the_limit(cli, budget):
@@ -214,9 +216,7 @@ def test_a_short_model_takes_a_shipped_config(cli, budget):
     ran = cli("check", "--json")
     needed = {row["name"]: row["device_bytes"] for row in ran.data["rows"]}
     for name, model, gpu in (("a", "gpt2", "t4"), ("b", "llama-8b", "h100")):
-        assert (
-            cli("fit", model, "--gpu", gpu, "--config", "lora", "--json").data["peak"]["device_bytes"] == needed[name]
-        )
+        assert memplan.job(model, config="lora").plan(gpu).expected_bytes == needed[name]
 
 
 def test_keys_of_the_config_can_be_set(cli, budget):
@@ -224,22 +224,9 @@ def test_keys_of_the_config_can_be_set(cli, budget):
         "version: 1\ndefaults: {model: llama-8b, gpu: rtx4090, set: {micro_batch_size: 2}}\nbudgets:\n"
         "  - {name: a, config: qlora, set: {sequence_length: 1024, kernels.optimizer: fused}}\n"
     )
-    plan = cli(
-        "fit",
-        "llama-8b",
-        "--gpu",
-        "rtx4090",
-        "--config",
-        "qlora",
-        "-b",
-        2,
-        "-s",
-        1024,
-        "--set",
-        "kernels.optimizer=fused",
-        "--json",
-    ).data
-    assert [row["device_bytes"] for row in cli("check", "--json").data["rows"]] == [plan["peak"]["device_bytes"]]
+    job = memplan.job("llama-8b", config="qlora", set={"kernels.optimizer": "fused"})
+    plan = job.plan("rtx4090", micro_batch_size=2, sequence_length=1024)
+    assert [row["device_bytes"] for row in cli("check", "--json").data["rows"]] == [plan.expected_bytes]
 
 
 def test_a_mistyped_setting_gets_the_nearest_match(refused, budget):

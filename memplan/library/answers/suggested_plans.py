@@ -17,7 +17,7 @@ from memplan.plan.memory_plan import Verdict
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
 from memplan.report.plans.suggest_answer import suggest_document
-from memplan.solver.search.suggested_settings import Request, Suggestions, axes_of, suggestions
+from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -128,8 +128,17 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
     )
     search = suggestions(known, request, device, inputs.catalog)
-    rows = tuple(replace(row, plan=simulated(row.plan)) for row in search.rows)
-    return Suggested(replace(search, rows=rows), inputs.catalog)
+    return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
+
+
+def _shown(rows: Sequence[Settings], *, strict: bool) -> tuple[Settings, ...]:
+    """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them.
+
+    One that fits by its share alone goes where another remains.
+    """
+    right = ("fits",) if strict else ("fits", "tight")
+    played = [replace(row, plan=simulated(row.plan)) for row in rows]
+    return tuple(row for row in played if row.plan.verdict in right) or tuple(rows)
 
 
 # ------------------------------------------------------------------ configs for a GPU
