@@ -120,6 +120,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "the events of several GPUs' collectives are not told"
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
+    if config.gradients.lifetime == "layer":
+        return "the updates inside backward are not told in torch's own order"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)
@@ -157,14 +159,17 @@ def simulated(plan: MemoryPlan, *, libraries_first: bool = False) -> MemoryPlan:
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     allowances = plan.allowances
-    verdict, least = _verdict(plan, simulation.runs_in, result.least_bytes)
+    missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
+    verdict, least = _verdict(
+        plan, lambda capacity: simulation.runs_in(capacity - missing), result.least_bytes + missing
+    )
     return replace(
         plan,
         verdict=verdict,
-        allocated_bytes=result.allocated_bytes,
-        reserved_bytes=result.spare_bytes,
-        device_bytes=result.spare_bytes + allowances.context_bytes,
-        upper_bytes=result.most_bytes + allowances.upper_context_bytes,
+        allocated_bytes=result.allocated_bytes + missing,
+        reserved_bytes=result.spare_bytes + missing,
+        device_bytes=result.spare_bytes + missing + allowances.context_bytes,
+        upper_bytes=result.most_bytes + missing + allowances.upper_context_bytes,
         least_bytes=least + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, least) + allowances.least_context_bytes,
         reserve_by_share="",
