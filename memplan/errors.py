@@ -61,6 +61,10 @@ class CannotAnswerError(MemplanError):
     exit_code = 3
 
 
+class GuessedNameWarning(UserWarning):
+    """A model's name stands in no list, and its shapes are guessed from what it looks like."""
+
+
 def nearest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to ``name``, or None when nothing is close.
 

@@ -57,6 +57,7 @@ def cli(monkeypatch) -> Cli:
     for name in ("MEMPLAN_CATALOG", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
 
     def call(*arguments: object, stdin: bytes = b"") -> Ran:
         out, err = io.StringIO(), io.StringIO()

@@ -92,6 +92,11 @@ class Shelf(Generic[T]):
     def __contains__(self, given: str) -> bool:
         return normalised_name(given) in self.names
 
+    def listed(self, key: str) -> Iterator[tuple[str, str]]:
+        """Yield what entries list under a key of names, such as ``ids``, each with the entry's name."""
+        assert isinstance(self.entries, BuiltEntries)
+        return self.entries.listed(key)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 

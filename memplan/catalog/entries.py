@@ -300,7 +300,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A released model: the keys of its config that shape it, and its expected totals."""
+    """A released model: the keys of its config that shape it, and its expected totals.
+
+    Attributes:
+        hf_id: Its published id, of the base model where there are several.
+        ids: Ids of the same publisher's with the same shapes: instruction-tuned ones, say.
+        mirrors: Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes.
+        released: Day or month of the release.
+    """
 
     title: str
     architecture: str
@@ -309,5 +316,8 @@ class ModelEntry:
     config: Mapping[str, Any]
     sources: tuple[Source, ...]
     aliases: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+    mirrors: tuple[str, ...] = ()
+    released: str | None = None
     expected_active_parameters: int | None = None
     published: Published | None = None

@@ -38,8 +38,15 @@ class EntryText:
     @property
     def aliases(self) -> list[str]:
         """The aliases that the text lists."""
-        match = _ALIASES.search(self.text)
-        return [alias.strip().strip("\"'") for alias in match[1].split(",")] if match else []
+        return self.listed("aliases")
+
+    def listed(self, key: str) -> list[str]:
+        """Return the names that the text lists under a key, in one line or one a line."""
+        match = re.search(rf"^ *{key}: *(?:\[([^]]+)\]|((?:\n *- .+)+)|([^\s\[].*))", self.text, re.MULTILINE)
+        if not match:
+            return []
+        names = match[1].split(",") if match[1] else match[2].split("\n") if match[2] else [match[3]]
+        return [name.strip().removeprefix("- ").strip("\"'") for name in names if name.strip()]
 
     @property
     def card(self) -> str:
@@ -53,7 +60,6 @@ class EntryText:
         return value[self.name] if self.keyed else value
 
 
-_ALIASES = re.compile(r"^ *aliases: \[(.+)\]", re.MULTILINE)
 _CARD = re.compile(r"^  name: (.+?) *$", re.MULTILINE)
 _ENTRY = re.compile(r"^([a-z0-9][^\s:]*):[ \t]*$", re.MULTILINE)
 
@@ -87,6 +93,16 @@ class BuiltEntries(Mapping[str, T]):
         if name not in self._built:
             self._built[name] = build(self._cls, self._parts[name].data())
         return self._built[name]
+
+    def listed(self, key: str) -> Iterator[tuple[str, str]]:
+        """Yield what entries list under a key of names, each with the entry's name; none of ours is built for it."""
+        for name in self._names:
+            part = self._parts.get(name)
+            if part is not None:
+                yield from ((text, name) for text in part.listed(key))
+            else:
+                value = getattr(self._built[name], key)
+                yield from ((text, name) for text in ((value,) if isinstance(value, str) else value))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

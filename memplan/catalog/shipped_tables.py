@@ -82,6 +82,23 @@ class StackGaps:
     sources: tuple[Source, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class UnmodelledFamily:
+    """Models that are refused by name.
+
+    Attributes:
+        begins: How their names begin, without organisation, case and separators.
+        words: Words, one of which their names have.
+        reason: What memplan does not model.
+    """
+
+    title: str
+    reason: str
+    sources: tuple[Source, ...]
+    begins: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+
 TABLES: Mapping[str, str] = {
     "capabilities": "configs/hardware/capabilities.yaml",
     "communicators": "configs/hardware/communicators.yaml",
@@ -89,6 +106,7 @@ TABLES: Mapping[str, str] = {
     "gaps": "configs/family_gaps.yaml",
     "links": "configs/links.yaml",
     "reserve": "configs/allocator_reserve.yaml",
+    "unmodelled": "configs/unmodelled_models.yaml",
     "workspaces": "configs/hardware/blas_workspaces.yaml",
 }
 """Table -> its file."""
@@ -114,6 +132,11 @@ class ShippedTables:
     def links(self) -> Mapping[str, Link]:
         """Links of GPUs."""
         return table_of(self.root, "links", Link)
+
+    @cached_property
+    def unmodelled(self) -> Mapping[str, UnmodelledFamily]:
+        """Families of models that are refused by name."""
+        return table_of(self.root, "unmodelled", UnmodelledFamily)
 
     @cached_property
     def _reserve_shares(self) -> Mapping[str, ReserveShare]:

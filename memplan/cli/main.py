@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +16,7 @@ from memplan.cli.grouped_command import add_command
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.documents.escaping import escaped_lines
 from memplan.documents.writing import guarded_streams, say, write_remark
-from memplan.errors import MemplanError
+from memplan.errors import GuessedNameWarning, MemplanError
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
@@ -83,8 +84,22 @@ def run() -> None:
     time to an answer; and the process is too short for collecting cycles to pay.
     """
     gc.disable()
-    with guarded_streams():
+    with guarded_streams(), warnings.catch_warnings():
+        warnings.simplefilter("always", GuessedNameWarning)
+        warnings.showwarning = _say_guess(warnings.showwarning)
         sys.exit(_exit_code())
+
+
+def _say_guess(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows a warning: a guess in a line of ours, others as they were."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, GuessedNameWarning):
+            say(str(message))
+        else:
+            otherwise(message, category, *where)
+
+    return show
 
 
 def _exit_code() -> int:

@@ -14,7 +14,8 @@ from memplan.library.lookup.config_lookup import (
     with_settings,
 )
 from memplan.library.lookup.device_lookup import custom_gpu, find_device, find_devices, local_gpu
-from memplan.library.lookup.model_lookup import Shapes, catalog_model, find_model, read_model_file
+from memplan.library.lookup.model_lookup import Shapes, catalog_model, find_model, named_model, read_model_file
+from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 
 
 def open_catalog(extra: Path | None) -> Catalog:
@@ -24,6 +25,7 @@ def open_catalog(extra: Path | None) -> Catalog:
 
 __all__ = [
     "Overrides",
+    "ResolvedName",
     "Shapes",
     "catalog_model",
     "custom_gpu",
@@ -32,10 +34,12 @@ __all__ = [
     "find_model",
     "find_setup",
     "local_gpu",
+    "named_model",
     "open_catalog",
     "parallels",
     "read_model_file",
     "require_one_gpu",
     "require_own_loop",
+    "resolve_model_name",
     "with_settings",
 ]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import ModelEntry
-from memplan.documents.opening import path_kind, shown_path, usable_path
-from memplan.errors import InvalidFileError, normalised_name, unknown_name
+from memplan.errors import GuessedNameWarning, InvalidFileError
+from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.model.readers import is_model_file, read_model
+from memplan.model.readers import read_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +57,24 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
-    model = _catalog_model(text, catalog)
-    return _model_file(text, catalog) if model is None else model
+    return named_model(resolve_model_name(text, catalog), catalog)
+
+
+def named_model(resolved: ResolvedName, catalog: Catalog) -> Model:
+    """Return the model that a resolved name means; a guess is said in a warning too."""
+    if resolved.how == "guess":
+        warnings.warn(GuessedNameWarning(resolved.notes[0]), stacklevel=2)
+    target = resolved.target
+    model = read_model_file(target, catalog) if isinstance(target, Path) else catalog_model(target, catalog)
+    weights = model.quantization or resolved.weights
+    return replace(model, notes=(*resolved.notes, *model.notes), quantization=weights)
 
 
 def catalog_model(name: str, catalog: Catalog) -> Model:
     """Return a model of the catalog by its exact name."""
-    return _from_entry(name, catalog.models.entries[name])
-
-
-def _from_entry(name: str, entry: ModelEntry) -> Model:
+    entry = catalog.models.entries[name]
     spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
     return Model(spec, inventory_of(spec), f"catalog:{name}")
-
-
-def _catalog_model(text: str, catalog: Catalog) -> Model | None:
-    if text != "-" and not text.startswith((".", "/", "~")):
-        if text in catalog.models:
-            name = catalog.models.name_of(text)
-            return _from_entry(name, catalog.models.entries[name])
-        for name, entry in catalog.models.entries.items():
-            if normalised_name(entry.hf_id) == normalised_name(text):
-                return _from_entry(name, entry)
-    return None
-
-
-def _model_file(text: str, catalog: Catalog) -> Model:
-    path = usable_path(text)
-    there = path_kind(path) != "nothing"
-    if path.suffix in (".yaml", ".yml"):
-        expected = "expected a config.json, a GGUF or safetensors file; a training config is --config"
-        raise InvalidFileError([f"{shown_path(path)}: a YAML file describes no model; {expected}"])
-    if text == "-" or there or is_model_file(path.name):
-        return read_model_file(path, catalog)
-    if len(path.parts) > 2 or text.startswith((".", "/", "~")):
-        raise InvalidFileError([f"{shown_path(path)}: no such file or directory"])
-    known = [*catalog.models.entries, *(a for e in catalog.models.entries.values() for a in e.aliases)]
-    raise unknown_name("model", text, known, "memplan list models")
 
 
 def read_model_file(path: Path, catalog: Catalog) -> Model:

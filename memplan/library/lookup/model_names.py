@@ -1,0 +1,209 @@
+"""What a model is called, in trainers' files and in hubs, to the shapes that it means."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.documents.opening import is_file, is_folder, path_kind, read_text, shown_path, usable_path
+from memplan.documents.strict_json import parse_object
+from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError, match_hint, normalised_name, printable
+from memplan.model.readers import is_model_file
+
+How = Literal["catalog", "mirror", "folder", "cache", "guess"]
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+MOST_BASES = 3
+"""Adapters upon adapters that are followed to their base."""
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]{0,95}(?:/[\w-][\w.-]{0,95})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedName:
+    """What a model's name means.
+
+    Attributes:
+        target: Name of a catalog entry, or the file or folder to read.
+        how: ``folder``: it lies there; ``cache``: in Hugging Face's cache on this machine; ``catalog``: an entry's name,
+            alias or published id; ``mirror``: an id known to hold the same shapes; ``guess``: by what the name looks like.
+        notes: What a reader of the answer has to know, one sentence each.
+        weights: Format of the released weights where the name says that they are quantised.
+    """
+
+    target: str | Path
+    how: How
+    notes: tuple[str, ...] = ()
+    weights: str | None = None
+
+
+def resolve_model_name(text: str, catalog: Catalog) -> ResolvedName:
+    """Return what a name means: a folder, a cached repository, an entry, a mirror of one, or a guess, in this order.
+
+    Raises:
+        InvalidFileError: It is written as a path, and nothing lies there.
+        CannotAnswerError: It names a family that memplan does not model.
+        UnknownNameError: Nothing is known by that name, and nothing may be guessed.
+    """
+    return _resolved(text, catalog, MOST_BASES)
+
+
+def _resolved(text: str, catalog: Catalog, bases: int) -> ResolvedName:
+    folder = _local(text)
+    if folder is not None:
+        return _or_base(ResolvedName(folder, "folder"), text, catalog, bases)
+    cached = cached_config(text)
+    if cached is not None:
+        return _or_base(ResolvedName(cached, "cache"), text, catalog, bases)
+    known = _listed(text, catalog)
+    if known is not None:
+        return replace(known, weights=weights_by_name(text))
+    from memplan.library.lookup.name_guesses import guessed_name, refuse_unmodelled
+
+    refuse_unmodelled(text, catalog)
+    guess = guessed_name(text, catalog)
+    if guess is None:
+        raise unknown_model(text, catalog)
+    title = catalog.models.entries[guess].title
+    note = (
+        f"{printable(text)!r} is guessed from its name to have the shapes of {title}: give its config.json to be sure"
+    )
+    return ResolvedName(guess, "guess", (note,), weights_by_name(text))
+
+
+def _listed(text: str, catalog: Catalog) -> ResolvedName | None:
+    """Return what a name, an alias, an id or a mirror means, with or without its organisation; None where none is like it."""
+    if text in catalog.models:
+        return ResolvedName(catalog.models.name_of(text), "catalog")
+    whole: dict[str, tuple[str, How]] = {}
+    parts: dict[str, set[tuple[str, How]]] = {}
+    keys: tuple[tuple[str, How], ...] = (("hf_id", "catalog"), ("ids", "catalog"), ("mirrors", "mirror"))
+    for key, how in keys:
+        for spelling, name in catalog.models.listed(key):
+            whole.setdefault(normalised_name(spelling), (name, how))
+            parts.setdefault(normalised_name(spelling.rsplit("/", 1)[-1]), set()).add((name, how))
+    known = whole.get(normalised_name(text))
+    if known is None and "/" not in text:
+        owners = parts.get(normalised_name(text), set())
+        known = min(owners, key=lambda owner: owner[1]) if len({name for name, _ in owners}) == 1 else None
+    return None if known is None else ResolvedName(*known)
+
+
+def unknown_model(text: str, catalog: Catalog) -> UnknownNameError:
+    """Return the error for a name that means nothing, with the nearest one."""
+    known = [*catalog.models.entries, *(a for entry in catalog.models.entries.values() for a in entry.aliases)]
+    hint = match_hint(text, known) or match_hint(text.rsplit("/", 1)[-1], known)
+    return UnknownNameError(
+        f"unknown model {printable(text)!r}{hint}{', or' if hint else ':'} give its config.json (see: memplan list models)"
+    )
+
+
+# ------------------------------------------------------------------ files
+def _local(text: str) -> Path | None:
+    """Return the file or folder that a text means, or None where it is a name."""
+    path = usable_path(text)
+    if path.suffix in (".yaml", ".yml"):
+        expected = "expected a config.json, a GGUF or safetensors file; a training config is --config"
+        raise InvalidFileError([f"{shown_path(path)}: a YAML file describes no model; {expected}"])
+    written_as_path = text == "-" or text.startswith((".", "/", "~")) or is_model_file(path.name)
+    if written_as_path or len(path.parts) > 2:
+        if text != "-" and path_kind(path) == "nothing" and not is_model_file(path.name):
+            raise InvalidFileError([f"{shown_path(path)}: no such file or directory"])
+        return path
+    return path if is_file(path / CONFIG) or is_file(path / ADAPTER) else None
+
+
+def hub_cache() -> Path:
+    """Return the folder in which Hugging Face's libraries keep what they downloaded.
+
+    Source:
+        https://github.com/huggingface/huggingface_hub/blob/v1.1.0/src/huggingface_hub/constants.py
+    """
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return usable_path(os.environ[name])
+    home = os.environ.get("HF_HOME")
+    if not home:
+        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "huggingface")
+    return usable_path(home) / "hub"
+
+
+def cached_config(repository: str) -> Path | None:
+    """Return the ``config.json``, or ``adapter_config.json``, of a repository in the cache, or None.
+
+    Of several snapshots the one that ``refs/main`` names goes first, then the last by name.
+    """
+    if not _REPOSITORY.fullmatch(repository):
+        return None
+    folder = hub_cache() / f"models--{repository.replace('/', '--')}"
+    snapshots = folder / "snapshots"
+    if not is_folder(snapshots):
+        return None
+    names = sorted((path.name for path in snapshots.iterdir()), reverse=True)
+    main = folder / "refs" / "main"
+    first = read_text(main).strip() if is_file(main) else ""
+    ordered = [name for name in names if name == first] + [name for name in names if name != first]
+    files = (snapshots / name / file for name in ordered for file in (CONFIG, ADAPTER))
+    return next((file for file in files if is_file(file)), None)
+
+
+def _or_base(resolved: ResolvedName, text: str, catalog: Catalog, bases: int) -> ResolvedName:
+    """Return an adapter's base model instead of an adapter, which has no shapes of its own."""
+    path = Path(resolved.target)
+    file = path / ADAPTER if is_folder(path) and not is_file(path / CONFIG) else path
+    if file.name != ADAPTER or not is_file(file):
+        return resolved
+    config = parse_object(read_text(file), shown_path(file))
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base or not bases:
+        raise CannotAnswerError(
+            f"{shown_path(file)}: a PEFT adapter, which has no shapes of its own, and names no base"
+        )
+    below = _resolved(base, catalog, bases - 1)
+    note = f"{printable(text)!r} is a PEFT adapter: its base model {printable(base)!r} is planned{_as_settings(config)}"
+    return replace(below, notes=(note, *below.notes))
+
+
+def _as_settings(config: Mapping[str, Any]) -> str:
+    rank = config.get("r")
+    plain = isinstance(rank, int) and not isinstance(rank, bool)
+    return f", with --set adapter.kind=lora --set adapter.rank={rank} for what was trained on it" if plain else ""
+
+
+# ------------------------------------------------------------------ what a name says of weights
+_WEIGHTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"(?:^|[-_.]){pattern}(?:[-_.]|$)"), name)
+    for pattern, name in (
+        (r"bnb-4bit|nf4|qlora-4bit", "nf4"),
+        (r"bnb-8bit", "int8"),
+        (r"gptq-(?:int)?4(?:bit)?|gptq-4bit.*", "gptq-int4"),
+        (r"gptq-(?:int)?8(?:bit)?|gptq-8bit.*", "gptq-int8"),
+        (r"awq(?:-int4|-4bit)?", "awq-int4"),
+        (r"fp8", "fp8-e4m3"),
+        (r"nvfp4", "nvfp4"),
+        (r"mxfp4", "mxfp4"),
+    )
+)
+"""Endings of repositories' names -> the format of the weights, as ``quantization_config`` would name it. bitsandbytes'
+4-bit uploads are NF4, AWQ's kernels take 4 bits alone; a GPTQ without a number says nothing.
+
+Source:
+    https://github.com/unslothai/unsloth/blob/main/unsloth/models/mapper.py;
+    https://github.com/casper-hansen/AutoAWQ/blob/main/awq/models/base.py (w_bit: 4)
+"""
+
+
+def weights_by_name(text: str) -> str | None:
+    """Return the format of released weights that a repository's name states, or None.
+
+    Example:
+        >>> weights_by_name("unsloth/Llama-3.2-3B-bnb-4bit"), weights_by_name("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
+        ('nf4', 'gptq-int4')
+    """
+    name = text.rsplit("/", 1)[-1].lower()
+    return next((weights for pattern, weights in _WEIGHTS if pattern.search(name)), None)

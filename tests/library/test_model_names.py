@@ -1,0 +1,178 @@
+"""What a model's name means: a folder, a cached repository, a listed name, or a guess that is said to be one."""
+
+import json
+
+import pytest
+
+from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, UnknownNameError
+from memplan.library.lookup import Shapes, find_model, resolve_model_name
+from memplan.library.lookup.model_names import hub_cache, weights_by_name
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    for name in ("HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "hub"
+
+
+def put(folder, name="config.json", **keys):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(LLAMA | keys if name == "config.json" else keys))
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "how"),
+    [
+        ("llama-8b", "llama-3.1-8b", "catalog"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b", "catalog"),
+        ("META-LLAMA/llama_3.1_8b", "llama-3.1-8b", "catalog"),
+        ("Qwen2.5-7B", "qwen2.5-7b", "catalog"),
+        ("someone/Llama-3.1-8B-Instruct-tuned-on-poems", "llama-3.1-8b", "guess"),
+        ("philschmid/llama-3-1-8b-math-orca-spectrum-10k-ep1", "llama-3.1-8b", "guess"),
+        ("someone/Qwen2.5-0.5B-sft-v3", "qwen2.5-0.5b", "guess"),
+        ("someone/phi-4-bf16", "phi-4", "guess"),
+    ],
+)
+def test_a_name_means_an_entry(catalog, text, target, how):
+    resolved = resolve_model_name(text, catalog)
+    assert (resolved.target, resolved.how) == (target, how)
+    assert bool(resolved.notes) == (how == "guess")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "someone/Qwen2.5-7B-4B-merge",
+        "someone/Qwen2.5-VL-7B",
+        "someone/Llama-3.1-8B-vision",
+        "someone/llama-3.1-8b-to-gemma-distilled",
+        "someone/gemma-7b-llama",
+        "someone/phi-4-multimodal-instruct",
+        "someone/phi-4-of-mine",
+        "someone/qwen25-7b-4x7b",
+        "custom_model_name",
+        "no/such-model",
+    ],
+)
+def test_no_guess_is_made_where_shapes_may_differ(catalog, text):
+    with pytest.raises(UnknownNameError, match=r"unknown model .* give its config\.json"):
+        resolve_model_name(text, catalog)
+
+
+def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
+    for row in catalog.tables.unmodelled.values():
+        for start in row.begins:
+            with pytest.raises(CannotAnswerError) as refused:
+                resolve_model_name(f"someone/{start}-7B", catalog)
+            assert row.reason in str(refused.value)
+
+
+def test_a_folder_of_that_name_goes_first_and_only_with_a_config(catalog, tmp_path):
+    (tmp_path / "here" / "gpt2").mkdir()
+    assert resolve_model_name("gpt2", catalog).how == "catalog"
+    put(tmp_path / "here" / "gpt2")
+    assert resolve_model_name("gpt2", catalog).how == "folder"
+    assert find_model("gpt2", Shapes(), catalog).spec.hidden_size == 64
+
+
+def test_a_path_to_nothing_is_refused(catalog):
+    with pytest.raises(InvalidFileError, match="no such file or directory"):
+        resolve_model_name("./gpt2", catalog)
+
+
+def test_the_cache_goes_before_the_catalog_and_takes_the_revision_of_main(catalog, own_cache):
+    folder = own_cache / "models--meta-llama--Llama-3.1-8B"
+    put(folder / "snapshots" / "ffff", hidden_size=128)
+    file = put(folder / "snapshots" / "aaaa")
+    assert (
+        resolve_model_name("meta-llama/Llama-3.1-8B", catalog).target == folder / "snapshots" / "ffff" / "config.json"
+    )
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("aaaa\n")
+    resolved = resolve_model_name("meta-llama/Llama-3.1-8B", catalog)
+    assert (resolved.target, resolved.how) == (file, "cache")
+    model = find_model("meta-llama/Llama-3.1-8B", Shapes(), catalog)
+    assert (model.spec.name, model.spec.hidden_size) == ("Llama-3.1-8B", 64)
+
+
+@pytest.mark.parametrize("text", ["../x", "a/../../b", "models--x", "a b/c", "x/y/z", ""])
+def test_a_cache_entry_is_found_by_a_repository_alone(catalog, own_cache, text):
+    put(own_cache / "snapshots" / "aaaa")
+    with pytest.raises((UnknownNameError, InvalidFileError)):
+        resolve_model_name(text, catalog)
+
+
+def test_an_adapter_means_its_base_model(catalog, own_cache):
+    at = own_cache / "models--me--poems" / "snapshots" / "aaaa"
+    put(at, "adapter_config.json", peft_type="LORA", r=8, base_model_name_or_path="Qwen/Qwen2.5-7B")
+    resolved = resolve_model_name("me/poems", catalog)
+    assert (resolved.target, resolved.how) == ("qwen2.5-7b", "catalog")
+    assert "adapter.rank=8" in resolved.notes[0]
+
+
+def test_an_adapter_that_is_its_own_base_is_refused(catalog, own_cache):
+    at = own_cache / "models--me--poems" / "snapshots" / "aaaa"
+    put(at, "adapter_config.json", peft_type="LORA", base_model_name_or_path="me/poems")
+    with pytest.raises(CannotAnswerError, match="PEFT adapter"):
+        resolve_model_name("me/poems", catalog)
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("unsloth/Llama-3.2-3B-unsloth-bnb-4bit", "nf4"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq-int4"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "gptq-int8"),
+        ("TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ", None),
+        ("TechxGenus/Meta-Llama-3-8B-Instruct-AWQ", "awq-int4"),
+        ("Qwen/Qwen3-8B-FP8", "fp8-e4m3"),
+        ("Qwen/Qwen3-8B", None),
+    ],
+)
+def test_a_name_states_how_weights_are_stored(text, weights):
+    assert weights_by_name(text) == weights
+
+
+def test_a_guess_is_said_on_standard_error_and_in_the_answer(cli):
+    ran = cli("fit", "someone/gemma-2-9b-it-poems-AWQ", "--gpu", "h100", "--config", "qlora", "--json")
+    line = "guessed from its name to have the shapes of Gemma-2-9B"
+    assert ran.err.startswith("memplan: 'someone/gemma-2-9b-it-poems-AWQ' is ")
+    assert line in ran.err
+    assert any(line in text for text in ran.data["assumptions"])
+    assert any("released in awq-int4" in text for text in ran.data["assumptions"])
+
+
+def test_the_library_warns_of_a_guess(catalog):
+    with pytest.warns(GuessedNameWarning, match="give its config"):
+        find_model("someone/gemma-2-9b-it-poems", Shapes(), catalog)
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ({"HF_HUB_CACHE": "/a/b"}, "/a/b"),
+        ({"HUGGINGFACE_HUB_CACHE": "/a/c"}, "/a/c"),
+        ({"HF_HOME": "/a"}, "/a/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({}, ".cache/huggingface/hub"),
+    ],
+)
+def test_the_cache_lies_where_huggingface_puts_it(monkeypatch, given, end):
+    monkeypatch.delenv("HF_HUB_CACHE")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert str(hub_cache()).endswith(end)
