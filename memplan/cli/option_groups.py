@@ -135,6 +135,22 @@ class VerdictOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PlotOptions:
+    """A picture of the answer."""
+
+    plot: Annotated[
+        Path | None, option(OUTPUT, "--plot", metavar="FILE", help="Draw the answer too, as .svg or .png.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn, before the work and not after it."""
+        if self.plot is not None:
+            from memplan.report.figures import check_drawable
+
+            check_drawable(self.plot)
+
+
+@dataclass(frozen=True, slots=True)
 class OutputOptions:
     """How an answer is written, and where to."""
 

@@ -6,11 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from memplan.cli.option_groups import OutputOptions
+from memplan.cli.option_groups import OutputOptions, PlotOptions
 from memplan.documents.writing import write_answer, write_file
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
+
+if TYPE_CHECKING:
+    from memplan.library.answers.answer import Answer
 
 
 def emit(document: Document, options: OutputOptions) -> int:
@@ -20,6 +23,16 @@ def emit(document: Document, options: OutputOptions) -> int:
         InvalidFileError: It cannot be written whole.
     """
     return emit_as(document, cast("Format", options.format_name(options.form)), options)
+
+
+def draw(answer: Answer, options: PlotOptions) -> None:
+    """Draw an answer where a picture was asked for.
+
+    Raises:
+        InvalidFileError: It cannot be written.
+    """
+    if options.plot is not None:
+        answer.plot(options.plot)
 
 
 def emit_as(document: Document, form: Format, options: OutputOptions) -> int:

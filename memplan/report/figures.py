@@ -24,6 +24,7 @@ PALETTE = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (3, 3)))
 SUFFIXES = (".svg", ".png")
+MISSING = "pictures need matplotlib, which is not installed: pip install '.[plots]' in a checkout of memplan"
 
 STYLE: Any = {
     "font.size": 10,
@@ -54,7 +55,7 @@ def check_drawable(path: Path) -> None:
     if not path.parent.is_dir():
         raise InvalidFileError([f"{path}: there is no folder {path.parent}"])
     if find_spec("matplotlib") is None:
-        raise CannotAnswerError("pictures need matplotlib, which is not installed: pip install 'memplan[plots]'")
+        raise CannotAnswerError(MISSING)
 
 
 def new_figure(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
@@ -79,20 +80,30 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG or PNG, without date and version, so that the same record gives the same file.
-
-    Its texts are shown as they are: what stands between dollar signs is no formula.
+    """Write a figure as SVG or PNG.
 
     Raises:
         InvalidFileError: It cannot be written.
     """
-    keys = ("Date", "Creator", "Format", "Type") if path.suffix.lower() == ".svg" else ("Software",)
+    write_file(path, picture_of(figure, path.suffix.lower()))
+
+
+def picture_of(figure: Figure, suffix: str) -> bytes:
+    """Return a figure as a file, without date and version, so that the same record gives the same file.
+
+    Its texts are shown as they are: what stands between dollar signs is no formula.
+
+    Args:
+        figure: The figure.
+        suffix: ``.svg`` or ``.png``.
+    """
+    keys = ("Date", "Creator", "Format", "Type") if suffix == ".svg" else ("Software",)
     _show_texts_as_they_are(figure)
     picture = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
-        figure.savefig(picture, format=path.suffix[1:].lower(), dpi=160, metadata=dict.fromkeys(keys))
-    write_file(path, picture.getvalue())
+        figure.savefig(picture, format=suffix[1:], dpi=160, metadata=dict.fromkeys(keys))
+    return picture.getvalue()
 
 
 def _show_texts_as_they_are(figure: Figure) -> None:

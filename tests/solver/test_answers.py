@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
 import memplan
 
-SVG = "{http://www.w3.org/2000/svg}"
 FRONTIER = ("frontier", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bit")
 
 
@@ -46,25 +44,9 @@ def test_every_cell_is_a_row_of_csv(cli):
     assert rows[-1]["verdict"] == plan.verdict.upper()
 
 
-@pytest.mark.parametrize("way", ["file", "format"])
-def test_the_heat_map_says_everything_in_words_too(cli, tmp_path, way):
-    path = tmp_path / "map.svg"
-    ran = cli(*FRONTIER, *(("-o", path) if way == "file" else ("--format", "svg")))
-    root = ElementTree.fromstring(path.read_text() if way == "file" else ran.out)
-    grid = cli(*FRONTIER, "--json").data
-    texts = [element.text for element in root.iter(f"{SVG}text")]
-    words = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
-    for verdict, word in words.items():
-        shown = sum(text == word for text in texts) - (verdict == "no")
-        assert shown == sum(row["verdict"] == verdict for row in grid["rows"])
-    fills = {element.get("fill") for element in root.iter(f"{SVG}rect")}
-    assert {"#0072b2", "url(#tight)", "url(#no)"} <= fills
-    assert root.find(f"{SVG}desc").text
-    assert len(list(root.iter(f"{SVG}title"))) == len(grid["rows"]) + 1
-
-
-def test_the_heat_map_is_the_same_twice(cli):
-    assert cli(*FRONTIER, "--format", "svg").out == cli(*FRONTIER, "--format", "svg").out
+def test_the_heat_map_is_written_to_a_file_or_shown(cli, tmp_path):
+    cli(*FRONTIER, "-o", tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").read_text() == cli(*FRONTIER, "--format", "svg").out
 
 
 def test_the_exit_code_says_whether_a_cell_fits(cli):

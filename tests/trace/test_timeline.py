@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 
-from memplan.trace.recording.timeline import COLOURS, MAXIMUM_COLUMNS, timeline_json, timeline_svg
-from memplan.trace.recording.trace_result import COMPONENTS
+import memplan
+from memplan.library.answers.trace_picture import traced_timeline
+from memplan.trace.recording.timeline import timeline_json
 from memplan.trace.tracer import trace_training
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -19,24 +17,17 @@ def trace(make_model, make_setup):
     return trace_training(make_model("small"), make_setup(sequence_length=512))
 
 
-def test_every_component_has_a_colour_of_its_own():
-    assert set(COLOURS) == set(COMPONENTS)
-    assert len(set(COLOURS.values())) == len(COMPONENTS)
-
-
-def test_the_picture_is_valid_and_says_what_it_shows(trace):
-    root = ElementTree.fromstring(timeline_svg(trace, "a < b & c"))
-    assert root.find(f"{SVG}title").text == "a < b & c"
-    assert trace.peak_instant in root.find(f"{SVG}desc").text
-    areas = [polygon.find(f"{SVG}title").text for polygon in root.iter(f"{SVG}polygon")]
-    assert areas == [name for name in COMPONENTS if name in areas]
-    assert "activations" in areas
-    assert len(list(root.iter(f"{SVG}circle"))) == 1
-
-
-def test_the_picture_has_a_bounded_size(trace):
-    assert len(trace.events) - trace.steady_from > MAXIMUM_COLUMNS
-    assert len(timeline_svg(trace)) < 200_000
+def test_the_picture_is_that_of_the_formula(make_model, make_setup):
+    pytest.importorskip("matplotlib")
+    shapes = memplan.Shapes(layers=2, hidden=64, heads=2, vocab=256)
+    job = {"config": "fp32-adamw", "sequence_length": 16, "gpu": "rtx4090"}
+    traced, plan = memplan.trace(shapes, **job), memplan.plan(shapes, **job)
+    timeline = traced_timeline(traced.step.trace)
+    libraries = timeline.components.index("library_workspaces")
+    peaks = [t.columns[t.peak].bytes - t.columns[t.peak].sizes[libraries] for t in (timeline, plan.timeline)]
+    assert timeline.components == plan.timeline.components
+    assert peaks[0] == peaks[1] == traced.requested_bytes
+    assert traced.timeline().lstrip().startswith("<?xml")
 
 
 def test_the_data_add_up_to_the_peak(trace):

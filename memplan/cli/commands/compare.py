@@ -13,10 +13,11 @@ from memplan.cli.option_groups import (
     DeviceOptions,
     ModelOptions,
     OutputOptions,
+    PlotOptions,
     VerdictOptions,
     option,
 )
-from memplan.cli.output import emit
+from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 
 
@@ -41,6 +42,7 @@ def compare_command(
     device: Annotated[DeviceOptions, without("gpu", "gpus", "profile")],
     training: Annotated[TrainingOptions, without("config", "qlora", "lora", "full")],
     verdict: VerdictOptions,
+    plot: PlotOptions,
     output: OutputOptions,
 ) -> int:
     """How do these compare? Configs and GPUs side by side, component by component, differences marked.
@@ -50,4 +52,5 @@ def compare_command(
     configs = compared.configs or ["bf16-adamw", "tier1"]
     options = job_options(output, training, model, device, configs=tuple(configs))
     answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
+    draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)

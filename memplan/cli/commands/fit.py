@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import memplan
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions
-from memplan.cli.output import emit
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, VerdictOptions
+from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 
 
@@ -15,6 +15,7 @@ def fit_command(
     device: DeviceOptions,
     training: TrainingOptions,
     verdict: VerdictOptions,
+    plot: PlotOptions,
     output: OutputOptions,
 ) -> int:
     """Will this training job fit on that GPU? Without --config: one row for every shipped config.
@@ -23,4 +24,5 @@ def fit_command(
     """
     question = memplan.fit if training.chosen is None else memplan.plan
     answer = question(model.model, **job_options(output, training, model, device))
+    draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, cast
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
-from memplan.cli.output import deliver, emit_as
+from memplan.cli.option_groups import (
+    OUTPUT,
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    PlotOptions,
+    VerdictOptions,
+    option,
+)
+from memplan.cli.output import deliver, draw, emit_as
 from memplan.cli.training_options import TrainingOptions, job_options, whole_number
 from memplan.errors import InvalidFileError, printable
 from memplan.report.document import Format
+from memplan.report.figures import check_drawable, picture_of
 
 
 class FrontierFormat(StrEnum):
@@ -55,6 +65,7 @@ def frontier_command(
     training: Annotated[TrainingOptions, without("batch", "length")],
     grid: GridOptions,
     verdict: VerdictOptions,
+    plot: PlotOptions,
     output: Annotated[OutputOptions, without("form")],
 ) -> int:
     """What batch and sequence length? A grid, and the exact line between what fits and what does not.
@@ -66,8 +77,10 @@ def frontier_command(
     options = job_options(output, training, model, device)
     answer = memplan.frontier(model.model, batches=batches, lengths=lengths, **options)
     document = answer.document(output.unit, strict=verdict.strict, full=output.whole, tidy=form == "csv")
+    draw(answer, plot)
     if form == "svg" or (output.file is not None and output.file.suffix == ".svg" and not output.as_json):
-        deliver(answer.svg(), output.file)
+        check_drawable(output.file or Path("map.svg"))
+        deliver(picture_of(answer.figure(), ".svg").decode(), output.file)
         return document.exit_code
     return emit_as(document, cast("Format", form), output)
 

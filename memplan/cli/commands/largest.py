@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import OUTPUT, SHAPES, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
-from memplan.cli.output import emit
+from memplan.cli.option_groups import (
+    SHAPES,
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    PlotOptions,
+    VerdictOptions,
+    option,
+)
+from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.errors import InvalidFileError
-from memplan.report.figures import check_drawable, save_figure
-from memplan.report.largest.largest_figure import largest_figure
 
 if TYPE_CHECKING:
     from memplan import LargestModels, LargestValues
@@ -66,9 +72,6 @@ class LargestOptions:
         Sought,
         option(_SEARCH, "--for", metavar="WHAT", help=f"{', '.join(Sought)}; all but parameters take a MODEL."),
     ] = Sought.parameters
-    plot: Annotated[Path | None, option(OUTPUT, "--plot", metavar="FILE", help="Draw the answer, as SVG or PNG.")] = (
-        None
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ def max_command(
     device: Annotated[DeviceOptions, without("profile")],
     training: TrainingOptions,
     verdict: VerdictOptions,
+    plot: PlotOptions,
     output: OutputOptions,
 ) -> int:
     """How large can it be? A model for each GPU; with --for, its batch, sequence, adapter rank or layers.
@@ -102,9 +106,9 @@ def max_command(
     bf16-adamw (lora for a rank). What is answered FITS, and one more does not.
     """
     what = sought.what.value
-    if sought.plot is not None:
-        _check_drawn(sought.plot, rule, what)
     if rule.accounting is not None:
+        if plot.plot is not None:
+            raise InvalidFileError(["--plot: a rule of the notes has no picture; leave out --accounting"])
         given = model.model if what == "parameters" else f"--for {what}"
         return _max_by_notes(rule.accounting, given, device, training, output)
     options = job_options(output, training, device=device)
@@ -113,17 +117,8 @@ def max_command(
         answer = memplan.largest(model.model, **options)
     else:
         answer = memplan.largest(model.model, cast("Quantity", what), **options)
-    document = answer.document(output.unit, strict=verdict.strict, full=output.whole)
-    if sought.plot is not None:
-        save_figure(largest_figure(document.data["rows"]), sought.plot)
-    return emit(document, output)
-
-
-def _check_drawn(plot: Path, rule: AccountingOptions, what: str) -> None:
-    """Refuse a picture of what has none, and a file that cannot hold one."""
-    if rule.accounting is not None or what != "parameters":
-        raise InvalidFileError(["--plot: draws the largest models; leave out --for and --accounting"])
-    check_drawable(plot)
+    draw(answer, plot)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
 
 
 def _max_by_notes(

@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 import memplan
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, option
-from memplan.cli.output import emit
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, option
+from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
 from memplan.library.answers.traced_step import require_torch
+from memplan.report.figures import check_drawable
 
 ONE = "give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"
 _TRACE = "Trace"
@@ -60,6 +61,7 @@ def trace_command(
     traced: TraceOptions,
     device: Annotated[DeviceOptions, without("gpus", "profile")],
     training: TrainingOptions,
+    plot: PlotOptions,
     output: OutputOptions,
 ) -> int:
     """What would torch do, exactly? A real training step on tensors without memory; no GPU needed.
@@ -68,7 +70,7 @@ def trace_command(
     """
     if traced.history is not None:
         given = [model.model, traced.hf, traced.module, *model.shapes.given()]
-        if any(value is not None for value in given):
+        if any(value is not None for value in given) or plot.plot is not None:
             raise InvalidFileError([ONE])
         return emit(memplan.replay(traced.history, alloc_conf=traced.alloc_conf).document(output.unit), output)
     timeline = _timeline(traced.timeline)
@@ -86,6 +88,7 @@ def trace_command(
     )
     if traced.timeline is not None and timeline is not None:
         write_file(traced.timeline, answer.timeline(timeline))
+    draw(answer, plot)
     return emit(answer.document(output.unit), output)
 
 
@@ -99,4 +102,6 @@ def _timeline(path: Path | None) -> Literal["svg", "json"] | None:
     require_torch()
     if path is not None and path.suffix not in (".svg", ".json"):
         raise InvalidFileError([f"--timeline {path}: expected a name that ends in .svg or .json"])
+    if path is not None and path.suffix == ".svg":
+        check_drawable(path)
     return None if path is None else "svg" if path.suffix == ".svg" else "json"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memplan.documents.escaping import json_text
-from memplan.errors import escaped
+from memplan.errors import CannotAnswerError, escaped
 from memplan.report.document import Document, Table
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.figure import Figure
 
 
 class Answer(ABC):
@@ -23,6 +29,26 @@ class Answer(ABC):
             strict: TIGHT counts as NO.
             full: Whether the JSON is wanted too, which has the hash of the catalog.
         """
+
+    def figure(self) -> Figure:
+        """Return the answer as a picture.
+
+        Raises:
+            CannotAnswerError: It has none.
+        """
+        raise CannotAnswerError(f"{type(self).__name__}: this answer has no picture")
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the answer to a file that ends in ``.svg`` or ``.png``.
+
+        Raises:
+            InvalidFileError: The name ends in something else, or the file cannot be written.
+            CannotAnswerError: matplotlib is missing, or the answer has no picture.
+        """
+        from memplan.report.figures import check_drawable, save_figure
+
+        check_drawable(Path(path))
+        save_figure(self.figure(), Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what the command prints with ``--json``."""

@@ -16,6 +16,8 @@ from memplan.report.document import Document
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:  # each question imports what it alone needs
+    from matplotlib.figure import Figure
+
     from memplan.plan.largest_model import LargestModel, Placements
     from memplan.plan.memory_plan import Verdict
     from memplan.report.largest.largest_model_answer import Prices
@@ -42,6 +44,12 @@ class LargestModels(Answer):
 
     rows: tuple[LargestModel, ...]
     catalog: Catalog
+
+    def figure(self) -> Figure:
+        """Return a panel for each config, a line for each GPU."""
+        from memplan.report.largest.largest_figure import largest_figure
+
+        return largest_figure(self.document().data["rows"])
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan max``."""
@@ -72,6 +80,12 @@ class LargestValues(Answer):
     def values(self) -> dict[str, int]:
         """The largest value that fits, by GPU; 0 where none does."""
         return {row.device.name: row.fits.value for row in self.rows}
+
+    def figure(self) -> Figure:
+        """Return a bar for each GPU."""
+        from memplan.report.largest.largest_figure import values_figure
+
+        return values_figure(self.of, f"{self.model.spec.name} with {self.setup.name}", self.rows)
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan max --for``."""
@@ -238,11 +252,11 @@ class Grid(Answer):
 
         return frontier_document(self.frontier, self.catalog.hash if full else "", unit, strict=strict, tidy=tidy)
 
-    def svg(self) -> str:
+    def figure(self) -> Figure:
         """Return the grid as a heat map."""
-        from memplan.report.plans.heatmap import heat_map
+        from memplan.report.pictures.frontier_map import frontier_map
 
-        return heat_map(self.frontier)
+        return frontier_map(self.frontier)
 
 
 def frontier(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, MemplanError
@@ -21,6 +21,9 @@ from memplan.report.document import Document
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.half_precision import fp16_settings
 from memplan.training.resolved import TrainingSetup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMPARED = ("bf16-adamw", "tier1")
 
@@ -56,6 +59,12 @@ class Fit(Answer):
         """The plans that fit at the upper end too."""
         return tuple(row for row in self.rows if row.verdict == "fits")
 
+    def figure(self) -> Figure:
+        """Return a bar for each config."""
+        from memplan.report.pictures.plan_bars import plan_bars
+
+        return plan_bars([row.memory for row in self.rows])
+
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan fit`` without ``--config``."""
         from memplan.report.plans.fit_answer import rows_document
@@ -85,6 +94,12 @@ class Comparison(Answer):
     def differences(self) -> dict[str, list[object]]:
         """Keys of the training configs in which the plans differ, each with every plan's value."""
         return {item["key"]: item["values"] for item in self.to_dict()["differences"]}
+
+    def figure(self) -> Figure:
+        """Return a bar for each plan."""
+        from memplan.report.pictures.plan_bars import plan_bars
+
+        return plan_bars([row.memory for row in self.rows])
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan compare``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Kind
@@ -20,6 +20,11 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve import simulation
 from memplan.report.document import Document
 from memplan.report.plans.plan_answer import answer, plan_document
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from memplan.plan.reserve.step_timeline import Timeline
 
 
 class ComponentBytes(int):
@@ -180,6 +185,19 @@ class Plan(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan fit --config``."""
         return plan_document(self._advised, self.catalog.hash if full else "", unit, strict)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What is alive over the step, component by component: its events, or its instants where they are not told."""
+        from memplan.plan.reserve.step_timeline import step_timeline
+
+        return step_timeline(self.memory)
+
+    def figure(self) -> Figure:
+        """Return memory over the step by component, with what the GPU has."""
+        from memplan.report.pictures.step_figure import plan_figure
+
+        return plan_figure(self.memory, self.timeline)
 
     def explanation(self, unit: str = "") -> Document:
         """Return the answer of ``memplan explain``: every formula with its values put in, and its source."""

@@ -25,6 +25,8 @@ from memplan.step.kernels.on_card import on_card
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from memplan.allocator.results import AllocatorResult
     from memplan.trace.recording.trace_result import Trace
 
@@ -94,14 +96,22 @@ class Traced(Answer):
 
     def timeline(self, form: Literal["svg", "json"] = "svg") -> str:
         """Return what is alive over the step as a picture, or as JSON."""
-        from memplan.trace.recording.timeline import timeline_json, timeline_svg
+        if form == "svg":
+            from memplan.report.figures import picture_of
 
-        if form == "json":
-            data = timeline_json(self.step.trace)
-            for tensor in data["largest_at_peak"]:
-                tensor["line"] = model_line(tensor["line"])
-            return json_text(data, indent=1)
-        return timeline_svg(self.step.trace, f"{self.step.title}, {self.step.setup.name}")
+            return picture_of(self.figure(), ".svg").decode()
+        from memplan.trace.recording.timeline import timeline_json
+
+        data = timeline_json(self.step.trace)
+        for tensor in data["largest_at_peak"]:
+            tensor["line"] = model_line(tensor["line"])
+        return json_text(data, indent=1)
+
+    def figure(self) -> Figure:
+        """Return memory over the step by component, with what the GPU has where one was named."""
+        from memplan.library.answers.trace_picture import traced_figure
+
+        return traced_figure(self.step)
 
 
 def trace(model: ModelGiven = None, **options: Unpack[TraceOptions]) -> Traced:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.errors import InvalidFileError
 from memplan.report.figures import MARKERS, PALETTE, new_figure
+from memplan.report.largest.largest_value_answer import WORDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from memplan.solver.largest_per_device import Largest, Quantity
 
 MOST_ROWS = 40
 KINDS = (
@@ -79,3 +82,27 @@ def _panel(axes: Axes, gpus: Sequence[str], rows: Sequence[Mapping[str, Any]]) -
 def _within(tick: float, rows: Sequence[Mapping[str, Any]]) -> bool:
     sizes = [row[key] / 1e9 for row in rows for key, _, _ in KINDS if row.get(key)]
     return bool(min(sizes) * 0.7 <= tick <= max(sizes) * 1.4)
+
+
+def values_figure(what: Quantity, title: str, rows: Sequence[Largest]) -> Figure:
+    """Return a bar for each GPU: the largest value that FITS, and up to which it is TIGHT.
+
+    Raises:
+        InvalidFileError: There are more GPUs than a picture can hold.
+    """
+    if len(rows) > MOST_ROWS:
+        raise InvalidFileError([f"--plot: {len(rows)} GPUs are too many for one picture; give --gpu"])
+    shown = sorted(rows, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
+    figure, (axes,) = new_figure(height=1.6 + 0.34 * len(shown))
+    places = range(len(shown))
+    tight = [row.tight.value for row in shown]
+    fits = [row.fits.value for row in shown]
+    axes.barh(places, tight, color="#f6d58a", hatch="///", edgecolor="#e69f00", height=0.62, label="TIGHT: may not fit")
+    axes.barh(places, fits, color="#0072b2", height=0.62, label="FITS at the upper end")
+    for place, row in zip(places, shown, strict=True):
+        axes.text(max(row.fits.value, row.tight.value), place, f" {row.fits.value:,}", va="center", fontsize=8)
+    axes.set_yticks(places, [row.device.counted_name for row in shown])
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.15 * max(*tight, *fits, 1)), xlabel=WORDS[what], title=title)
+    axes.grid(visible=False, axis="y")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    return figure

@@ -20,11 +20,25 @@ class EventStream:
         sizes: Bytes of each storage; its index is its name.
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
         libraries: Storages that are workspaces of libraries.
+        components: What storages are of, from the one given on, unless a section has made them.
+        sections: The first storage of each section that was played, and its events, which tell the part of each.
+        phases: What the step does, from the place among codes that is given on.
     """
 
     sizes: list[int] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     libraries: set[int] = field(default_factory=set)
+    components: list[tuple[int, str]] = field(default_factory=list)
+    sections: list[tuple[int, SectionEvents]] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+
+    def of(self, component: str) -> None:
+        """Say what the next storages are of."""
+        self.components.append((len(self.sizes), component))
+
+    def begin(self, phase: str) -> None:
+        """Say what the step does from here on."""
+        self.phases.append((len(self.codes), phase))
 
     def allocate(self, size: int) -> int:
         """Allocate so many bytes; return the storage's name."""
@@ -67,6 +81,7 @@ class PlayedSection:
     ) -> None:
         self._stream, self._events, self._base = stream, events, len(stream.sizes)
         stream.sizes.extend(sizes)
+        stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
 
     @property

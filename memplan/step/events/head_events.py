@@ -71,6 +71,7 @@ class ChunkedLoss:
         """
         stream, sums, rows = self._stream, dict[str, int](), []
         for part in reversed(self._parts):
+            stream.of("temporaries")
             part.backward(stream.allocate(LOSS_BYTES), libraries)
             if part.leaving != NO_STORAGE:
                 rows.append(part.leaving)
@@ -79,12 +80,14 @@ class ChunkedLoss:
         if rows_of_all != NO_STORAGE:
             stream.free(rows_of_all)
         output = self._head.section.output
+        stream.of("activations")
         joined = stream.allocate(output.coefficient * self._values[output.quantity]) if rows else NO_STORAGE
         stream.free_all(rows)
         return joined, self._stored(sums)
 
     def _add(self, formed: dict[str, int], sums: dict[str, int], *, first_sum: bool) -> None:
         """Add a chunk's gradients to those there are: the first sum is a new tensor, later ones are in place."""
+        self._stream.of("gradients")
         for name, storage in formed.items():
             if name not in sums:
                 sums[name] = storage
@@ -98,6 +101,7 @@ class ChunkedLoss:
     def _stored(self, sums: dict[str, int]) -> dict[str, int]:
         """Store the sums as the head's gradients; return those that stay."""
         kept = {}
+        self._stream.of("gradients")
         for weight in self._head.weights:
             if weight.name not in sums:
                 continue

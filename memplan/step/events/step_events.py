@@ -39,12 +39,14 @@ class RunEvents:
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
         libraries: Storages that are workspaces of libraries.
         steady_from: Place of the first event of the last step.
+        stream: What they were written to, which tells what each storage is of, and what the step does when.
     """
 
     sizes: Sequence[int]
     codes: Sequence[int]
     libraries: frozenset[int]
     steady_from: int
+    stream: EventStream
 
     def libraries_first(self) -> RunEvents:
         """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""
@@ -90,13 +92,21 @@ class StepPlayer:
         for step in range(steps):
             steady_from = len(self.stream.codes)
             self._step(first=step == 0)
-        return RunEvents(self.stream.sizes, self.stream.codes, frozenset(self.stream.libraries), steady_from)
+        stream = self.stream
+        return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), steady_from, stream)
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
-        self.stream.allocate_all(self.tensors.weight_sizes())
-        self.stream.allocate_all(self.tensors.buffer_sizes(self._buffers, self.values))
-        self.stream.allocate_all(self.tensors.copy_sizes())
+        masters = len(self.tensors.trained)
+        copies = self.tensors.copy_sizes()
+        for component, sizes in (
+            ("weights", self.tensors.weight_sizes()),
+            ("buffers", self.tensors.buffer_sizes(self._buffers, self.values)),
+            ("master_weights", copies[:masters]),
+            ("buffers", copies[masters:]),
+        ):
+            self.stream.of(component)
+            self.stream.allocate_all(sizes)
         self.updates.make_early_states()
 
     def _step(self, *, first: bool) -> None:
@@ -106,8 +116,11 @@ class StepPlayer:
         for micro_step in range(config.gradient_accumulation_steps):
             self._pass("again" if micro_step else mode)
         if config.gradients.lifetime == "step":
+            self.stream.of("temporaries")
             if config.clip_gradients:
+                self.stream.begin("clipping")
                 self.updates.clip()
+            self.stream.begin("optimizer step")
             self.updates.step(self.gradients, first=first)
             if not fills:
                 self.stream.free_all(self.gradients.values())
@@ -120,6 +133,8 @@ class StepPlayer:
     def _pass(self, mode: Mode) -> None:
         """Play one forward and backward."""
         taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
+        self.stream.begin("forward")
+        self.stream.of("activations")
         parts = self._runs(self._chain(mode), leaf=self._leaf)
         chunks = None
         if taped.head.chunk is not None:
@@ -129,6 +144,8 @@ class StepPlayer:
         for _, part in parts:
             part.region_end()
         self._hold(parts[-1][1])
+        self.stream.begin("loss backward")
+        self.stream.of("temporaries")
         losses = [loss_bytes] * (2 if self.config.gradient_accumulation_steps > 1 or self.config.loss_scaling else 1)
         roots = self.stream.allocate_all([*losses, loss_bytes])
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
@@ -138,7 +155,9 @@ class StepPlayer:
                 NO_STORAGE if normed.output_owned else normed.output, self._libraries["backward"]
             )
             self._keep(sums, "", waiting, mode)
-        for number, part in reversed(parts):
+        for place, (number, part) in enumerate(reversed(parts)):
+            if place == 1:
+                self.stream.begin("layers backward")
             part.backward(gradient, self._libraries["backward"])
             self._keep(part.kept, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
@@ -205,6 +224,7 @@ class StepPlayer:
         chunked = self.taped.head.chunk is not None and not self.inputs.regime.one_chunk
         summed = chunked or self.taped.settings.loss == "fused-head"
         total = first
+        self.stream.of("gradients")
         if not (self.taped.head.weights[0].converted or summed):
             total = self.stream.allocate(weight.formed_bytes)
             self.stream.free(first)
@@ -227,6 +247,7 @@ class StepPlayer:
     def _evaluate(self) -> None:
         """Write a forward without gradients, whose loss is over all logits at once."""
         taped = self.taped
+        self.stream.begin("evaluation")
         layers = [
             forward_events(taped.layer_of(index)) for index, run in enumerate(taped.runs) for _ in range(run.count)
         ]

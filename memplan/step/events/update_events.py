@@ -103,11 +103,13 @@ class Updates:
 
     def _make_states(self, group: Sequence[Named]) -> None:
         """Allocate the states of each tensor of a group."""
+        self._stream.of("optimizer_states")
         for _, entry in group:
             self._stream.allocate_all(self._state_sizes(entry))
         shared = [e for _, e in group if not is_exempt(e.optimizer, e.tensor.shape)]
         once = self._setup.config.gradients.lifetime == "step"
         self._stream.allocate_all([e.optimizer.shared_bytes for e in (shared[:1] if once else shared)])
+        self._stream.of("temporaries")
 
     def _state_sizes(self, entry: TensorStates) -> list[int]:
         """Return the bytes of each state tensor on the device."""

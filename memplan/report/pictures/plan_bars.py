@@ -1,0 +1,63 @@
+"""Plans as stacked bars, one for each config or GPU, against what the GPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memplan.plan.components import COMPONENTS
+from memplan.report.figures import new_figure
+from memplan.report.pictures.component_colours import COLOURS
+from memplan.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from memplan.plan.memory_plan import MemoryPlan
+
+
+def plan_bars(plans: Sequence[MemoryPlan]) -> Figure:
+    """Return a picture of plans: the components at each one's peak, its interval, and what its GPU has."""
+    figure, (axes,) = new_figure(width=9.0, height=1.7 + 0.42 * len(plans))
+    several = len({plan.device.counted_name for plan in plans}) > 1
+    shown = [name for name in COMPONENTS if any(line.name == name for plan in plans for line in plan.components)]
+    left = [0.0] * len(plans)
+    for name in shown:
+        sizes = [sum(line.bytes for line in plan.components if line.name == name) / GIB for plan in plans]
+        axes.barh(
+            range(len(plans)),
+            sizes,
+            left=left,
+            height=0.62,
+            color=COLOURS[name],
+            label=name,
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    for row, plan in enumerate(plans):
+        _ends(axes, row, plan, last=row == len(plans) - 1)
+    axes.set_yticks(
+        range(len(plans)), [f"{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans]
+    )
+    axes.set(ylim=(len(plans) - 0.4, -0.6), xlabel="GiB on each device", title=_title(plans, several=several))
+    axes.margins(x=0.16)
+    axes.grid(visible=False, axis="y")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    return figure
+
+
+def _title(plans: Sequence[MemoryPlan], *, several: bool) -> str:
+    first = plans[0]
+    where = "" if several else f" on {first.device.counted_name}: {format_bytes(first.usable_bytes)} usable"
+    return f"{first.model.spec.name}{where}"
+
+
+def _ends(axes: Axes, row: int, plan: MemoryPlan, *, last: bool) -> None:
+    """Draw the end of a bar's interval, its verdict, and the capacity as a line across the bar."""
+    expected, upper, usable = (size / GIB for size in (plan.device_bytes, plan.upper_bytes, plan.usable_bytes))
+    axes.plot([expected, upper], [row, row], color="#222222", linewidth=1.2)
+    axes.plot([usable] * 2, [row - 0.5, row + 0.5], color="#b00020", linewidth=2, label="usable" if last else None)
+    text = f" {plan.verdict.upper()} {format_bytes(plan.device_bytes)}"
+    axes.text(max(expected, upper, usable), row, text, va="center", ha="left", fontsize=8)

@@ -1,0 +1,131 @@
+"""Memory over one step by component, against what the GPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memplan.report.figures import new_figure
+from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.units import GIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from memplan.plan.memory_plan import MemoryPlan
+    from memplan.plan.reserve.step_timeline import Timeline
+
+LEAST_LABEL_SHARE = 0.08
+"""Share of the width that a phase takes at least to be labelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Lines across a picture, in bytes of the device.
+
+    Attributes:
+        context_bytes: What lies outside the allocator, below everything else.
+        lines: What a line says -> its bytes; a line of 0 bytes is left out.
+        capacity: Which of the lines is what the GPU has.
+    """
+
+    context_bytes: int
+    lines: Mapping[str, int]
+    capacity: str = "usable"
+
+
+def plan_figure(plan: MemoryPlan, timeline: Timeline) -> Figure:
+    """Return the picture of a plan's step."""
+    title = f"{plan.model.spec.name} with {plan.setup.label} on {device_name(plan)}: {VERDICT_WORDS[plan.verdict]}"
+    lines = {"expected": plan.device_bytes, "usable": plan.usable_bytes}
+    return step_figure(timeline, title, plan.peak.name, Limits(plan.allowances.context_bytes, lines))
+
+
+def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Figure:
+    """Return a stacked chart of a step, its peak labelled, with lines for what the GPU has and what is expected.
+
+    Args:
+        timeline: What is alive over the step.
+        title: What stands above.
+        peak: The instant of the peak, in the words of the answer.
+        limits: Lines across it.
+    """
+    figure, (axes,) = new_figure(width=9.0, height=4.8)
+    top = max(*limits.lines.values(), limits.context_bytes + timeline.columns[timeline.peak].bytes)
+    unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
+    _stack(axes, timeline, limits.context_bytes, unit)
+    _phases(axes, timeline)
+    _lines(axes, limits, unit, len(timeline.columns))
+    _mark_peak(axes, timeline, peak, limits.context_bytes, unit)
+    axes.set(title=title, ylabel=name, xlim=(0, len(timeline.columns)), ylim=(0, 1.18 * top / unit))
+    axes.grid(visible=False, axis="x")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside right center", fontsize=8, title="at the peak", title_fontsize=8
+    )
+    return figure
+
+
+def _stack(axes: Axes, timeline: Timeline, context_bytes: int, unit: int) -> None:
+    """Draw the components one over another; each column is as wide as its stretch."""
+    peak = timeline.columns[timeline.peak]
+    edges = range(len(timeline.columns) + 1)
+    below = [context_bytes / unit] * len(edges)
+    if context_bytes:
+        label = f"device_context  {format_bytes(context_bytes)}"
+        axes.fill_between(edges, below, color=COLOURS["device_context"], linewidth=0, label=label)
+    for index, name in enumerate(timeline.components):
+        sizes = [column.sizes[index] / unit for column in timeline.columns]
+        above = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
+        label = f"{name}  {format_bytes(peak.sizes[index])}"
+        axes.fill_between(edges, below, above, step="post", color=COLOURS[name], linewidth=0, label=label)
+        below = above
+
+
+def _phases(axes: Axes, timeline: Timeline) -> None:
+    """Write under the axis what the step does, and part it."""
+    count, labels = len(timeline.columns), []
+    for phase, first, last in timeline.phases:
+        if first:
+            axes.axvline(first, color="#888888", linewidth=0.6)
+        if (last + 1 - first) / count >= LEAST_LABEL_SHARE:
+            labels.append(((first + last + 1) / 2, phase))
+    names = [phase if timeline.told else phase.replace(" ", "\n") for _, phase in labels]
+    axes.set_xticks([place for place, _ in labels], names, fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(
+        "one step, in the order of its events" if timeline.told else "instants of one step, each at its fullest"
+    )
+
+
+def _lines(axes: Axes, limits: Limits, unit: int, count: int) -> None:
+    for name, size in limits.lines.items():
+        usable = name == limits.capacity
+        if size:
+            style = {"color": "#b00020" if usable else "#222222", "linestyle": "-" if usable else "--"}
+            axes.axhline(size / unit, linewidth=1.4 if usable else 1.0, **style)  # type: ignore[arg-type]
+            text = f"{name} {format_bytes(size)}"
+            place = (0.995 if usable else 0.005) * count
+            side = "right" if usable else "left"
+            axes.text(place, size / unit, text, ha=side, va="bottom", fontsize=8, color=style["color"])
+
+
+def _mark_peak(axes: Axes, timeline: Timeline, peak: str, context_bytes: int, unit: int) -> None:
+    column, count = timeline.peak, len(timeline.columns)
+    size = timeline.columns[column].bytes
+    text = f"peak: {format_bytes(size)} live at the {peak}"
+    right = column > count / 2
+    axes.annotate(
+        text,
+        (column + 0.5, (context_bytes + size) / unit),
+        xytext=(-14 if right else 14, 12),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=9,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": "#ffffff", "edgecolor": "#222222", "linewidth": 0.6},
+        arrowprops={"arrowstyle": "-", "color": "#222222"},
+    )
+    axes.plot([column + 0.5], [(context_bytes + size) / unit], marker="o", color="#222222", markersize=5)
