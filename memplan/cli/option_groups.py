@@ -151,6 +151,15 @@ class PlotOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DetailOptions:
+    """How much of an answer is shown."""
+
+    whole: Annotated[
+        bool, option(OUTPUT, "--verbose", "-v", "--all", help="The whole answer: every row, instant and formula.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
 class OutputOptions:
     """How an answer is written, and where to."""
 

@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, cast
 
 from memplan.cli.option_groups import OutputOptions, PlotOptions
 from memplan.documents.writing import write_answer, write_file
+from memplan.report.canvas import Canvas
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
 
 if TYPE_CHECKING:
     from memplan.library.answers.answer import Answer
 
+SCREEN_WIDTH = 80, 100
+"""Columns of a screen where no terminal is, and the most that it takes of one."""
 
-def emit(document: Document, options: OutputOptions) -> int:
+
+def emit(document: Document, options: OutputOptions, *, whole: bool = True) -> int:
     """Write a document and return the command's exit code.
+
+    Args:
+        document: The answer.
+        options: How it is written.
+        whole: Whether all of it is wanted, and not the screen that it has for a first look.
 
     Raises:
         InvalidFileError: It cannot be written whole.
     """
-    return emit_as(document, cast("Format", options.format_name(options.form)), options)
+    return emit_as(document, cast("Format", options.format_name(options.form)), options, whole=whole)
 
 
 def draw(answer: Answer, options: PlotOptions) -> None:
@@ -35,8 +44,8 @@ def draw(answer: Answer, options: PlotOptions) -> None:
         answer.plot(options.plot)
 
 
-def emit_as(document: Document, form: Format, options: OutputOptions) -> int:
-    """Write a document in a format and return the command's exit code.
+def emit_as(document: Document, form: Format, options: OutputOptions, *, whole: bool = True) -> int:
+    """Write a document in a format and return the command's exit code, as :func:`emit` does.
 
     Raises:
         InvalidFileError: It cannot be written whole.
@@ -45,6 +54,9 @@ def emit_as(document: Document, form: Format, options: OutputOptions) -> int:
         last = [block for block in document.blocks if block and not isinstance(block, Table)][-1:]
         document = Document(document.data, tuple(last), document.exit_code)
     terminal = sys.stdout.isatty() and options.file is None
+    if document.screen is not None and form == "table" and not whole and not options.quiet:
+        blocks = document.screen(_canvas(terminal=terminal))
+        document = Document(document.data, blocks, document.exit_code)
     text = render(document, form, terminal, color=terminal and _color(), width=_width())
     deliver(text, options.file)
     return document.exit_code
@@ -60,6 +72,24 @@ def deliver(text: str, output: Path | None) -> None:
         write_answer(text)
     else:
         write_file(output, text)
+
+
+def _canvas(*, terminal: bool) -> Canvas:
+    """Return what a screen is drawn on; what is piped or saved is the same everywhere."""
+    piped, widest = SCREEN_WIDTH
+    return Canvas(min(widest, _width()), _shows_blocks()) if terminal else Canvas(piped)
+
+
+def _shows_blocks() -> bool:
+    """Tell whether a terminal shows block elements: its locale is of UTF-8, and it is not a dumb one.
+
+    Python itself sets LC_CTYPE where the locale is C (PEP 538), which says nothing of the terminal.
+    """
+    named = [os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG")]
+    coerced = not named[0] and named[1] == "C.UTF-8" and named[2] in ("", "C", "POSIX")
+    locale = "C" if coerced else next(filter(None, named), "" if os.name == "nt" else "C")
+    able = os.name == "nt" or "utf" in locale.lower()
+    return able and os.environ.get("TERM") != "dumb" and "utf" in (sys.stdout.encoding or "").lower()
 
 
 def _color() -> bool:

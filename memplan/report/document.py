@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.documents.escaping import csv_cell, json_text, markdown
 from memplan.errors import escaped
+
+if TYPE_CHECKING:
+    from memplan.report.canvas import Canvas
 
 Format = Literal["table", "plain", "json", "csv", "md"]
 
@@ -18,7 +21,15 @@ PIPED_WIDTH = 120
 WIDEST = 100_000
 """Columns that rich is told the terminal has, so that it wraps nothing by itself."""
 
-VERDICT_STYLES = {"FITS": "bold green", "TIGHT": "bold yellow", "NO:": "bold red"}
+STYLES = {
+    r"\bFITS\b": "bold green",
+    r"\bTIGHT\b": "bold yellow",
+    r"\bNO(?=:|  )": "bold red",
+    "[█▏▎▍▌▋▊▉]+": "cyan",
+    "▒+": "yellow",
+    "<- .*": "bold",
+}
+"""What a terminal with colours shows in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +64,13 @@ class Document:
         data: The JSON answer.
         blocks: Tables and lines in reading order.
         exit_code: 0 or 1, as DESIGN section 7 says.
+        screen: Makes what a person is shown first in place of the blocks, on a terminal's canvas; None where that is all.
     """
 
     data: dict[str, Any]
     blocks: tuple[Block, ...] = field(default=())
     exit_code: int = 0
+    screen: Callable[[Canvas], tuple[Block, ...]] | None = None
 
 
 def render(
@@ -166,7 +179,7 @@ def _rich(blocks: Iterable[Table | tuple[str, ...]], color: bool, width: int) ->
         else:
             lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in block)
             text = Text("\n".join(lines))
-        for word, style in VERDICT_STYLES.items():
-            text.highlight_words([word], style)
+        for pattern, style in STYLES.items():
+            text.highlight_regex(pattern, style)
         console.print(text)
     return out.getvalue()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
-from memplan.errors import InvalidFileError
+from memplan.catalog.training_config import MAXIMUM_TOKENS
+from memplan.errors import InvalidFileError, MemplanError
 from memplan.model.model import Model
 from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -77,6 +78,21 @@ def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: 
     make, made = _maker(what, model, setup), dict[int, CompiledPlan]()
     able = able_devices(make(1), devices_for(setup, devices))
     return [_on(what, setup, _Plans(make, device.gpu, made), device) for device in able]
+
+
+def room_left(plan: MemoryPlan) -> dict[str, int]:
+    """Return how large batch and sequence of a plan may be, each by itself, by key of the training config.
+
+    The sequence is no longer than the model was made for. Where nothing can be sought, there is nothing.
+    """
+    positions = plan.model.spec.max_position_embeddings or MAXIMUM_TOKENS
+    try:
+        (batch,), (length,) = (
+            largest_values(what, plan.model, plan.setup, [plan.device]) for what in ("batch", "sequence")
+        )
+    except MemplanError:
+        return {}
+    return {"micro_batch_size": batch.fits.value, "sequence_length": min(length.fits.value, positions)}
 
 
 def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:

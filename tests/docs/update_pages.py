@@ -17,6 +17,8 @@ from textwrap import wrap
 from page_blocks import PAGES, ROOT, Block, blocks, example_files
 
 WIDTH = 100
+_SCREEN = " | screen"
+"""What ends a marker whose output is the default one, a screen, and not all of the answer."""
 _PART = re.compile(r"(.+?) \| part (.+)")
 _LINES = re.compile(r"(.+?) \| lines (\d+)-(\d+)(, answer)?")
 
@@ -44,13 +46,13 @@ def write_examples(folder: Path) -> None:
 def bare(command: str) -> str:
     """Return the command of a marker, without what says which lines of its output are shown."""
     match = _LINES.fullmatch(command) or _PART.fullmatch(command)
-    return match[1] if match else command
+    return match[1] if match else command.removesuffix(_SCREEN)
 
 
 def answered(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command of a marker."""
-    machine = "--json" in command or "--format" in command
-    return run(bare(command) if machine else f"{bare(command)} --format plain", folder)
+    chosen = "--json" in command or "--format" in command or command.endswith(_SCREEN)
+    return run(bare(command) if chosen else f"{bare(command)} --format plain", folder)
 
 
 def printed(command: str, result: subprocess.CompletedProcess[str]) -> list[str]:

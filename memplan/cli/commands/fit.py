@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import memplan
 from memplan.cli.grouped_command import command
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, VerdictOptions
+from memplan.cli.option_groups import (
+    DetailOptions,
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    PlotOptions,
+    VerdictOptions,
+)
 from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 
@@ -16,6 +23,7 @@ def fit_command(
     training: TrainingOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
+    detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
     """Will this training job fit on that GPU? Without --config: one row for every shipped config.
@@ -25,4 +33,4 @@ def fit_command(
     question = memplan.fit if training.chosen is None else memplan.plan
     answer = question(model.model, **job_options(output, training, model, device))
     draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, whole=detail.whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,13 +18,14 @@ from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve import simulation
-from memplan.report.document import Document
+from memplan.report.document import Block, Document
 from memplan.report.plans.plan_answer import answer, plan_document
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from memplan.plan.reserve.step_timeline import Timeline
+    from memplan.report.canvas import Canvas
 
 
 class ComponentBytes(int):
@@ -184,7 +185,14 @@ class Plan(Answer):
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan fit --config``."""
-        return plan_document(self._advised, self.catalog.hash if full else "", unit, strict)
+        document = plan_document(self._advised, self.catalog.hash if full else "", unit, strict)
+        return replace(document, screen=lambda canvas: self._screen(canvas, unit))
+
+    def _screen(self, canvas: Canvas, unit: str) -> tuple[Block, ...]:
+        from memplan.report.screens.plan_screen import plan_screen
+        from memplan.solver.largest_per_device import room_left
+
+        return plan_screen(self._advised, canvas, unit, room_left(self.memory) if self.verdict == "fits" else {})
 
     @cached_property
     def timeline(self) -> Timeline:

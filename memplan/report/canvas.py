@@ -1,0 +1,104 @@
+"""What a terminal can show: bars, gauges and lines that keep within its width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+NARROWEST, WIDEST_BAR = 10, 44
+EIGHTHS = " ▏▎▍▌▋▊▉"
+"""Parts of a column; a whole one is ``█`` (Unicode, Block Elements)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """A terminal.
+
+    Attributes:
+        width: Its columns.
+        unicode: Whether it shows block elements; else bars are of ASCII.
+    """
+
+    width: int = 80
+    unicode: bool = False
+
+    def bar(self, value: int, whole: int, columns: int) -> str:
+        """Return a bar, of which ``whole`` takes so many columns; what is more than nothing shows.
+
+        Example:
+            >>> Canvas().bar(3, 8, 16), Canvas(unicode=True).bar(3, 64, 16), Canvas().bar(1, 1000, 16)
+            ('######', '▊', '.')
+        """
+        if value <= 0 or whole <= 0:
+            return ""
+        if not self.unicode:
+            return "#" * _rounded(value * columns, whole) or "."
+        full, rest = divmod(max(1, _rounded(8 * value * columns, whole)), 8)
+        return "█" * full + (EIGHTHS[rest] if rest else "")
+
+    def gauge(self, expected: int, worst: int, usable: int, columns: int) -> str:
+        """Return how much of ``usable`` is taken: as expected, at worst, and what goes beyond it.
+
+        Example:
+            >>> Canvas().gauge(6, 7, 8, 16), Canvas().gauge(12, 12, 8, 12)
+            ('|############++..|', '|########|####')
+        """
+        used, maybe, free, left, right = tuple("█▒·├┤" if self.unicode else "#+.||")
+        scale = max(worst, usable, 1)
+        cells = [_rounded(size * columns, scale) for size in (expected, worst, usable or scale - worst)]
+        track = (used * cells[0]).ljust(cells[1], maybe).ljust(cells[2], free)
+        return f"{left}{track[: cells[2]]}{right}{track[cells[2] :]}"
+
+    def bars(self, rows: Sequence[tuple[str, str, int, str]], indent: int = 2) -> tuple[str, ...]:
+        """Return a line for each row of label, size in words, size, and a note behind its bar; the largest sets the scale."""
+        labels, words = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+        room, most = self.width - indent - labels - words - 4, max(1, *(value for *_, value, _ in rows))
+        fitting = [(room - len(note) - 2) * most // value for *_, value, note in rows if note and value]
+        columns = max(NARROWEST, min(WIDEST_BAR, room, *fitting))
+        lines = (
+            (f"{label:<{labels}}  {text:>{words}}", self.bar(value, most, columns), note)
+            for label, text, value, note in rows
+        )
+        return tuple(" " * indent + "  ".join(filter(None, line)) for line in lines)
+
+    def joined(self, parts: Iterable[str], between: str = ", ", indent: int = 0) -> list[str]:
+        """Return parts on as few lines as hold them; none is broken that fits in one by itself."""
+        shown = [part for part in parts if part]
+        lines: list[str] = []
+        for part in [*(part + between.rstrip() for part in shown[:-1]), *shown[-1:]]:
+            if lines and len(lines[-1]) + 1 + len(part) <= self.width:
+                lines[-1] += f" {part}"
+            else:
+                lines += self.folded(part, indent if lines else 0, indent)
+        return lines
+
+    def folded(self, text: str, indent: int = 0, hanging: int | None = None) -> list[str]:
+        """Return a text folded between words, with its further lines indented as far as ``hanging``."""
+        first, after = " " * indent, " " * (indent if hanging is None else hanging)
+        room = max(self.width, len(after) + 24)
+        return wrap(
+            text, room, initial_indent=first, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
+        )
+
+    def between(self, left: str, right: str, indent: int = 0) -> list[str]:
+        """Return two texts at both ends of a line, or of two where one is too short."""
+        gap = self.width - len(left) - len(right)
+        return [f"{left}{' ' * gap}{right}"] if gap >= 2 else [left, *self.folded(right, indent)]
+
+    def columns(self, rows: Sequence[tuple[str, str, Sequence[str]]], indent: int = 2) -> list[str]:
+        """Return rows of a head, words, and parts of a setting: beside each other where every row is one line, else below."""
+        heads, words = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+        whole = [f"{' ' * indent}{head:<{heads}}  {text:<{words}}  {', '.join(parts)}" for head, text, parts in rows]
+        if all(len(line) <= self.width for line in whole):
+            return whole
+        lines: list[str] = []
+        hanging = indent + heads + 2
+        for head, text, parts in rows:
+            lines += self.folded(f"{head:<{heads}}  {text}", indent, hanging)
+            lines += [" " * hanging + line for line in Canvas(self.width - hanging).joined(parts, " ")]
+        return lines
+
+
+def _rounded(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)

@@ -1,0 +1,182 @@
+"""The answer of ``memplan fit`` for one job at a glance: verdict, components, what to change or what room is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from memplan.model.inventory import parameter_count
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.training.own_settings import own_settings
+from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan, Suggestion
+    from memplan.report.canvas import Canvas
+    from memplan.report.document import Block
+
+SMALL = 100
+"""Components of less than one part in so many share a line."""
+OF_THE_STEP = ("gradients", "activations", "logits", "temporaries", "communication")
+"""Components that come and go within a step: the largest of them makes the peak."""
+MOST_CHANGES = 3
+ROOM_WORDS = {"micro_batch_size": "micro-batch", "sequence_length": "sequence"}
+CHANGE_WORDS = {
+    "activation_checkpointing": "checkpointing {}",
+    "adapter.kind": "{} adapters",
+    "allocator": "{} segments",
+    "compute_dtype": "{} products",
+    "gradients.lifetime": "updates inside backward",
+    "kernels.loss": "{} loss",
+    "kernels.optimizer": "{} optimizer",
+    "loss_scaling": "a loss scale",
+    "micro_batch_size": "micro-batch {}",
+    "offload.optimizer_states": "states in host memory",
+    "optimizer": "{}",
+    "parallel.zero_stage": "ZeRO stage {}",
+    "sequence_length": "sequence {}",
+    "weights.default": "{} weights",
+    "weights.hidden_matrix": "{} weights",
+}
+"""A change in words by its key; one that is not here goes with another."""
+MORE = "More: -v (every instant and formula); memplan explain, suggest, compare, why"
+
+
+def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, int]) -> tuple[Block, ...]:
+    """Return one plan as a screen.
+
+    Args:
+        plan: The plan.
+        canvas: Where it is shown.
+        unit: Unit of bytes; GiB where it is empty.
+        room: For a job that fits: key of the training config -> the largest value that fits by itself.
+    """
+    unit = unit or "GiB"
+    return (
+        (*headline(plan, canvas, unit), *_job(plan, canvas)),
+        (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
+        tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
+        (*canvas.folded(_assumed(plan), 0, 2), *canvas.folded(MORE, 0, 2)),
+    )
+
+
+def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
+    """Return verdict, expected, worst case and usable bytes, GPU and stack: one line where it is wide enough."""
+    roomy = plan.upper_bytes <= plan.usable_bytes or plan.verdict != "fits"
+    words = ("expected", "worst case") if roomy else ("at least", "with memory to spare")
+    sizes = [format_bytes(size, unit) for size in (needed(plan), plan.upper_bytes, plan.usable_bytes)]
+    first, upper, usable = sizes[0], *(size.rpartition(" ")[0] for size in sizes[1:])
+    left = f"{VERDICT_WORDS[plan.verdict]:<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"
+    where, stack = device_name(plan), plan.setup.stack
+    names = (stack.label, f"{stack.name} {stack.version}", stack.name)
+    return min((canvas.between(left, f"{where}, {name}", indent=7) for name in names), key=len)
+
+
+def needed(plan: MemoryPlan) -> int:
+    """Return the bytes that the verdict speaks of: with memory to spare, or the least where there is none."""
+    return plan.device_bytes if plan.upper_bytes <= plan.usable_bytes else plan.least_bytes
+
+
+def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
+    config, steps = plan.setup.config, plan.setup.config.gradient_accumulation_steps
+    parts = (
+        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))})",
+        plan.setup.label,
+        f"micro-batch {plan.micro_batch_size}",
+        f"sequence {plan.sequence_length}",
+        f"accumulation {steps}" if steps > 1 else "",
+        f"checkpointing {plan.setup.checkpointing}",
+    )
+    known = config.status in ("proven", "works")
+    what = f"learning: {config.status}; {config.description}"
+    return [*canvas.joined(parts, indent=7), *([] if known else canvas.folded(what, 7))]
+
+
+def _components(plan: MemoryPlan, canvas: Canvas, unit: str) -> tuple[str, ...]:
+    """Return a bar for every component, those that hardly count in one."""
+    shown = [line for line in plan.components if line.bytes * SMALL >= plan.device_bytes]
+    small = [line for line in plan.components if line not in shown]
+    fullest = max((line for line in shown if line.name in OF_THE_STEP), key=lambda line: line.bytes, default=None)
+    peak = f"<- peak: {plan.peak.name}"
+    rows = [
+        (_label(plan, line.name), format_bytes(line.bytes, unit), line.bytes, peak if line is fullest else "")
+        for line in shown
+    ]
+    if small:
+        size, names = sum(line.bytes for line in small), ", ".join(line.name for line in small)
+        room = len(names) < canvas.width - 40
+        rows.append(("the rest", format_bytes(size, unit), size, names if room else f"{len(small)} more"))
+    return canvas.bars(rows)
+
+
+def _label(plan: MemoryPlan, name: str) -> str:
+    return f"weights ({plan.setup.format_names['hidden_matrix']})" if name == "weights" else name
+
+
+def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
+    percent = (200 * needed(plan) + plan.usable_bytes) // max(1, 2 * plan.usable_bytes)
+    share = f"{percent} % of {format_bytes(plan.usable_bytes, unit)} usable"
+    columns = max(10, min(48, canvas.width - len(share) - 6))
+    host = (
+        f"  besides: {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
+    )
+    lines = [f"  {canvas.gauge(needed(plan), plan.upper_bytes, plan.usable_bytes, columns)} {share}", host]
+    return [line for line in lines if line]
+
+
+def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
+    """Yield the cheapest changes, in the words of the job's stack, each with what the device needs then."""
+    flips = any(change.flips_verdict for change in plan.suggestions)
+    yield "What to change:" if flips else "No change by itself makes it fit; what to start with:"
+    yield from canvas.columns(
+        [
+            (
+                f"{number}  {format_bytes(change.device_bytes, unit):>9}  {'fits' if change.flips_verdict else 'not yet'}",
+                _words(change),
+                _settings(change),
+            )
+            for number, change in enumerate(plan.suggestions[:MOST_CHANGES], 1)
+        ]
+    )
+
+
+def _words(change: Suggestion) -> str:
+    """Return a change in words."""
+    pairs = (setting.split("=", 1) for setting in change.change.split(" "))
+    return ", ".join(dict.fromkeys(CHANGE_WORDS[key].format(value) for key, value in pairs if key in CHANGE_WORDS))
+
+
+def _settings(change: Suggestion) -> list[str]:
+    """Return a change as it is written: lines of the stack's own configuration, else options of ours."""
+    own = dict.fromkeys(setting.text for setting in change.own if setting.own_key is not None)
+    return list(own) or [f"--set {setting}" for setting in change.change.split(" ")]
+
+
+def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str]:
+    """Return how far a job that fits can be taken, one size at a time."""
+    now = {"micro_batch_size": plan.micro_batch_size, "sequence_length": plan.sequence_length}
+    rows = [
+        (
+            ROOM_WORDS[key],
+            f"{value:,}",
+            [own_settings(plan.setup.stack, [(key, value)])[0].text or f"--set {key}={value}"],
+        )
+        for key, value in room.items()
+        if value > now[key]
+    ]
+    if not rows:
+        return ["No larger batch and no longer sequence is sure to fit."]
+    return ["Room that is left for sure, for either of:", *canvas.columns(rows)]
+
+
+def _assumed(plan: MemoryPlan) -> str:
+    """Return in a line what the answer takes for granted."""
+    profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
+    parts = (
+        f"{profile.attention} attention",
+        f"{profile.loss} loss",
+        "full sequences",
+        f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
+        "allocator by share" if plan.reserve_by_share else "",
+    )
+    return f"Assumes: {', '.join(filter(None, parts))}"

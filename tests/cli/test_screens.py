@@ -1,0 +1,67 @@
+"""The default answer: the verdict in the first line, 80 columns, and what a terminal cannot show in ASCII."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from memplan.cli.output import _shows_blocks
+
+JOBS = [
+    ("llama-8b", "rtx4090", "qlora"),
+    ("llama-8b", "rtx4090", "bf16-adamw"),
+    ("llama-8b", "rtx4090", "tier3"),
+    ("llama-70b", "rtx-pro-6000-blackwell", "lora"),
+    ("qwen3-0.6b", "t4", "bf16-adamw"),
+    ("gpt2", "rtx3060", "fp32-adamw"),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=" ".join)
+def test_the_first_line_is_the_verdict_and_nothing_is_wider_than_80_columns(cli, job):
+    model, gpu, config = job
+    lines = cli("fit", model, "--gpu", gpu, "--config", config).out.splitlines()
+    plan = cli("fit", model, "--gpu", gpu, "--config", config, "--json").data
+    assert lines[0].split()[0].lower() == plan["verdict"]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 32
+    assert any(f"<- peak: {plan['peak']['instant']}" in line for line in lines)
+
+
+def test_changes_are_in_the_words_of_the_stack(cli):
+    job = ("fit", "llama-8b", "--gpu", "rtx3090", "--config", "lora", "-b", 8)
+    plan, out = cli(*job, "--json").data, cli(*job).out
+    for suggestion in plan["suggestions"][:3]:
+        for own in suggestion["own"]:
+            assert f"{own['own_key']}: {own['own_value']}" in out
+
+
+def test_the_room_of_a_job_that_fits_is_the_largest_that_max_finds(cli):
+    job = ("llama-8b", "--gpu", "rtx4090", "--config", "qlora", "--json")
+    out = cli("fit", *job[:-1]).out
+    for quantity, own in (("batch", "per_device_train_batch_size"), ("sequence", "max_length")):
+        (row,) = cli("max", *job[:1], "--for", quantity, *job[1:]).data["rows"]
+        assert f"{own}: {row['value']}\n" in out
+
+
+TERMINALS = [
+    ({"LANG": "en_US.UTF-8"}, True),
+    ({"LANG": "C.UTF-8", "LC_CTYPE": "C.UTF-8"}, True),
+    ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, False),
+    ({"LC_CTYPE": "C.UTF-8"}, False),
+    ({"LANG": "en_US.UTF-8", "LC_ALL": "C"}, False),
+    ({"LANG": "de_DE.ISO-8859-1"}, False),
+    ({"LANG": "en_US.UTF-8", "TERM": "dumb"}, False),
+]
+
+
+@pytest.mark.parametrize(("environment", "able"), TERMINALS, ids=str)
+def test_block_elements_are_for_terminals_that_show_them(monkeypatch, environment, able):
+    for name in ("LC_ALL", "LC_CTYPE", "LANG", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    assert _shows_blocks() == able
