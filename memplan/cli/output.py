@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from memplan.cli.option_groups import OutputOptions, PlotOptions
+from memplan.cli.option_groups import DetailOptions, OutputOptions, PlotOptions
 from memplan.documents.writing import write_answer, write_file
 from memplan.report.canvas import Canvas
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
@@ -20,18 +20,26 @@ SCREEN_WIDTH = 80, 100
 """Columns of a screen where no terminal is, and the most that it takes of one."""
 
 
-def emit(document: Document, options: OutputOptions, *, whole: bool = True) -> int:
+def emit(document: Document, options: OutputOptions, detail: DetailOptions | None = None) -> int:
     """Write a document and return the command's exit code.
 
     Args:
         document: The answer.
         options: How it is written.
-        whole: Whether all of it is wanted, and not the screen that it has for a first look.
+        detail: How much of it is shown, for a command that has a screen for a first look.
 
     Raises:
         InvalidFileError: It cannot be written whole.
     """
-    return emit_as(document, cast("Format", options.format_name(options.form)), options, whole=whole)
+    if document.screen is not None and detail is not None and shows_screen(options, detail):
+        terminal = sys.stdout.isatty() and options.file is None
+        document = Document(document.data, document.screen(_canvas(terminal=terminal)), document.exit_code)
+    return emit_as(document, cast("Format", options.format_name(options.form)), options)
+
+
+def shows_screen(options: OutputOptions, detail: DetailOptions) -> bool:
+    """Tell whether a screen is wanted: neither all of the answer nor one line, and no format for other programs."""
+    return not (detail.whole or options.quiet) and options.format_name(options.form) == "table"
 
 
 def draw(answer: Answer, options: PlotOptions) -> None:
@@ -44,8 +52,8 @@ def draw(answer: Answer, options: PlotOptions) -> None:
         answer.plot(options.plot)
 
 
-def emit_as(document: Document, form: Format, options: OutputOptions, *, whole: bool = True) -> int:
-    """Write a document in a format and return the command's exit code, as :func:`emit` does.
+def emit_as(document: Document, form: Format, options: OutputOptions) -> int:
+    """Write a document in a format and return the command's exit code.
 
     Raises:
         InvalidFileError: It cannot be written whole.
@@ -54,9 +62,6 @@ def emit_as(document: Document, form: Format, options: OutputOptions, *, whole: 
         last = [block for block in document.blocks if block and not isinstance(block, Table)][-1:]
         document = Document(document.data, tuple(last), document.exit_code)
     terminal = sys.stdout.isatty() and options.file is None
-    if document.screen is not None and form == "table" and not whole and not options.quiet:
-        blocks = document.screen(_canvas(terminal=terminal))
-        document = Document(document.data, blocks, document.exit_code)
     text = render(document, form, terminal, color=terminal and _color(), width=_width())
     deliver(text, options.file)
     return document.exit_code

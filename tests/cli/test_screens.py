@@ -65,3 +65,33 @@ def test_block_elements_are_for_terminals_that_show_them(monkeypatch, environmen
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
     assert _shows_blocks() == able
+
+
+def test_without_a_config_the_methods_that_people_choose_from_are_shown(cli):
+    ran = cli("fit", "llama-8b", "--gpu", "rtx4090")
+    lines = ran.out.splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+    assert shown[:6] == ["method", "qlora", "lora", "bf16-adamw-8bit", "bf16-adamw", "mixed-adamw"]
+    assert (lines[0].startswith("FITS  "), ran.exit_code) == (True, 0)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 26
+
+
+def test_the_largest_batch_of_a_method_is_what_max_finds(cli):
+    out = cli("fit", "llama-8b", "--gpu", "rtx4090").out
+    (row,) = cli("max", "llama-8b", "--for", "batch", "--gpu", "rtx4090", "--config", "qlora", "--json").data["rows"]
+    (line,) = [line for line in out.splitlines() if line.startswith("  qlora ")]
+    assert line.split()[-1] == str(row["value"])
+
+
+def test_all_has_every_config_as_the_json_has(cli):
+    job = ("fit", "gpt2", "--gpu", "t4")
+    every = {row["config"] for row in cli(*job, "--json").data["rows"]}
+    assert every <= set(cli(*job, "--all").out.split())
+    assert cli(*job, "--all").out.splitlines()[-1] == cli(*job, "-q").out.strip()
+
+
+@pytest.mark.parametrize(("model", "gpu", "code"), [("gpt2", "t4", 0), ("llama-70b", "t4", 1)])
+def test_every_form_of_the_answer_exits_alike(cli, model, gpu, code):
+    job = ("fit", model, "--gpu", gpu)
+    assert [cli(*job, *more).exit_code for more in ((), ("--all",), ("-q",), ("--json",))] == [code] * 4

@@ -12,7 +12,7 @@ from memplan.cli.option_groups import (
     PlotOptions,
     VerdictOptions,
 )
-from memplan.cli.output import draw, emit
+from memplan.cli.output import draw, emit, shows_screen
 from memplan.cli.training_options import TrainingOptions, job_options
 
 
@@ -26,11 +26,17 @@ def fit_command(
     detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
-    """Will this training job fit on that GPU? Without --config: one row for every shipped config.
+    """Will this training job fit on that GPU? Without --config: the methods that people choose from.
 
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
     """
-    question = memplan.fit if training.chosen is None else memplan.plan
-    answer = question(model.model, **job_options(output, training, model, device))
+    options = job_options(output, training, model, device)
+    if training.chosen is None:
+        every = memplan.fit(model.model, **options)
+        draw(every, plot)
+        if shows_screen(output, detail):
+            return emit(every.overview(output.unit, strict=verdict.strict), output, detail)
+        return emit(every.document(output.unit, strict=verdict.strict, full=output.whole), output)
+    answer = memplan.plan(model.model, **options)
     draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, whole=detail.whole)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)

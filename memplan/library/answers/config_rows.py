@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
-from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, settings_of
+from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, settings_of
 from memplan.library.lookup import find_setup
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.model.model import Model
-from memplan.plan.memory_plan import Device, Verdict
+from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
@@ -26,23 +28,70 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COMPARED = ("bf16-adamw", "tier1")
+METHODS = ("qlora", "lora", "bf16-adamw-8bit", "bf16-adamw", "mixed-adamw")
+"""Configs that people choose from: adapters on 4 or 16 bits, all weights with states in 8 bits, in bf16, and mixed."""
+CHECKPOINTING = ("full", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to train.
+
+    Attributes:
+        plan: At the batch and length that were asked for, with the allocator's reserve as a share.
+        batch: The largest micro-batch that fits, 0 where none does.
+    """
+
+    plan: MemoryPlan
+    batch: int
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Fit(Answer):
-    """A model on a GPU under every shipped config.
+    """A model on a GPU under every shipped config, and under the methods that people choose from.
 
     Attributes:
-        rows: A plan for each config, those that fit first, and of them the one that needs least.
-        left_out: Configs that contradict what was asked for, each with the reason.
-        catalog: What names were looked up in.
-        settings: What was set in some configs, by name, for a GPU that only emulates bf16.
+        inputs: What was asked.
+        known: The model.
+        device: The GPU.
     """
 
-    rows: tuple[Plan, ...]
-    left_out: tuple[str, ...]
-    catalog: Catalog
-    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    inputs: JobInputs
+    known: Model
+    device: Device
+
+    @cached_property
+    def _planned(self) -> tuple[tuple[Plan, ...], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
+        from memplan.report.plans.fit_answer import ORDER
+
+        plans, left_out, settings = _plans(self.inputs, self.known, self.device)
+        rows = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.expected_bytes))
+        return tuple(rows), left_out, settings
+
+    @property
+    def rows(self) -> tuple[Plan, ...]:
+        """A plan for each config, those that fit first, and of them the one that needs least."""
+        return self._planned[0]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Configs that contradict what was asked for, each with the reason."""
+        return self._planned[1]
+
+    @property
+    def settings(self) -> Mapping[str, tuple[str, ...]]:
+        """What was set in some configs, by name, for a GPU that only emulates bf16."""
+        return self._planned[2]
+
+    @property
+    def catalog(self) -> Catalog:
+        """What names were looked up in."""
+        return self.inputs.catalog
+
+    @cached_property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that people choose from, and the best experimental one, with checkpointing and without."""
+        return _methods(self.inputs, self.known, self.device)
 
     @property
     def verdict(self) -> Verdict:
@@ -71,9 +120,27 @@ class Fit(Answer):
 
         plans = [row.memory for row in self.rows]
         catalog_hash = self.catalog.hash if full else ""
-        return rows_document(
+        document = rows_document(
             plans, catalog_hash, unit, strict=strict, full=full, left_out=self.left_out, settings=self.settings
         )
+        return document if document.exit_code == 0 else replace(document, exit_code=self._code(strict))
+
+    def overview(self, unit: str = "", *, strict: bool = False) -> Document:
+        """Return what ``memplan fit`` without ``--config`` shows first: the methods, for a terminal.
+
+        All of its rows are planned only where no method fits: another config may.
+        """
+        from memplan.report.screens.methods_screen import methods_screen
+
+        code = self._code(strict) and self.document(unit, strict=strict, full=False).exit_code
+        rows = [(method.plan, method.batch) for method in self.methods]
+        missing = [name for name in METHODS if name not in {plan.setup.name for plan, _ in rows}]
+        return Document({}, exit_code=code, screen=lambda canvas: methods_screen(rows, missing, canvas, unit))
+
+    def _code(self, strict: bool) -> int:
+        from memplan.report.plans.plan_answer import exit_code
+
+        return min((exit_code(method.plan, strict) for method in self.methods), default=1)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -129,13 +196,46 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     """
     every = "it plans every shipped one; memplan.plan() plans one"
     inputs = job_inputs("fit", model, options, refused={"config": every})
-    known = inputs.model()
-    device = inputs.device()
-    plans, left_out, settings = _plans(inputs, known, device)
+    answer = Fit(inputs, inputs.model(), inputs.device())
+    if not answer.methods and not answer.rows:
+        raise CannotAnswerError("no shipped config can be planned")
+    return answer
+
+
+def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, ...]:
+    """Return the methods of a model on a device, those that can be planned."""
+    from memplan.solver.largest_per_device import largest_values
+
+    kinds = () if ("activation_checkpointing",) in keys_set(inputs) else CHECKPOINTING
+    ways = [replace(inputs, options={**inputs.options, "activation_checkpointing": kind}) for kind in kinds] or [inputs]
+    methods = []
+    for name in (*METHODS, *_experimental(ways, model, device)):
+        for way in ways:
+            with suppress(MemplanError):
+                plan = CompiledPlan(model, _suited(name, way, model, device)[0]).evaluate(device)
+                (largest,) = largest_values("batch", model, plan.setup, [device])
+                methods.append(Method(plan, largest.fits.value))
+    return tuple(methods)
+
+
+def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
+    """Return the experimental config to show: one that fits, of those the one that trained closest to fp32."""
+    from memplan.catalog.recorded_rows import Records
+    from memplan.plan.suggested.suggested_configs import SOUND
     from memplan.report.plans.fit_answer import ORDER
 
-    rows = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.expected_bytes))
-    return Fit(tuple(rows), left_out, inputs.catalog, settings)
+    catalog = ways[0].catalog
+    records = Records(catalog.root)
+    found = []
+    for name, config in catalog.configs.entries.items():
+        learnt = records.verdict(config.evidence or "")
+        if learnt in SOUND and name not in METHODS:
+            with suppress(MemplanError):
+                setup, _ = _suited(name, ways[0], model, device)
+                if setup.config.status == "experimental":
+                    plan = CompiledPlan(model, setup).evaluate(device)
+                    found.append((ORDER[plan.verdict], SOUND.index(learnt), plan.device_bytes, name))
+    return [min(found)[-1]] if found else []
 
 
 def _plans(

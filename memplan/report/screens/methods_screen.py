@@ -1,0 +1,98 @@
+"""The answer of ``memplan fit`` without a config at a glance: the methods that people choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from shlex import join
+from typing import TYPE_CHECKING
+
+from memplan.model.inventory import parameter_count
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+    from memplan.report.canvas import Canvas
+    from memplan.report.document import Block
+
+GAUGE = 24
+HEADERS = ("method", "checkpointing", "needs", "", "max batch")
+
+
+def methods_screen(
+    rows: Sequence[tuple[MemoryPlan, int]], missing: Sequence[str], canvas: Canvas, unit: str
+) -> tuple[Block, ...]:
+    """Return a line for every method, with checkpointing and without.
+
+    Args:
+        rows: Plans, each with the largest micro-batch that fits.
+        missing: Methods that cannot be planned.
+        canvas: Where it is shown.
+        unit: Unit of bytes; GiB where it is empty.
+    """
+    if not rows:
+        return ("None of the usual methods can be planned for this job; --all says why, config by config.",)
+    unit = unit or "GiB"
+    plans = [plan for plan, _ in rows]
+    more = f"Not planned: {', '.join(missing)} (--config NAME says why). " if missing else ""
+    words = [*_words(plans), f"{more}Every config: --all. In full, with the allocator simulated: {_command(plans[0])}"]
+    lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
+    return (tuple(_head(plans, canvas, unit)), _lines(rows, canvas, unit), lines)
+
+
+def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
+    first, fitting = plans[0], [plan for plan in plans if plan.verdict == "fits"]
+    verdict = "FITS" if fitting else "TIGHT" if any(plan.verdict == "tight" for plan in plans) else "NO"
+    ways = (
+        f"{len(fitting)} of {len(plans)} ways to train it fit" if fitting else "no usual way to train it is sure to fit"
+    )
+    usable = format_bytes(first.usable_bytes, unit)
+    name = f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))})"
+    return [
+        *canvas.between(f"{verdict:<5}  {ways}, {usable} usable", device_name(first), 7),
+        *canvas.joined((name, f"micro-batch {first.micro_batch_size}", f"sequence {first.sequence_length}"), indent=7),
+    ]
+
+
+def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) -> tuple[str, ...]:
+    names = [plan.setup.name for plan, _ in rows]
+    widest = max(map(len, (*names, HEADERS[0])))
+    columns = max(8, min(GAUGE, canvas.width - widest - 51))
+    title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>10}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
+    lines = []
+    for place, (plan, batch) in enumerate(rows):
+        name = "" if place and names[place - 1] == names[place] else names[place]
+        gauge = canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns)
+        needs, verdict = format_bytes(plan.device_bytes, unit), VERDICT_WORDS[plan.verdict]
+        kind = plan.setup.checkpointing
+        lines.append(f"  {name:<{widest}}  {kind:<13}  {needs:>10}  {verdict:<5}  {gauge}  {batch or '-':>9}")
+    return (title.rstrip(), *lines)
+
+
+def _words(plans: Sequence[MemoryPlan]) -> list[str]:
+    """Return what the names mean, and what is known of how each learns."""
+    setups = {plan.setup.name: plan.setup for plan in plans}
+    by_status: dict[str, list[str]] = {}
+    for name, setup in setups.items():
+        by_status.setdefault(setup.config.status, []).append(name)
+    adapters = [name for name, setup in setups.items() if setup.config.adapter is not None]
+    stacks = dict.fromkeys(setup.stack.label for setup in setups.values())
+    learnt = "; ".join(f"{', '.join(names)}: {status}" for status, names in by_status.items())
+    trained = (
+        f"{' and '.join(adapters)}: adapters alone are trained; the others: all weights"
+        if adapters
+        else "All weights are trained"
+    )
+    return [
+        f"{trained}. Stacks: {', '.join(stacks)}.",
+        f"How they learn: {learnt}.",
+        *(f"{name}: {setups[name].config.description}." for name in by_status.get("experimental", ())),
+    ]
+
+
+def _command(plan: MemoryPlan) -> str:
+    """Return the command that shows one method in full."""
+    ranks = plan.setup.config.parallel.data
+    several = ["--gpus", str(ranks)] if ranks > 1 else []
+    job = [plan.model.source.removeprefix("catalog:"), "--gpu", plan.device.name, *several, "--config", plan.setup.name]
+    return f"memplan fit {join(job)}"
