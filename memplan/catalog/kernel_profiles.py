@@ -6,14 +6,23 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex", "auto"]
-NormKernel = Literal["fused", "composite"]
+NormKernel = Literal["fused", "composite", "in-place"]
 OptimizerKernel = Literal["foreach", "fused", "for-loop"]
 NewtonSchulzKernel = Literal["min", "fast", "torch"]
 LossKernel = Literal[
-    "bf16", "fp32", "chunked", "token-chunks", "fused-head", "in-place", "chunked-backward", "chunked-logits"
+    "bf16",
+    "fp32",
+    "chunked",
+    "token-chunks",
+    "fused-head",
+    "fused-linear",
+    "in-place",
+    "chunked-backward",
+    "chunked-logits",
 ]
-ElementwiseKernel = Literal["composite", "fused"]
-RotaryKernel = Literal["composite", "fused", "complex", "pairs"]
+ElementwiseKernel = Literal["composite", "fused", "in-place"]
+RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]
+AdapterKernel = Literal["composite", "fused"]
 
 
 Feature = Literal[
@@ -38,19 +47,22 @@ class KernelProfile:
             attention written out in Python, with an additive mask; ``auto`` leaves the backend to torch, which is flash
             until a card, a dtype and widths of heads say otherwise.
         norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
-            chain of Python operations in fp32, which saves a copy in fp32 besides.
+            chain of Python operations in fp32, which saves a copy in fp32 besides; ``in-place`` is fused, and
+            writes the gradient of its input over that of its result.
         rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
-            for complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number.
+            for complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number;
+            ``in-place`` is one kernel that turns what it is given.
         activation: ``composite`` keeps activation and product apart; ``fused`` is one kernel
-            for SwiGLU or GeGLU, which keeps only its inputs.
+            for SwiGLU or GeGLU, which keeps only its inputs; ``in-place`` writes their gradients over them.
         optimizer: How AdamW with fp32 or bf16 states steps.
         newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
             ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
-            own; ``fused-head`` multiplies by the head inside the loss and never has whole logits; ``in-place`` works
-            in the fp32 copy.
+            own; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
+            ``fused-linear``, which forms gradients in forward; ``in-place`` works in the fp32 copy.
         loss_chunks: Chunks of a chunked loss.
+        adapters: ``fused`` is one function for a projection, or several of one input, and its adapter.
     """
 
     attention: AttentionKernel = "flash"
@@ -61,6 +73,7 @@ class KernelProfile:
     newton_schulz: NewtonSchulzKernel = "min"
     loss: LossKernel = "bf16"
     loss_chunks: int = 8
+    adapters: AdapterKernel = "composite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,7 @@ class Kernels:
     newton_schulz: NewtonSchulzKernel | None = None
     loss: LossKernel | None = None
     loss_chunks: int | None = None
+    adapters: AdapterKernel | None = None
 
     def over(self, own: KernelProfile) -> KernelProfile:
         """Return a stack's own choices with these put in."""

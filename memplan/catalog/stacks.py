@@ -14,7 +14,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
-KbitFloats = Literal["as-is", "fp32"]
+KbitFloats = Literal["as-is", "fp32", "fp32-but-ends"]
 Level = Literal["traced", "read"]
 ModelCode = Literal["own", "transformers", "torchtune"]
 
@@ -162,17 +162,20 @@ class Stack:
             hidden matrices, or the compute dtype where those are codes.
         adapter_dtype_quantised: The same on quantised weights.
         projections: How projections of codes and with adapters run.
-        kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms.
+        kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms;
+            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32.
         checkpointing: How it checkpoints activations.
         models: How it builds models.
         rotary_tables: What its models keep of cosines and sines.
         loop: What its loop keeps alive.
         batch: Tensors of a micro-batch on the device.
-        input_gradients: Whether a frozen embedding's output is made to need a gradient where activations are checkpointed.
+        input_gradients: When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``.
         clip_gradients: Whether it clips where a config does not say.
         not_modelled: What else it does that the formula does not follow, a job of it being refused then.
         keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
         values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
+        full_floats: What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts
+            them, but where attention is a library's flash kernel.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -196,7 +199,7 @@ class Stack:
     rotary_tables: RotaryTables
     loop: Loop
     batch: tuple[BatchTensor, ...]
-    input_gradients: bool
+    input_gradients: Literal["never", "checkpointed", "always"]
     clip_gradients: bool
     not_modelled: tuple[str, ...]
     keys: Mapping[str, str]
@@ -204,6 +207,7 @@ class Stack:
     sources: tuple[Source, ...]
     history: tuple[OlderVersions, ...] = ()
     aliases: tuple[str, ...] = ()
+    full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     name: str = ""
     version: str = ""
 

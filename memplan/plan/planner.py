@@ -116,6 +116,18 @@ def _refuse_dora_under_autocast(setup: TrainingSetup) -> None:
         )
 
 
+def _refuse_fused_adapters(setup: TrainingSetup) -> None:
+    """Raise for adapters fused with projections beyond what the tape has of them."""
+    adapter = setup.config.adapter
+    if adapter is None or setup.profile.adapters != "fused":
+        return
+    if adapter.kind == "dora" or setup.residual_bytes != setup.compute_bytes:
+        what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.adapters: fused with {what}, as {setup.stack.name} runs it, is not modelled; use composite"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """The closed forms of a step within one regime of batch and length.
@@ -147,6 +159,7 @@ class CompiledPlan:
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
         _refuse_dora_under_autocast(setup)
+        _refuse_fused_adapters(setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}

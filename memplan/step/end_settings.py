@@ -72,8 +72,14 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         loss=setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",
-        input_gradients=setup.stack.input_gradients and setup.checkpointing != "none",
+        input_gradients=_input_gradients(setup),
     )
+
+
+def _input_gradients(setup: TrainingSetup) -> bool:
+    """Tell whether the output of a frozen embedding is made to need a gradient."""
+    rule = setup.stack.input_gradients
+    return rule == "always" or (rule == "checkpointed" and setup.checkpointing != "none")
 
 
 def head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:

@@ -132,6 +132,13 @@ def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
 
 
+def _saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether the first layer saves what it is given, and that is the embedding's output itself."""
+    first = taped.layer_of(0)
+    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    return not taped.embedding.tape.nodes and (inputs.setup.checkpointing != "none" or saved)
+
+
 def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient."""
     return embedded_leaf(inputs, taped) * 2 if inputs.setup.stack.loop.holds else ZERO
@@ -233,7 +240,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     played = taped.played(mode, inputs.recomputation)
     masks = attention_masks(inputs.spec, inputs.setup)
     leaf = embedded_leaf(inputs, taped)
-    apart = leaf if taped.embedding.tape.nodes else ZERO  # else it is the first layer's input
+    apart = ZERO if _saves_leaf(inputs, taped) else leaf
     yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), (apart, masks))
     base += apart
     kept = ZERO if inputs.setup.checkpointing == "none" else attention_masks(inputs.spec, inputs.setup, kept=True)

@@ -94,14 +94,27 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         ones; a projection's bias goes back to the compute dtype at its first product (bitsandbytes/nn/modules.py).
     """
     if not beside_codes(config, names["hidden_matrix"]):
-        return dict(names)
+        return _full_formats(config, stack, names)
     if stack.model_code != "own" and "expert_matrix" not in config.weights:
         names = {**names, "expert_matrix": names["embedding"]}
-    if stack.kbit_floats != "fp32":
+    if stack.kbit_floats == "as-is":
         return dict(names)
+    if stack.kbit_floats == "fp32-but-ends":
+        fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
+        wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))
+        return {role: "fp32" if role in wide and name in FLOATS else name for role, name in names.items()}
     cast = {role: "fp32" if name in FLOATS else name for role, name in names.items()}
     cast["bias"] = config.compute_dtype
     return cast
+
+
+def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
+    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained."""
+    flash = (config.kernels.attention or stack.kernels.attention) == "flash"
+    if stack.full_floats == "as-is" or config.adapter is not None or flash:
+        return dict(names)
+    ends = ("embedding", "head", "norm")
+    return {role: "fp32" if role in ends and name in FLOATS else name for role, name in names.items()}
 
 
 def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -27,18 +28,19 @@ def main() -> int:
     parser.add_argument("stack", choices=sorted(listed))
     parser.add_argument("--folder", type=Path, default=ROOT / ".stacks", help="where environments are made")
     options, rest = parser.parse_known_args()
-    python = environment(options.folder / options.stack, listed[options.stack]["packages"])
+    python = environment(options.folder / options.stack, **listed[options.stack])
     command = [str(python), "-W", "ignore", "-m", "memplan.lab.stack_survey", "--stack", options.stack, *rest]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
 
 
-def environment(folder: Path, packages: list[str]) -> Path:
+def environment(folder: Path, packages: list[str], without_dependencies: Sequence[str] = ()) -> Path:
     """Return the interpreter of an environment with these packages, made once."""
     python, done = folder / "bin" / "python", folder / "installed"
-    wanted = "\n".join((*packages, *OWN))
+    wanted = "\n".join((*packages, *without_dependencies, *OWN))
     if not (done.is_file() and done.read_text(encoding="utf-8") == wanted):
         venv.create(folder, with_pip=True)
-        for group in (*([package] for package in packages), list(OWN)):
+        alone = [["--no-deps", package] for package in without_dependencies]
+        for group in (*([package] for package in packages), *alone, list(OWN)):
             subprocess.run([str(python), "-m", "pip", "install", "-q", *group], check=True)
         done.write_text(wanted, encoding="utf-8")
     return python

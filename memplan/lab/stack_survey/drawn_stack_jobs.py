@@ -22,6 +22,8 @@ from memplan.training.resolved import TrainingSetup
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
+LLAMA_LIKE = ("axolotl",)
+"""Stacks whose own code takes models that are built like Llama."""
 CARDS = ("7.5", "8.0", "8.6", "8.9", "9.0")
 """Compute capabilities of cards that attention is chosen for."""
 
@@ -34,6 +36,9 @@ ATTENTION_ONLY = {
     "deepseek_v3": ("kv_b_proj", "o_proj"),
 }
 """Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
+
+SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+"""Families with projections of query, key and value of their own, and a gated feed-forward part."""
 
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
@@ -88,8 +93,11 @@ class StackJob:
 def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS) -> StackJob:
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
     rng = Random(f"memplan stacks {seed} {number}")
+    stack = rng.choice(stacks) if set(stacks) <= set(LLAMA_LIKE) else ""
     values = model_values(rng, catalog)
-    stack = rng.choice(stacks)
+    while stack in LLAMA_LIKE and values["model_type"] not in SPLIT_PROJECTIONS:
+        values = model_values(rng, catalog)
+    stack = stack or rng.choice(stacks)
     if stack in OWN_MODELS:
         return StackJob(Job(*OWN_MODELS[stack](rng)), OWN_CARD, reentrant=False)
     training = {"description": "drawn at random", "stack": stack, **_weights(rng)}

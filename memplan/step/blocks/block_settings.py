@@ -74,7 +74,14 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
     return BlockSettings(
         names=spec.names,
         hidden_size=spec.hidden_size,
-        profile=replace(profile, attention=own.attention, norm=own.norm, rotary=own.rotary, activation=own.activation),
+        profile=replace(
+            profile,
+            attention=own.attention,
+            norm=own.norm,
+            rotary=own.rotary,
+            activation=own.activation,
+            adapters=own.adapters,
+        ),
         compute_bytes=setup.compute_bytes,
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,

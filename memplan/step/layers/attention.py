@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended, goes_by_steps
@@ -34,7 +35,10 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             with builder.tape.alive(out):
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             with builder.tape.alive(out):
-                return linear(builder, out, f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size)
+                name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
+                if fuses(builder, (name,)):
+                    return fused_linears(builder, out, ((name, hidden),))[0]
+                return linear(builder, out, name, hidden)
 
 
 def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
@@ -52,6 +56,10 @@ def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
                     key = builder.copied(key)
                     with tape.alive(key):
                         return query, key, builder.copied(value)
+        return query, key, value
+    projections = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
+    if fuses(builder, projections):
+        query, key, value = fused_linears(builder, x, list(zip(projections, sizes, strict=True)))
         return query, key, value
     query = linear(builder, x, f"{prefix}.{names.query}", sizes[0])
     with tape.alive(query):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.builder import Builder, promoted
+from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
 from memplan.step.blocks.projections import linear
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
@@ -21,6 +22,8 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
             with tape.alive(both):
                 hidden = gated(builder, gate, up)
                 return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+        elif fuses(builder, mlp_names(builder, prefix)):
+            return fused_mlp(builder, x, prefix, inner)
         elif builder.profile.activation == "fused":
             gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
             with tape.alive(gate):

@@ -25,6 +25,7 @@ PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
     "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
     "trl": "memplan.trace.stacks.huggingface.sft_loop",
+    "axolotl": "memplan.trace.stacks.huggingface.axolotl_loop",
     "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
 }

@@ -47,7 +47,7 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
         CannotAnswerError: Weights of different roles have different dtypes, which no loading makes.
     """
     names = {setup.format_names[role] for role in ("embedding", "head", "norm", "bias", "router")}
-    if setup.kbit_floats:
+    if setup.kbit_floats or setup.stack.full_floats != "as-is":
         names = {setup.loaded_float}
     if not quantises(setup):
         names |= {setup.format_names[role] for role in ("hidden_matrix", "expert_matrix")}

@@ -1,0 +1,148 @@
+"""Projections with adapters as one function of autograd: query, key and value together, a whole gated part, or one alone.
+
+Each product with a base weight is followed by its adapter's, which is added in place; the function saves its input and
+16-bit copies of the adapters, and its backward forms all their gradients before it decodes base weights one by one.
+
+Source:
+    ``matmul_lora``, ``LoRA_QKV``, ``LoRA_MLP`` and ``LoRA_O`` in axolotl/kernels/lora.py, ``dequantize`` in quantize.py
+    (0.19.0), which follow unsloth/kernels/fast_lora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_operations import NEW, Sizes, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+
+PARTS = ("lora_A", "lora_B")
+
+
+def fuses(builder: Builder, names: Sequence[str]) -> bool:
+    """Tell whether the projections of these names run as one function: where each has an adapter."""
+    fused = builder.profile.adapters == "fused"
+    return fused and all(f"{name}.lora_A.weight" in builder.weights for name in names)
+
+
+def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) -> list[Value]:
+    """Return several projections of ``x``.
+
+    Args:
+        builder: Writes on the tape.
+        x: What all of them are given.
+        sizes: Name and width of each.
+    """
+    tape, names = builder.tape, [name for name, _ in sizes]
+    with tape.alive(x):
+        dropped = builder.dropped(x, builder.settings.adapter_dropout)
+        outs: list[Value] = []
+        for name, rows in sizes:
+            with tape.alive(dropped, *outs):
+                outs.append(_product(builder, x, dropped, name, rows))
+        with tape.alive(dropped, *outs):
+            saves = [x, dropped, *_copies(builder, names)]
+        workspace = [(x.quantity, _gradient_ranks(builder, names)), _decoded(builder, names)]
+        _function(
+            builder,
+            f"adapted {' '.join(n.rsplit('.', 1)[-1] for n in names)}",
+            (x, dropped),
+            outs,
+            saves,
+            names,
+            workspace,
+        )
+        return outs
+
+
+def fused_mlp(builder: Builder, x: Value, prefix: str, inner: int) -> Value:
+    """Return what a gated feed-forward part adds to the residual stream; backward overwrites what it saved of the gate."""
+    tape, settings = builder.tape, builder.settings
+    gate_name, up_name, down_name = mlp_names(builder, prefix)
+    names = (gate_name, up_name, down_name)
+    with tape.alive(x):
+        dropped = builder.dropped(x, settings.adapter_dropout)
+        with tape.alive(dropped):
+            gate = _product(builder, x, dropped, gate_name, inner)
+            with tape.alive(gate):
+                up = _product(builder, x, dropped, up_name, inner)
+                with tape.alive(up):
+                    hidden = tape.make("gated activation", builder.fresh(up), gate, up)
+                    with tape.alive(hidden):
+                        out = _product(builder, hidden, hidden, down_name, settings.hidden_size)
+                        with tape.alive(out):
+                            saves = [x, dropped, gate, up, *_copies(builder, names)]
+        # The gradient of the product, which the activation's backward works in.
+        workspace = [(x.quantity, up.coefficient + _gradient_ranks(builder, names)), _decoded(builder, names)]
+        _function(builder, "adapted feed-forward part", (x, dropped), [out], saves, names, workspace)
+        return out
+
+
+def mlp_names(builder: Builder, prefix: str) -> tuple[str, str, str]:
+    """Return the names of a gated part's projections."""
+    names = builder.settings.names
+    return f"{prefix}.{names.gate}", f"{prefix}.{names.up}", f"{prefix}.{names.down}"
+
+
+def _product(builder: Builder, x: Value, dropped: Value, name: str, rows: int) -> Value:
+    """Return a projection, to which the adapter's part is added in place."""
+    tape, weight = builder.tape, builder.weight(f"{name}.weight")
+    decoded: list[Value] = []
+    if weight.coded:
+        scratch = [(ONE, weight.scales_bytes)] if weight.scales_bytes else []
+        decoded = [tape.make("decode", builder.constant(weight.copy_bytes, 1), scratch=scratch)]
+    out = tape.make(f"linear {name}", tape.value(x.quantity, rows, builder.compute), x, *decoded, product=True)
+    copies = _copies(builder, (name,))
+    down = builder.weight(f"{name}.lora_A.weight")
+    low = tape.value(x.quantity, down.rows, builder.compute)
+    tape.make(f"linear {name}.lora_A", low, dropped, *copies, out, product=True)
+    return out
+
+
+def _copies(builder: Builder, names: Sequence[str]) -> list[Value]:
+    """Return copies of adapters in the dtype of products; none where they have it."""
+    weights = [builder.weight(f"{name}.{part}.weight") for name in names for part in PARTS]
+    wide = [weight for weight in weights if weight.element_bytes != builder.compute or weight.foreign]
+    copies: list[Value] = []
+    for weight in wide:
+        with builder.tape.alive(*copies):
+            copies.append(
+                builder.tape.make("cast adapter", builder.constant(weight.rows * weight.columns, builder.compute))
+            )
+    return copies
+
+
+def _gradient_ranks(builder: Builder, names: Sequence[str]) -> int:
+    """Return the bytes, for each token, of gradients multiplied by ``lora_B``, which backward has names for."""
+    return sum(builder.weight(f"{name}.lora_A.weight").rows * builder.compute for name in names)
+
+
+def _decoded(builder: Builder, names: Sequence[str]) -> tuple[Quantity, int]:
+    """Return what the largest base weight takes while backward multiplies by it; floats are read as they are."""
+    weights = [builder.weight(f"{name}.weight") for name in names]
+    return ONE, max((w.copy_bytes + w.scales_bytes if w.coded else 0) for w in weights)
+
+
+def _function(
+    builder: Builder,
+    title: str,
+    given: tuple[Value, Value],
+    outs: Sequence[Value],
+    saves: Sequence[Value],
+    names: Sequence[str],
+    workspace: Sizes,
+) -> None:
+    """Record the function: gradients of its inputs and of all adapters are there when base weights are decoded."""
+    x, dropped = given
+    reads = [(x, NEW), *([(dropped, NEW)] if dropped is not x else [])]
+    adapters = [_narrow(builder, builder.weight(f"{name}.{part}.weight")) for name in names for part in PARTS]
+    traits = Traits(packs=True, workspace=workspace, custom=True)
+    builder.tape.apply(title, reads, outs, list(dict.fromkeys(saves)), adapters, traits)
+
+
+def _narrow(builder: Builder, weight: Weight) -> Weight:
+    """Return an adapter's matrix, whose gradient is formed in the dtype of products and cast when all are formed."""
+    size = weight.rows * weight.columns * builder.compute
+    return weight if size == weight.own_bytes else replace(weight, formed_bytes=size, copy_bytes=size, copy_saved=True)

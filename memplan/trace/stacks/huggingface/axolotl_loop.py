@@ -1,0 +1,141 @@
+"""axolotl's model on Trainer's loop: its dtypes, and its own functions for projections with adapters.
+
+Those functions are axolotl's; the kernels that they launch on a card (Triton's for the activation, bitsandbytes' for decoding
+4 bits) are stood in for by what they allocate.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.huggingface.adapted_model import with_adapters
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantises
+from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
+from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+
+PACKAGES = ("axolotl", "transformers", "peft", "accelerate", "bitsandbytes", "triton")
+EMBEDDINGS = ("embed_tokens", "lm_head")
+"""What its loader calls embedding modules; gpt_neox has ``embed_in`` and ``embed_out``."""
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run Trainer on the model as axolotl's loader leaves it."""
+    setup = inputs.setup
+    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
+        model = loaded_model(inputs)
+        if setup.config.adapter is None and setup.format_names["norm"] != setup.loaded_float:
+            _cast_ends(model, torch.float32)
+        if setup.config.adapter is not None:
+            model = _adapted(model, inputs)
+            if setup.profile.adapters == "fused":
+                _with_functions(model, patches)
+        arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
+        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(setup))
+        return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
+
+
+def _adapted(model: Any, inputs: StackInputs) -> Any:
+    """Return the model with adapters: cast to fp32 and back as ``_configure_embedding_dtypes`` does (loaders/model.py)."""
+    setup = inputs.setup
+    if quantises(setup):
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        _cast_ends(model, TORCH_DTYPES[setup.config.compute_dtype])
+    model.enable_input_require_grads()
+    return with_adapters(model, inputs)
+
+
+def _cast_ends(model: Any, dtype: torch.dtype) -> None:
+    """Cast norms and embeddings as ``_convert_embedding_modules_dtype`` does (loaders/model.py)."""
+    for name, module in model.named_modules():
+        if "norm" in name or (any(part in name for part in EMBEDDINGS) and hasattr(module, "weight")):
+            module.to(dtype)
+
+
+def _with_functions(model: Any, patches: ModuleType) -> None:
+    """Put axolotl's functions in the place of PEFT's layers, as its patch manager does."""
+    kernels: Any = patches
+    attention = type(_layers(model)[0].self_attn)
+    saved = {name: attention.__dict__.get(name) for name in ("forward", "_original_forward")}
+    kernels.get_attention_cls_from_config = lambda _: attention
+    try:
+        kernels.patch_self_attn_lora(SimpleNamespace())
+        options = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), True)
+        empty = dict.fromkeys(("use_scattermoe", "use_sonicmoe", "lora_embedding_kernel"))
+        kernels.apply_lora_kernel_patches(model, SimpleNamespace(**options, **empty))
+    except AssertionError as error:
+        raise CannotAnswerError(f"axolotl cannot fuse the adapters of {attention.__name__}: {error}") from None
+    for layer in _layers(model):  # the class goes back to what it was, its objects keep the patched function
+        layer.self_attn.forward = attention.forward.__get__(layer.self_attn)
+    for name, value in saved.items():
+        if value is None:
+            delattr(attention, name)
+        else:
+            setattr(attention, name, value)
+
+
+def _layers(model: Any) -> Any:
+    return model.model.model.layers
+
+
+@contextmanager
+def _axolotl() -> Iterator[ModuleType]:
+    """Import axolotl's patches without the callbacks beside them, and let its kernels run without memory."""
+    name = "axolotl.utils.callbacks"
+    spec = find_spec("axolotl")
+    if spec is None or spec.submodule_search_locations is None:
+        raise CannotAnswerError("tracing stack axolotl needs axolotl")
+    package = ModuleType(name)
+    package.__path__ = [str(Path(spec.submodule_search_locations[0]) / "utils" / "callbacks")]
+    sys.modules.setdefault(name, package)
+    patches = import_module("axolotl.monkeypatch.lora_kernels")
+    lora, quantize = (import_module(f"axolotl.kernels.{part}") for part in ("lora", "quantize"))
+    stands: list[tuple[Any, str, Any]] = [
+        (quantize, "_ctypes_nf4_dequant", _decoded),
+        *((lora, f"{kind}_forward", lambda _, up: torch.empty_like(up)) for kind in ("swiglu", "geglu")),
+        *((lora, f"{kind}_backward", lambda *given: given) for kind in ("swiglu", "geglu")),  # in place
+    ]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
+    original = patches.__dict__["get_attention_cls_from_config"]
+    try:
+        for owner, key, stand in stands:
+            setattr(owner, key, stand)
+        yield patches
+    finally:
+        patches.__dict__["get_attention_cls_from_config"] = original
+        for owner, key, value in saved:
+            setattr(owner, key, value)
+
+
+def _decoded(
+    codes: Tensor,
+    absmax: Tensor,
+    _code: Tensor,
+    _scales: Tensor,
+    offset: Tensor,
+    _size: int,
+    _second: int,
+    shape: Any,
+    dtype: Any,
+) -> Tensor:
+    """Return what ``_ctypes_nf4_dequant`` allocates: the weight, and its scales in fp32 meanwhile."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=codes.device)
+    scales = torch.empty(absmax.numel(), dtype=torch.float32, device=codes.device)
+    scales += offset
+    return out.t() if codes.shape[0] == 1 else out
