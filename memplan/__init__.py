@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from memplan.library.answers.config_rows import Fit as Fit
     from memplan.library.answers.config_rows import compare as compare
     from memplan.library.answers.config_rows import fit as fit
-    from memplan.library.answers.planned_job import Components as Components
     from memplan.library.answers.planned_job import Job as Job
     from memplan.library.answers.planned_job import Plan as Plan
     from memplan.library.answers.planned_job import job as job
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from memplan.library.answers.traced_step import Traced as Traced
     from memplan.library.answers.traced_step import TraceOptions as TraceOptions
     from memplan.library.answers.traced_step import trace as trace
+    from memplan.library.component_values import Components as Components
     from memplan.library.job_options import JobOptions as JobOptions
     from memplan.library.lookup import Shapes as Shapes
     from memplan.library.runs.failed_run import Why as Why
@@ -82,7 +82,7 @@ _MODULES: dict[str, str] = {
     "fit": f"{_ANSWERS}.config_rows",
     "Replay": "memplan.library.runs.history_replay",
     "replay": "memplan.library.runs.history_replay",
-    "Components": f"{_ANSWERS}.planned_job",
+    "Components": "memplan.library.component_values",
     "Job": f"{_ANSWERS}.planned_job",
     "Plan": f"{_ANSWERS}.planned_job",
     "job": f"{_ANSWERS}.planned_job",

@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "recommend": "commands.recommend",
     "explain": "commands.explain",
     "why": "commands.explain",
+    "report": "page_commands.html_report",
     "trace": "torch_commands.trace",
     "validate": "torch_commands.validate",
     "check": "commands.check",

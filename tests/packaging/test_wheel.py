@@ -73,7 +73,10 @@ def test_wheel_holds_nothing_else(wheel):
     tops = {name.split("/")[0] for name in _names(wheel)}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"memplan"}
     kinds = {Path(name).suffix for name in _names(wheel) if name.startswith("memplan/")}
-    assert kinds <= {".py", ".typed", ".yaml", ".json", ".md", ".svg"}
+    assert kinds <= {".py", ".typed", ".yaml", ".json", ".md", ".svg", ".css", ".js", ""}
+    assert {name for name in _names(wheel) if name.startswith("memplan/") and not Path(name).suffix} == {
+        "memplan/report/page/assets/uplot/LICENSE"
+    }
 
 
 def test_wheel_holds_the_licence_and_the_command(wheel):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import memplan
-from memplan.library.answers.trace_picture import traced_timeline
+from memplan.library.answers.trace_answer import traced_timeline
 from memplan.trace.recording.timeline import timeline_json
 from memplan.trace.tracer import trace_training
 

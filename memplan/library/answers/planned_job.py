@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.entries import Kind
 from memplan.catalog.training_config import MAXIMUM_TOKENS
-from memplan.errors import InvalidFileError, escaped, unknown_name
+from memplan.errors import InvalidFileError, escaped
 from memplan.library.answers.answer import Answer
+from memplan.library.component_values import Components
 from memplan.library.job_options import LIMITS, JobOptions, ModelGiven, job_inputs, number_problems
 from memplan.library.lookup import find_device
-from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve import simulation
@@ -25,65 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from memplan.plan.reserve.step_timeline import Timeline
+    from memplan.plan.suggested.what_if import WhatIf
     from memplan.report.canvas import Canvas
-
-
-class ComponentBytes(int):
-    """The bytes of a component, and how they come about.
-
-    Attributes:
-        name: What the component is called, in every answer.
-        formula: How the bytes come about, in symbols.
-        values: What the symbols stand for.
-        source: Who says so.
-        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
-    """
-
-    name: str
-    formula: str
-    values: Mapping[str, int | str]
-    source: str
-    kind: Kind
-
-    def __new__(cls, line: Component) -> ComponentBytes:
-        """Return the bytes of a line of the sum."""
-        self = super().__new__(cls, line.bytes)
-        self.name, self.formula, self.values = line.name, line.formula, line.values
-        self.source, self.kind = line.source, line.kind
-        return self
-
-    def __reduce__(self) -> tuple[type[ComponentBytes], tuple[Component]]:
-        """Return what a copy is made from."""
-        line = Component(self.name, int(self), self.formula, self.values, self.source, self.kind)
-        return ComponentBytes, (line,)
-
-
-class Components(Mapping[str, ComponentBytes]):
-    """Bytes by component; they add up to the expected bytes. A component that a job has none of has 0 bytes."""
-
-    def __init__(self, lines: Mapping[str, Component]) -> None:
-        self._sizes = {
-            name: ComponentBytes(lines.get(name) or Component(name, 0, "0", {}, "not part of this job", "exact"))
-            for name in COMPONENTS
-        }
-
-    def __getitem__(self, name: str) -> ComponentBytes:
-        try:
-            return self._sizes[name]
-        except KeyError:
-            raise unknown_name("component", str(name), COMPONENTS) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sizes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sizes)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __repr__(self) -> str:
-        return f"Components({', '.join(f'{name}={int(size)}' for name, size in self._sizes.items() if size)})"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -168,10 +109,11 @@ class Plan(Answer):
     @property
     def suggestions(self) -> tuple[Suggestion, ...]:
         """What to change where the job does not fit, those that make it fit first; none where it fits."""
-        return self._advised.suggestions
+        return self.advised.suggestions
 
     @cached_property
-    def _advised(self) -> MemoryPlan:
+    def advised(self) -> MemoryPlan:
+        """The whole plan with its suggestions."""
         if self.verdict == "fits":
             return self.memory
         from memplan.plan.suggested.suggestions import with_suggestions
@@ -181,18 +123,18 @@ class Plan(Answer):
     @property
     def sentence(self) -> str:
         """The answer in one sentence, with the cheapest change that makes the job fit."""
-        return answer(self._advised)
+        return answer(self.advised)
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan fit --config``."""
-        document = plan_document(self._advised, self.catalog.hash if full else "", unit, strict)
+        document = plan_document(self.advised, self.catalog.hash if full else "", unit, strict)
         return replace(document, screen=lambda canvas: self._screen(canvas, unit))
 
     def _screen(self, canvas: Canvas, unit: str) -> tuple[Block, ...]:
         from memplan.report.screens.plan_screen import plan_screen
         from memplan.solver.largest_per_device import room_left
 
-        return plan_screen(self._advised, canvas, unit, room_left(self.memory) if self.verdict == "fits" else {})
+        return plan_screen(self.advised, canvas, unit, room_left(self.memory) if self.verdict == "fits" else {})
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -206,6 +148,23 @@ class Plan(Answer):
         from memplan.report.pictures.step_figure import plan_figure
 
         return plan_figure(self.memory, self.timeline)
+
+    @cached_property
+    def what_if(self) -> tuple[WhatIf, ...]:
+        """What one change at a time would do, with a share as the allocator's reserve on both sides."""
+        from memplan.plan.suggested.what_if import what_if
+
+        return what_if(self.memory, self.catalog)
+
+    def html(self, command: str = "") -> str:
+        """Return the answer of ``memplan report``: one HTML file, which loads nothing.
+
+        Args:
+            command: A command line that asks the same, to be shown.
+        """
+        from memplan.library.answers.plan_page import report_page
+
+        return report_page(self, command)
 
     def explanation(self, unit: str = "") -> Document:
         """Return the answer of ``memplan explain``: every formula with its values put in, and its source."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,17 @@ import memplan
 from memplan.plan.allowances import library_workspace_bytes
 from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.reserve.step_timeline import COLUMNS, STACKED, Timeline, fullest_columns
 from memplan.report.document import Block, Document, Table
+from memplan.report.pictures.step_figure import Limits, step_figure
 from memplan.report.stack_words import stack_data, stack_words
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from memplan.allocator.results import AllocatorResult
     from memplan.trace.recording.trace_result import Trace, TracedStorage
 
@@ -252,3 +256,26 @@ def _tensor_data(tensor: TracedStorage) -> dict[str, Any]:
 def model_line(line: str) -> str:
     """Return a line of the model's code; what was made before the model ran, by memplan itself, has none."""
     return "" if line.startswith(OWN_CODE) else line
+
+
+# ------------------------------------------------------------------ the picture
+def traced_figure(step: TracedStep) -> Figure:
+    """Return what is alive over a traced step, by component, with what its GPU has where one was named."""
+    trace, device = step.trace, step.device
+    lines = {"segments, and context": step.replayed.reserved_peak_bytes + step.context_bytes}
+    if device is not None:
+        lines["usable"] = device.usable_bytes(step.setup.reserve_bytes)
+    title = f"{step.title}, {step.setup.name}, traced{f' for {device.name}' if device else ''}"
+    return step_figure(traced_timeline(trace), title, trace.peak_instant, Limits(step.context_bytes, lines))
+
+
+def traced_timeline(trace: Trace) -> Timeline:
+    """Return what is alive over the reported step of a trace."""
+    return fullest_columns(STACKED, _moments(trace), COLUMNS, len(trace.events) - trace.steady_from)
+
+
+def _moments(trace: Trace) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield what the step does and the bytes of each component, after each event; layers are one phase."""
+    for index, totals in trace.curve():
+        name = trace.events[index].instant
+        yield ("layers backward" if name.startswith("layer ") else name), list(totals.values())

@@ -109,7 +109,7 @@ class Traced(Answer):
 
     def figure(self) -> Figure:
         """Return memory over the step by component, with what the GPU has where one was named."""
-        from memplan.library.answers.trace_picture import traced_figure
+        from memplan.library.answers.trace_answer import traced_figure
 
         return traced_figure(self.step)
 

@@ -1,0 +1,1 @@
+"""Commands whose answer is a page."""

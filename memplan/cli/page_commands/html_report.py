@@ -1,0 +1,46 @@
+"""``memplan report``: the whole answer as one HTML file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from shlex import join
+from typing import Annotated
+
+import memplan
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions
+from memplan.cli.output import deliver
+from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.documents.writing import say
+from memplan.report.plans.plan_answer import exit_code
+
+
+@command(example="memplan report llama-8b --gpu rtx4090 --qlora -o report.html")
+def report_command(
+    model: ModelOptions,
+    device: DeviceOptions,
+    training: TrainingOptions,
+    verdict: VerdictOptions,
+    output: Annotated[OutputOptions, without("as_json", "form", "units")],
+) -> int:
+    """The whole answer as one HTML file: the step to hover and zoom, components, what-ifs, formulas, sources.
+
+    It loads nothing from anywhere, is light or dark as its reader is, and prints. Without --config: bf16-adamw.
+    Without -o it goes to standard output.
+    """
+    plan = memplan.plan(model.model, **job_options(output, training, model, device))
+    deliver(plan.html(join(["memplan", "fit", *_asked(sys.argv[2:])])), output.file)
+    if output.file is not None and not output.quiet:
+        say(plan.sentence)
+    return exit_code(plan.memory, verdict.strict)
+
+
+def _asked(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of the same question to ``memplan fit``, which prints its answer."""
+    skipped = False
+    for argument in arguments:
+        if skipped or argument in ("-o", "--output", "-q", "--quiet"):
+            skipped = not skipped and argument in ("-o", "--output")
+        elif not argument.startswith(("--output=", "-o")):
+            yield argument
