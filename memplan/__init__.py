@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from memplan.library.runs.failed_run import why as why
     from memplan.library.runs.history_replay import Replay as Replay
     from memplan.library.runs.history_replay import replay as replay
+    from memplan.library.trainers.imported_file import Imported as Imported
+    from memplan.library.trainers.imported_file import import_file as import_file
     from memplan.plan.memory_plan import Device as Device
     from memplan.plan.memory_plan import Suggestion as Suggestion
     from memplan.plan.memory_plan import Verdict as Verdict
@@ -99,6 +101,8 @@ _MODULES: dict[str, str] = {
     "why": "memplan.library.runs.failed_run",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",
+    "Imported": "memplan.library.trainers.imported_file",
+    "import_file": "memplan.library.trainers.imported_file",
     "Device": "memplan.plan.memory_plan",
     "Suggestion": "memplan.plan.memory_plan",
     "Verdict": "memplan.plan.memory_plan",

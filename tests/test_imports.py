@@ -16,7 +16,7 @@ ROOT = Path(memplan.__file__).parent
 FLOORS = [
     {"errors"},
     {"documents", "units"},
-    {"allocator", "catalog", "hardware", "host", "model"},
+    {"allocator", "catalog", "hardware", "host", "importer", "model"},
     {"muon", "training"},
     {"step"},
     {"plan", "trace"},

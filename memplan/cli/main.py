@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "report": "page_commands.html_report",
     "trace": "torch_commands.trace",
     "validate": "torch_commands.validate",
+    "import": "trainers.import_files",
     "check": "commands.check",
     "diff": "commands.check",
     "tables": "commands.tables",

@@ -1,0 +1,1 @@
+"""Commands about trainers' own files."""

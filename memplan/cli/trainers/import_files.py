@@ -1,0 +1,73 @@
+"""``memplan import``: what a trainer's own file says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+import memplan
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.output import emit
+from memplan.documents.opening import is_file, usable_path
+from memplan.documents.writing import say
+from memplan.errors import InvalidFileError
+
+_FILES = "Files"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """A trainer's file or a launch command, and what goes with it."""
+
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE | -- COMMAND",
+            help="A trainer's YAML, JSON, TOML or Python file; or, after --, a launch command.",
+            show_default=False,
+            rich_help_panel=_FILES,
+        ),
+    ] = None
+    beside: Annotated[
+        list[str] | None,
+        option(
+            _FILES, "--with", metavar="FILE", help="An accelerate YAML or DeepSpeed JSON that goes with it; repeatable."
+        ),
+    ] = None
+    gpus: Annotated[
+        int | None, option(_FILES, "--gpus", "-n", min=1, max=16_384, metavar="N", help="How many GPUs share the job.")
+    ] = None
+    trainer: Annotated[
+        str | None, option(_FILES, "--from", metavar="TRAINER", help="Whose file it is, where its keys do not tell.")
+    ] = None
+    version: Annotated[
+        str | None,
+        option(_FILES, "--trainer-version", metavar="V", help="That trainer's version; else the newest read."),
+    ] = None
+
+
+@command(example="memplan import axolotl.yaml --with ds_z3.json --gpus 8")
+def import_command(files: ImportOptions, output: Annotated[OutputOptions, without("units")]) -> int:
+    """What does my trainer's file say? What was used, assumed and refused of it, in memplan's keys.
+
+    Exit code 0: a job that can be planned, or a launcher's file; 2: no training job; 3: something is missing.
+    """
+    words = files.paths or []
+    if not words:
+        raise InvalidFileError(["no file given: name a trainer's file, or a command after --"])
+    one = len(words) == 1 and (" " not in words[0] or is_file(usable_path(words[0])))
+    answer = memplan.import_file(
+        words[0] if one else words,
+        beside=tuple(files.beside or ()),
+        gpus=files.gpus,
+        trainer=files.trainer,
+        trainer_version=files.version,
+        catalog=output.catalog(),
+    )
+    document = answer.document()
+    if document.exit_code:
+        say(document.data["answer"])
+    return emit(document, output)

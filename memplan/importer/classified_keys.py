@@ -1,0 +1,105 @@
+"""Every key of a source, sorted: understood, irrelevant, not modelled, or unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+from memplan.errors import match_hint
+from memplan.importer.conditions import is_on
+from memplan.importer.interpreter import ARITHMETIC, Reading, Refusal, UsedKey
+from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.trainer_mappings import Mapped
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownKey:
+    """A key that the trainer does not have, with the nearest that it has."""
+
+    key: str
+    source: str
+    line: int
+    nearest: str
+
+
+@dataclass(slots=True)
+class SortedKeys:
+    """Keys of all sources by what is made of them; those understood stand in the reading."""
+
+    irrelevant: list[str]
+    unknown: list[UnknownKey]
+
+
+def known_keys(mapped: Mapped) -> frozenset[str]:
+    """Return every key that a mapping's rules, references and lists name."""
+    return frozenset((*rule_keys(mapped), *mapped.not_modelled, *mapped.irrelevant, *mapped.aliases))
+
+
+def rule_keys(mapped: Mapped) -> frozenset[str]:
+    """Return every key that a mapping's rules and references look at."""
+    names: set[str] = {reference.key for reference in mapped.references}
+    for rule in (*mapped.rules, *mapped.joined):
+        key = rule.get("key", [])
+        names.update([key] if isinstance(key, str) else key)
+        names.update(rule.get("when", ()), rule.get("unless", ()))
+        names.update(
+            term for term in [term for name in ARITHMETIC for term in rule.get(name, ())] if isinstance(term, str)
+        )
+    return frozenset(name for name in names if not name.startswith("$"))
+
+
+def sort_keys(reading: Reading, keys: GivenKeys, mapped: Mapped, sorted_keys: SortedKeys) -> None:
+    """Sort the keys of one source, noting those that move memory and are not modelled as refused."""
+    _sort(reading, keys, keys.data, "", mapped, sorted_keys, frozenset(rule_keys(mapped)))
+
+
+def _sort(
+    reading: Reading,
+    keys: GivenKeys,
+    data: Mapping[str, Any],
+    prefix: str,
+    mapped: Mapped,
+    done: SortedKeys,
+    ruled: Iterable[str],
+) -> None:
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        below = f"{path}."
+        inner = any(name.startswith(below) for name in (*ruled, *mapped.not_modelled, *mapped.irrelevant))
+        refusal = _listed(path, mapped.not_modelled)
+        if isinstance(value, Mapping) and inner:
+            _sort(reading, keys, value, below, mapped, done, ruled)
+        elif refusal is not None:
+            _not_modelled(reading, keys, path, value, mapped.not_modelled[refusal])
+        elif path in ruled:
+            place = (keys.name, path)
+            reading.used.setdefault(place, UsedKey(path, keys.name, keys.line(path), value))
+        elif _listed(path, mapped.irrelevant) is not None:
+            done.irrelevant.append(path)
+        else:
+            nearest = match_hint(path, known_keys(mapped))
+            done.unknown.append(UnknownKey(path, keys.name, keys.line(path), nearest))
+
+
+def _not_modelled(reading: Reading, keys: GivenKeys, path: str, value: Any, why: str) -> None:
+    """Refuse a key that is switched on; one that is off is understood."""
+    if is_on(value):
+        if not any(refusal.key == path for refusal in reading.refusals):
+            reading.refusals.append(Refusal(path, keys.name, keys.line(path), value, why))
+    else:
+        reading.used.setdefault((keys.name, path), UsedKey(path, keys.name, keys.line(path), value, ["off"]))
+
+
+def _listed(path: str, names: Iterable[str]) -> str | None:
+    """Return the entry of a list that a key falls under: itself, or a pattern with ``*``."""
+    if path in names:
+        return path
+    return next((name for name in names if "*" in name and _fits(path, name)), None)
+
+
+@lru_cache(maxsize=4096)
+def _fits(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern)

@@ -1,0 +1,85 @@
+"""Conditions of a mapping: what keys have to be for a rule to hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from memplan.importer.sources.given_keys import MISSING
+
+Lookup = Callable[[str], Any]
+"""Name of a key, or of a result with a ``$`` in front -> its value, or :data:`MISSING`."""
+
+OFF = frozenset(("false", "none", "no", "off", "null", "0", "0.0", "", "[]", "{}", "disabled", "disable"))
+"""Words that switch a feature off in one trainer or another."""
+
+_COMPARED = re.compile(r"(<=|>=|<|>)\s*([0-9.]+)")
+
+
+def word(value: Any) -> str:
+    """Return a value as conditions and tables name it.
+
+    Example:
+        >>> word(True), word(" BF16 "), word(4.0), word(["full_shard", "auto_wrap"])
+        ('true', 'bf16', '4', 'full_shard auto_wrap')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list):
+        return " ".join(word(item) for item in value)
+    return str(value).strip().lower()
+
+
+def is_on(value: Any) -> bool:
+    """Tell whether a value switches something on."""
+    if value is MISSING or value is None:
+        return False
+    if isinstance(value, Mapping) and "enabled" in value:
+        return is_on(value["enabled"])
+    return bool(value) and word(value) not in OFF
+
+
+def holds(condition: Mapping[str, Any], lookup: Lookup) -> bool:
+    """Tell whether all parts of a condition hold; each part is one accepted value, or several of which one has to be.
+
+    ``given`` and ``absent`` ask whether there is a key at all, ``on`` and ``off`` whether it switches something on,
+    ``<``, ``>=`` and the like compare numbers and versions; anything else is a value, with ``*`` for any text.
+    """
+    return all(_matches(lookup(name), wanted) for name, wanted in condition.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return any(_matches(value, one) for one in wanted)
+    text = word(wanted)
+    if text in ("given", "absent"):
+        return (value is not MISSING) == (text == "given")
+    if text in ("on", "off") and not isinstance(wanted, bool):
+        return is_on(value) == (text == "on")
+    if value is MISSING:
+        return False
+    if compared := _COMPARED.fullmatch(text):
+        return _compare(value, compared[1], compared[2])
+    given = word(value)
+    return given == text or ("*" in text and fnmatchcase(given, text))
+
+
+def _compare(value: Any, sign: str, bound: str) -> bool:
+    try:
+        left, right = version_parts(word(value)), version_parts(bound)
+    except ValueError:
+        return False
+    return {"<": left < right, ">": left > right, "<=": left <= right, ">=": left >= right}[sign]
+
+
+def version_parts(text: str) -> tuple[int, ...]:
+    """Return a version or whole number as numbers that compare.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    return tuple(int(float(part)) if part else 0 for part in text.split("."))

@@ -1,0 +1,98 @@
+"""The last steps of an import: degrees of parallelism from the number of GPUs, and what is still missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memplan.importer.imported_job import GPUS, ImportedJob
+from memplan.importer.interpreter import DEFAULTED, STATED, Result
+
+DEGREES = ("tensor", "pipeline", "context")
+
+
+def finish(job: ImportedJob) -> ImportedJob:
+    """Return a job with its GPUs shared out, and with what it still needs."""
+    reading = job.reading
+    if job.role == "launcher":
+        reading.need("the trainer's file that this launches: give that file, and this one with --with")
+    if job.role != "job" or job.head.missing:
+        return job
+    _fill_in(job)
+    gpus = reading.inputs.get("gpus") or job.value("launcher.processes")
+    shards = _shards(job)
+    if gpus is None and shards:
+        reading.need(f"{GPUS}: {shards} are shared out among them")
+    elif gpus is None:
+        reading.results.setdefault(
+            "training.parallel.data",
+            Result(
+                1,
+                DEFAULTED,
+                "",
+                "",
+                "no file says how many GPUs; one",
+            ),
+        )
+    else:
+        _share_out(job, int(gpus))
+    if job.value("model.given") is None and not job.section("model"):
+        reading.need("the model: no key names it; give --model NAME|config.json")
+    for key in ("sequence_length", "micro_batch_size"):
+        if job.value(f"training.{key}") is None:
+            flag = "--sequence-length N" if key == "sequence_length" else "--micro-batch-size N"
+            reading.need(f"{flag}: no key says the {key.replace('_', ' ')}")
+    return job
+
+
+def _fill_in(job: ImportedJob) -> None:
+    """State what a training config says in other places than trainers do: the stack, and the format of hidden matrices."""
+    results = job.reading.results
+    weights = results.get("training.weights.default")
+    if weights is not None:
+        results.setdefault("training.weights.hidden_matrix", replace(weights, why=weights.why))
+    version = job.reading.inputs.get("version")
+    older = version if version and version != job.mapped.version else ""
+    if job.mapped.stack:
+        name = f"{job.mapped.stack}@{older}" if older else job.mapped.stack
+        results["training.stack"] = Result(name, STATED, "", "", job.head.title)
+
+
+def _shards(job: ImportedJob) -> str:
+    """Return what is shared out among GPUs, in words; nothing where every GPU is alike."""
+    stage = job.value("training.parallel.zero_stage") or 0
+    if job.value("let.unread") and "training.parallel.zero_stage" not in job.reading.results:
+        return f"the shards of {job.value('let.unread')}"
+    degrees = [name for name in DEGREES if (job.value(f"training.parallel.{name}") or 1) > 1]
+    if isinstance(stage, int) and stage > 0 and not job.value("training.parallel.data"):
+        return f"ZeRO stage {stage}'s shards"
+    return f"{' and '.join(degrees)} parallel parts" if degrees else ""
+
+
+def _share_out(job: ImportedJob, gpus: int) -> None:
+    """Set the data parallel degree that is left of so many GPUs, and accumulation that follows from it."""
+    results = job.reading.results
+    taken = 1
+    for name in DEGREES:
+        taken *= _whole(job.value(f"training.parallel.{name}"))
+    replicas = _whole(job.value("training.parallel.replicate"))
+    data = max(gpus // (taken * replicas), 1)
+    if taken * replicas > gpus or gpus % (taken * replicas):
+        job.reading.problems.append(
+            f"--gpus {gpus}: the file shares a job out over a multiple of {taken * replicas} GPUs"
+        )
+    stated = results.get("training.parallel.data")
+    if stated is None or stated.rank == DEFAULTED:
+        results["training.parallel.data"] = Result(data, STATED, "gpus", "", f"{gpus} GPUs")
+    world = data * replicas
+    total = job.value("let.global_batch_size")
+    rows = job.value("training.micro_batch_size")
+    if total and rows and "training.gradient_accumulation_steps" not in results:
+        steps = max(-(-int(total) // (int(rows) * world)), 1)
+        results["training.gradient_accumulation_steps"] = Result(
+            steps, STATED, "", "", f"{total} sequences a step, {rows} a micro-batch, on {world} data parallel GPUs"
+        )
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

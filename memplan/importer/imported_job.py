@@ -1,0 +1,294 @@
+"""A trainer's files joined into one job in memplan's keys: flags over the trainer's file over the launcher's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memplan.documents.opening import is_file, usable_path
+from memplan.errors import InvalidFileError, printable
+from memplan.importer.classified_keys import SortedKeys, sort_keys
+from memplan.importer.conditions import word
+from memplan.importer.interpreter import DEFAULTED, FLAGGED, LAUNCHED, STATED, Reading, Result, follow
+from memplan.importer.sources.argument_vectors import CommandLine, processes
+from memplan.importer.sources.file_sources import read_source
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.told_trainers import Told, betrayed_version, tell, with_new_names
+from memplan.importer.trainer_mappings import Mapped, Reference, TrainerHead, TrainerMappings
+
+Role = Literal["job", "launcher", "not_training"]
+
+GPUS = "--gpus N, the number of GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a file is read with.
+
+    Attributes:
+        mappings: The trainers' mappings.
+        gpus: GPUs that share the job, or None.
+        trainer: The trainer where the user names it.
+        version: Its version where the user names it.
+    """
+
+    mappings: TrainerMappings
+    gpus: int | None = None
+    trainer: str | None = None
+    version: str = ""
+
+
+@dataclass(slots=True)
+class ImportedJob:
+    """What was read of a trainer's files.
+
+    Attributes:
+        head: Whose file it is.
+        mapped: Its mapping.
+        version: The version that the answer is for.
+        role: What the file is.
+        kind: What a file is in words that is no training job.
+        reading: Results, used keys, refusals and needs.
+        keys: Irrelevant and unknown keys.
+        sources: The files, that of the job last.
+        renamed: Key -> the name that was given.
+    """
+
+    head: TrainerHead
+    mapped: Mapped
+    version: str
+    role: Role
+    kind: str
+    reading: Reading
+    keys: SortedKeys
+    sources: tuple[GivenKeys, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return the results below a name, nested."""
+        nested: dict[str, Any] = {}
+        for full, result in self.reading.results.items():
+            head, *rest = full.split(".")
+            if head != name or not rest:
+                continue
+            inner = nested
+            for part in rest[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[rest[-1]] = result.value
+        return nested
+
+    def value(self, name: str) -> Any:
+        """Return a result, or None."""
+        found = self.reading.results.get(name)
+        return None if found is None else found.value
+
+
+def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
+    """Return the job that a trainer's file and those beside it describe.
+
+    Raises:
+        InvalidFileError: A file that cannot be read, keys of no trainer or of several, or impossible values.
+    """
+    sources: list[GivenKeys] = []
+    for path in paths:
+        source = read_source(path)
+        if isinstance(source, GivenKeys):
+            sources.append(source)
+        elif path == paths[0]:
+            return import_commands(source, question, [read_keys(other) for other in paths[1:]])
+    return _joined(sources, question, _folders(paths))
+
+
+def read_keys(path: Path) -> GivenKeys:
+    """Return the keys of a file that lists no commands.
+
+    Raises:
+        InvalidFileError: It lists commands, or cannot be read.
+    """
+    source = read_source(path)
+    if not isinstance(source, GivenKeys):
+        raise InvalidFileError([f"{path}: lists commands; give one trainer's file"])
+    return source
+
+
+def import_commands(
+    commands: Sequence[CommandLine], question: Question, beside: Sequence[GivenKeys] = ()
+) -> ImportedJob:
+    """Return the job of the first command that is one.
+
+    Raises:
+        InvalidFileError: None is.
+    """
+    problem: InvalidFileError | None = None
+    other: ImportedJob | None = None
+    for command in commands:
+        try:
+            job = _import_command(command, question, beside)
+        except InvalidFileError as error:
+            problem = problem or error
+            continue
+        if job.role == "job":
+            return job
+        other = other or job
+    if other is not None:
+        return other
+    raise problem or InvalidFileError(["no command given"])
+
+
+def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
+    files = [path for text in command.config if is_file(path := usable_path(text))]
+    absent = [text for text in command.config if usable_path(text) not in files]
+    sources = [*beside, *(read_keys(path) for path in files), command.job]
+    job = _joined(sources, question, [Path(), *(path.parent for path in files)], command)
+    for text in absent:
+        job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
+    return job
+
+
+def _folders(paths: Sequence[Path]) -> list[Path]:
+    return [Path(), *(folder for path in paths for folder in path.absolute().parents)]
+
+
+def _joined(
+    sources: Sequence[GivenKeys], question: Question, folders: Sequence[Path], command: CommandLine | None = None
+) -> ImportedJob:
+    heads = tuple(question.mappings.heads())
+    jobs, launchers = _told(sources, heads, question)
+    main = jobs[-1] if jobs else launchers[-1]
+    if jobs and len({told.head.trainer for told in jobs}) > 1:
+        names = " and ".join(dict.fromkeys(f"{told.head.trainer} ({told.keys.name})" for told in jobs))
+        raise InvalidFileError([f"files of {names}: give one trainer's and its launcher's"])
+    mapped = question.mappings.body(main.head.trainer)
+    version, betraying = betrayed_version(main.keys, mapped)
+    version = question.version or version or mapped.version
+    inputs = {"gpus": question.gpus, "version": version, "form": main.keys.form, "program": " ".join(main.keys.words)}
+    reading = Reading({name: value for name, value in inputs.items() if value not in (None, "")})
+    job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), tuple(sources))
+    for absent in main.keys.absent:
+        reading.need(absent)
+    if betraying:
+        why = f"{betraying} is a key of {version} and older"
+        reading.results["let.version"] = Result(version, DEFAULTED, betraying, main.keys.name, why)
+    if job.role == "not_training" or main.head.missing:
+        named = (main.keys.value(key) for key in ("model_name_or_path", "base_model", "model", "checkpoint_dir"))
+        given = next((name for name in named if isinstance(name, str)), None)
+        job.reading.results["model.given"] = Result(given, DEFAULTED)
+        return job
+    if command is not None:
+        _launched(job, command, question)
+    _follow_all(job, jobs, launchers, question, folders)
+    if reading.problems:
+        raise InvalidFileError(reading.problems)
+    return job
+
+
+def _told(
+    sources: Sequence[GivenKeys], heads: Sequence[TrainerHead], question: Question
+) -> tuple[list[Told], list[Told]]:
+    """Return the sources of the job and those of its launcher."""
+    jobs: list[Told] = []
+    launchers: list[Told] = []
+    for keys in sources:
+        launching = question.trainer is not None and any(
+            head.role == "launcher" and _fits(keys, head) for head in heads
+        )
+        told = tell(keys, heads, None if launching else question.trainer)
+        (launchers if told.head.role == "launcher" else jobs).append(told)
+    return jobs, launchers
+
+
+def _fits(keys: GivenKeys, head: TrainerHead) -> bool:
+    try:
+        return tell(keys, [head]).head is head
+    except InvalidFileError:
+        return False
+
+
+def _role(main: Told) -> Role:
+    if main.kind:
+        return "not_training"
+    return "launcher" if main.head.role == "launcher" else "job"
+
+
+def _launched(job: ImportedJob, command: CommandLine, question: Question) -> None:
+    """Take up what the launcher of a command line says."""
+    counted = processes(command.launched, command.job.environment or {})
+    if counted is not None:
+        job.reading.results["launcher.processes"] = Result(counted[1], LAUNCHED, counted[0], command.job.name)
+    if command.launcher == "accelerate" and command.launched.data:
+        mapped = question.mappings.body("accelerate")
+        follow(job.reading, mapped.rules, command.launched, LAUNCHED)
+        sort_keys(job.reading, command.launched, mapped, job.keys)
+
+
+def _follow_all(
+    job: ImportedJob, jobs: Sequence[Told], launchers: Sequence[Told], question: Question, folders: Sequence[Path]
+) -> None:
+    """Follow launchers' rules, then the trainer's, then what only both together say."""
+    joined: list[tuple[Sequence[Mapping[str, Any]], GivenKeys]] = []
+    given = [with_new_names(told.keys, job.mapped, question.version) for told in jobs]
+    names = {new: old for _, renamed in given for new, old in renamed.items()}
+    job.renamed = names
+    referred = [pair for keys, _ in given for pair in _references(job, keys, folders, bool(launchers))]
+    beside = [(told.keys, told.head.trainer) for told in launchers]
+    for keys, trainer in (*beside, *referred):
+        mapped = question.mappings.body(trainer)
+        keys, _ = with_new_names(keys, mapped, "")
+        follow(job.reading, mapped.rules, keys, LAUNCHED)
+        sort_keys(job.reading, keys, mapped, job.keys)
+        referred_below = _references(job, keys, folders, False, mapped) if trainer == "accelerate" else []
+        for inner, name in referred_below:
+            follow(job.reading, question.mappings.body(name).rules, inner, LAUNCHED)
+            sort_keys(job.reading, inner, question.mappings.body(name), job.keys)
+            joined.append((question.mappings.body(name).joined, inner))
+        joined.append((mapped.joined, keys))
+    for keys, _ in given:
+        follow(job.reading, job.mapped.rules, keys, FLAGGED if keys.form == "argv" and len(given) > 1 else STATED)
+        sort_keys(job.reading, keys, job.mapped, job.keys)
+    if given:
+        joined.append((job.mapped.joined, given[-1][0]))
+    for rules, keys in joined:
+        follow(job.reading, rules, keys, STATED)
+
+
+def _references(
+    job: ImportedJob,
+    keys: GivenKeys,
+    folders: Sequence[Path],
+    given: bool,
+    mapped: Mapped | None = None,
+) -> list[tuple[GivenKeys, str]]:
+    """Return the launcher's keys that a trainer's file holds, names by path, or calls by a preset's name."""
+    found = []
+    for reference in (mapped or job.mapped).references:
+        value = keys.value(reference.key)
+        if isinstance(value, Mapping):
+            found.append((keys.at(reference.key), reference.trainer))
+        elif value is not MISSING and word(value) not in ("", "false", "none"):
+            found += _named_file(job, str(value), reference, keys, folders, given)
+    return found
+
+
+def _named_file(
+    job: ImportedJob, value: str, reference: Reference, keys: GivenKeys, folders: Sequence[Path], given: bool
+) -> list[tuple[GivenKeys, str]]:
+    path = usable_path(value)
+    for folder in folders:
+        if value.endswith((".json", ".yaml", ".yml")) and is_file(folder / path):
+            return [(read_keys(folder / path), reference.trainer)]
+    preset = reference.presets.get(value) or reference.presets.get(path.name)
+    place = keys.where(reference.key)
+    if given:
+        return []
+    job.reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
+    if preset is None or path.suffix:
+        job.reading.results["let.unread"] = Result(path.name, LAUNCHED)
+        job.reading.need(f"the file {printable(value)} that {place} names: --with FILE")
+    if preset is None:
+        return []
+    why = f"{place}: what the trainer's own package has under the name {path.name}"
+    for name, result in preset.items():
+        job.reading.results[f"training.{name}"] = Result(result, DEFAULTED, reference.key, keys.name, why)
+    return []

@@ -1,0 +1,311 @@
+"""The one interpreter of mappings: keys of a trainer's file in, memplan's keys out, with who said what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from memplan.errors import match_hint, printable
+from memplan.importer.conditions import holds, is_on, word
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+
+SECTIONS = ("method", "model", "launcher", "let")
+"""Results that are no keys of a training config."""
+
+ARITHMETIC = ("product", "quotient", "sum")
+
+REFERENCE = re.compile(r"\$\{|\$[A-Za-z_(]")
+"""What OmegaConf or a shell would put a value in for."""
+
+DEFAULTED, LAUNCHED, STATED, FLAGGED = range(4)
+"""Ranks of a result: a default, said by a launcher's file, by the trainer's file, by a flag; the higher one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A value of memplan's keys and where it comes from.
+
+    Attributes:
+        rank: How strongly it was said.
+        key: The trainer's key that said it, or nothing.
+        source: The file of that key.
+        why: Why it is so, where no key says it.
+    """
+
+    value: Any
+    rank: int
+    key: str = ""
+    source: str = ""
+    why: str = ""
+
+
+@dataclass(slots=True)
+class UsedKey:
+    """A key that was understood.
+
+    Attributes:
+        effects: What it set, each as ``key = value``.
+    """
+
+    key: str
+    source: str
+    line: int
+    value: Any
+    effects: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A key, or a combination of keys, whose effect on memory nothing follows."""
+
+    key: str
+    source: str
+    line: int
+    value: Any
+    why: str
+
+
+@dataclass(slots=True)
+class Reading:
+    """What is known of a job while its files are read, one after the other.
+
+    Attributes:
+        inputs: What is no key: number of GPUs, version, program.
+        results: memplan's keys so far.
+    """
+
+    inputs: Mapping[str, Any]
+    results: dict[str, Result] = field(default_factory=dict)
+    used: dict[tuple[str, str], UsedKey] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def result(self, name: str) -> Any:
+        """Return what an input or a result is, or :data:`MISSING`."""
+        value = self.inputs.get(name, MISSING)
+        if value is not MISSING and value is not None:
+            return value
+        found = self.results.get(target(name))
+        return MISSING if found is None else found.value
+
+    def need(self, text: str) -> None:
+        """Note something without which the job cannot be planned."""
+        if text not in self.needs:
+            self.needs.append(text)
+
+
+def target(name: str) -> str:
+    """Return a result's full name: one of a training config stands below ``training``."""
+    head = name.partition(".")[0]
+    return name if head in SECTIONS or head in ("training", "packing") else f"training.{name}"
+
+
+def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys, rank: int) -> None:
+    """Apply rules to the keys of one source, one after the other.
+
+    Args:
+        reading: What is known so far, added to.
+        rules: Of one mapping.
+        keys: Of one file or command line.
+        rank: How strongly its keys count.
+    """
+    for rule in rules:
+        _Step(reading, rule, keys, rank).run()
+
+
+class _Step:
+    """One rule on its way."""
+
+    def __init__(self, reading: Reading, rule: Mapping[str, Any], keys: GivenKeys, rank: int) -> None:
+        self.reading, self.rule, self.keys, self.rank = reading, rule, keys, rank
+        self.seen: list[str] = []
+        self.from_results = DEFAULTED
+
+    def lookup(self, name: str) -> Any:
+        """Return a key's value, noting that it was looked at; with ``$`` a result's."""
+        if name.startswith("$"):
+            found = self.reading.results.get(target(name[1:]))
+            if found is not None:
+                self.from_results = max(self.from_results, found.rank)
+            return self.reading.result(name[1:])
+        value = self.keys.value(name)
+        if value is not MISSING:
+            place = (self.keys.name, name)
+            if place not in self.reading.used:
+                self.reading.used[place] = UsedKey(name, self.keys.name, self.keys.line(name), value)
+            self.seen.append(name)
+        return value
+
+    def run(self) -> None:
+        rule = self.rule
+        conditions = holds(rule.get("when", {}), self.lookup)
+        if rule.get("unless") and holds(rule["unless"], self.lookup):
+            conditions = False
+        names = rule.get("key", [])
+        names = [names] if isinstance(names, str) else names
+        given = next((name for name in names if self.lookup(name) is not MISSING), None)
+        if not conditions:
+            return
+        if names and given is None:
+            if "default" in rule:
+                self._default(names[0])
+            return
+        self._apply(given)
+
+    def _default(self, key: str) -> None:
+        value = self.rule["default"]
+        why = self.rule.get("why", f"the trainer's default where {key} is not given")
+        results = value if isinstance(value, Mapping) else {self.rule["to"]: value}
+        for name, one in results.items():
+            self._set(name, one, DEFAULTED, key, why)
+
+    def _apply(self, key: str | None) -> None:
+        rule = self.rule
+        if "need" in rule:
+            self.reading.need(rule["need"])
+        elif "refuse" in rule and "table" not in rule:
+            self._refuse(key, rule["refuse"])
+        elif any(operation in rule for operation in ARITHMETIC):
+            self._arithmetic(key)
+        elif "append" in rule:
+            for item in rule["append"] if isinstance(rule["append"], list) else [rule["append"]]:
+                self._append(rule["to"], item, key)
+        elif "set" in rule:
+            for name, value in rule["set"].items():
+                self._state(name, value, key)
+        elif "value" in rule:
+            self._state(rule["to"], rule["value"], key)
+        elif key is not None:
+            self._from_key(key)
+
+    def _from_key(self, key: str) -> None:
+        rule, value = self.rule, self.keys.value(key)
+        if isinstance(value, str) and REFERENCE.search(value):
+            self.reading.need(f"the value of {key}, which is {printable(value, 40)!r} in {self.keys.where(key)}")
+            return
+        if "table" in rule:
+            self._from_table(key, value)
+        elif "to" in rule:
+            converted = self._converted(key, value)
+            if converted is not MISSING:
+                self._state(rule["to"], converted, key)
+
+    def _from_table(self, key: str, value: Any) -> None:
+        table = self.rule["table"]
+        if isinstance(value, Mapping):
+            value = is_on(value)
+        by_word = {word(name): meaning for name, meaning in table.items()}
+        meaning = by_word.get(word(value), by_word.get("*", MISSING))
+        if meaning is MISSING:
+            known = [str(name) for name in table]
+            text = self.rule.get("refuse", "no such value is modelled")
+            self._refuse(key, f"{text}{match_hint(word(value), known)}")
+        elif isinstance(meaning, Mapping) and "refuse" in meaning:
+            self._refuse(key, meaning["refuse"])
+        elif isinstance(meaning, Mapping):
+            for name, one in meaning.items():
+                self._state(name, one, key)
+        elif meaning is not None:
+            self._state(self.rule["to"], meaning, key)
+
+    def _converted(self, key: str, value: Any) -> Any:
+        kind = self.rule.get("as", "text")
+        if kind == "flag":
+            return is_on(value)
+        if kind in ("list", "targets"):
+            return self._list(key, value, kind)
+        if kind in ("whole", "number"):
+            number = as_number(value)
+            if number is None or (kind == "whole" and number != int(number)):
+                wanted = "a whole number" if kind == "whole" else "a number"
+                self.reading.problems.append(
+                    f"{self.keys.where(key)}: expected {wanted}, got {printable(repr(value), 60)}"
+                )
+                return MISSING
+            return int(number) if kind == "whole" else number
+        return value if isinstance(value, bool | int | float | dict | list) else str(value)
+
+    def _list(self, key: str, value: Any, kind: str) -> Any:
+        """Return names as a list; adapters' targets by the last part of each, all linear layers by one word."""
+        items = value if isinstance(value, list) else re.split(r"[,\s]+", str(value))
+        names = [str(item) for item in items if str(item)]
+        if kind == "list":
+            return names
+        if any(re.search(r"[*()\[\]|\\^$+?{}]", name) for name in names):
+            self._refuse(key, "adapters on modules that a pattern selects")
+            return MISSING
+        names = [name.rsplit(".", 1)[-1] for name in names]
+        return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
+
+    def _arithmetic(self, key: str | None) -> None:
+        """Set a product, quotient or sum; a quotient or sum with a missing term is none."""
+        operation = next(name for name in ARITHMETIC if name in self.rule)
+        values = [self._term(term) for term in self.rule[operation]]
+        if values[0] is None or (operation != "product" and None in values):
+            return
+        numbers = [1 if value is None else value for value in values]
+        if operation == "quotient":
+            divisor = prod(numbers[1:])
+            total = -(-numbers[0] // divisor) if self.rule.get("up") else numbers[0] // divisor
+        else:
+            total = prod(numbers) if operation == "product" else sum(numbers)
+        self._state(self.rule["to"], max(int(total), self.rule.get("least", 0)), key)
+
+    def _term(self, term: int | str) -> int | float | None:
+        """Return the number behind a term; a number itself, a key or a result."""
+        if isinstance(term, int):
+            return term
+        value = self.lookup(term)
+        number = None if value is MISSING else as_number(value)
+        return number or None
+
+    def _refuse(self, key: str | None, why: str) -> None:
+        name = key or next(iter(self.seen), "")
+        value = self.keys.value(name) if name else ""
+        self.reading.refusals.append(Refusal(name, self.keys.name, self.keys.line(name) if name else 1, value, why))
+
+    def _append(self, name: str, item: Any, key: str | None) -> None:
+        earlier = self.reading.results.get(target(name))
+        items = list(earlier.value) if earlier is not None and isinstance(earlier.value, list) else []
+        if item not in items:
+            self._state(name, [*items, item], key)
+
+    def _state(self, name: str, value: Any, key: str | None) -> None:
+        """Set a result that keys, or results of theirs, say."""
+        keys = [key] if key is not None else list(self.seen)
+        rank = self.rank if keys else self.from_results
+        why = self.rule.get("why", "")
+        self._set(name, value, rank, keys[0] if keys else "", why, keys)
+
+    def _set(self, name: str, value: Any, rank: int, key: str, why: str, keys: Sequence[str] = ()) -> None:
+        full, results = target(name), self.reading.results
+        if full in results and results[full].rank > rank:
+            return
+        results[full] = Result(value, rank, key, self.keys.name, why)
+        for one in keys:
+            effect = f"{full.removeprefix('training.')} = {word(value) if isinstance(value, bool) else value}"
+            effects = self.reading.used[self.keys.name, one].effects
+            if effect not in effects:
+                effects.append(effect)
+
+
+def as_number(value: Any) -> int | float | None:
+    """Return a number, or one written as text, as YAML 1.1 leaves ``2e-5``; None for anything else.
+
+    Example:
+        >>> as_number("5e8"), as_number("1_000"), as_number(True), as_number("auto")
+        (500000000.0, 1000.0, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError:
+        return None
+    return number if abs(number) < 1e18 else None

@@ -1,0 +1,86 @@
+"""Given files: YAML, JSON, TOML, Python, or the argument vectors of a launch script as JSON."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from memplan.documents.loading import parse_document
+from memplan.documents.opening import read_text, shown_path
+from memplan.errors import InvalidFileError
+from memplan.importer.sources.argument_vectors import CommandLine, command_line
+from memplan.importer.sources.given_keys import GivenKeys, given_document
+from memplan.importer.sources.included_files import with_includes
+from memplan.importer.sources.interpolation import interpolated
+
+INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
+
+
+def read_source(path: Path) -> GivenKeys | tuple[CommandLine, ...]:
+    """Return the keys of a file, or the commands that it lists.
+
+    Raises:
+        InvalidFileError: It cannot be read, is too large, or is none of the kinds that are read.
+    """
+    text, name = read_text(path, instead=INSTEAD, suggestion="no trainer's configuration is"), shown_path(path)
+    if path.suffix == ".toml":
+        return _toml(text, name)
+    if path.suffix == ".py":
+        from memplan.importer.sources.python_literals import python_keys
+
+        return python_keys(text, name)
+    keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name))
+    keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
+    commands = keys.data.get("commands")
+    if list(keys.data) == ["commands"] and isinstance(commands, list):
+        return tuple(
+            command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
+        )
+    return keys
+
+
+def _own_keys(path: Path) -> GivenKeys:
+    return given_document(parse_document(read_text(path, instead=INSTEAD), shown_path(path)))
+
+
+def _json(text: str, name: str) -> Any:
+    """Return a JSON document; comments and placeholders, which JSON has not, are named with their line."""
+    import json
+
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip()[:60] if text.strip() else ""
+        raise InvalidFileError(
+            [f"{name}:{error.lineno}: not JSON, which has no comments or placeholders: {line!r}"]
+        ) from None
+    except (RecursionError, ValueError):
+        raise InvalidFileError([f"{name}:1: not JSON that can be read"]) from None
+    return parse_document(text.replace("\t", " "), name)
+
+
+def _toml(text: str, name: str) -> GivenKeys:
+    import tomllib
+
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"line (\d+)", str(error))
+        raise InvalidFileError([f"{name}:{line[1] if line else 1}: not valid TOML: {error}"]) from None
+    except RecursionError:
+        raise InvalidFileError([f"{name}:1: nested too deeply"]) from None
+    return GivenKeys(name, data, toml_lines(text))
+
+
+def toml_lines(text: str) -> dict[tuple[str | int, ...], int]:
+    """Return the line of every table and of every key that is written ``key = value``."""
+    lines: dict[tuple[str | int, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if head := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]\]?", line):
+            table = tuple(part.strip().strip("\"'") for part in head[1].split("."))
+            lines.setdefault(table, number)
+        elif entry := re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line):
+            lines.setdefault((*table, *(part.strip("\"'") for part in entry[1].split("."))), number)
+    return lines

@@ -1,0 +1,104 @@
+"""The keys of one given file or command line: plain values, and where each stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memplan.documents.loading import Document, Key, dotted_keys
+from memplan.errors import InvalidFileError
+
+MISSING: Any = object()
+"""What stands where a key is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenKeys:
+    """One source of keys.
+
+    Attributes:
+        name: How messages call it: a path, or ``command line``.
+        data: Keys and values, nested.
+        lines: Path of keys -> line, or the place among the words of a command line, from 1.
+        form: ``file``, ``python`` or ``argv``.
+        words: Program and subcommands of a command line; functions that a Python file calls.
+        environment: Variables set in front of a command.
+        absent: Files that it includes and that are not there.
+    """
+
+    name: str
+    data: Mapping[str, Any]
+    lines: Mapping[tuple[Key, ...], int]
+    form: str = "file"
+    words: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+    absent: tuple[str, ...] = ()
+
+    def value(self, path: str) -> Any:
+        """Return what stands at a dotted path, or :data:`MISSING`; an empty value counts as not given."""
+        node: Any = self.data
+        if path in self.data:
+            node = self.data[path]
+            return MISSING if node is None else node
+        for part in path.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return MISSING
+            node = node[part]
+        return MISSING if node is None else node
+
+    def line(self, path: str) -> int:
+        """Return the line of a dotted path, or of the nearest key above it."""
+        known: tuple[Key, ...] = (path,) if (path,) in self.lines else tuple(path.split("."))
+        while known and known not in self.lines:
+            known = known[:-1]
+        return self.lines.get(known, 1)
+
+    def where(self, path: str) -> str:
+        """Return ``file:line: key`` for messages."""
+        place = f"{self.name}: word {self.line(path)}" if self.form == "argv" else f"{self.name}:{self.line(path)}"
+        return f"{place}: {dotted_keys(path.split('.'))}"
+
+    def at(self, path: str) -> GivenKeys:
+        """Return the keys below one key, as if they stood alone."""
+        inner, parts = self.value(path), tuple(path.split("."))
+        lines = {key[len(parts) :]: line for key, line in self.lines.items() if key[: len(parts)] == parts}
+        return replace(self, data=inner if isinstance(inner, Mapping) else {}, lines=lines)
+
+
+def given_document(document: Document) -> GivenKeys:
+    """Return the keys of a parsed file, with merged anchors put in and references between keys followed.
+
+    Raises:
+        InvalidFileError: It holds no keys, or keys twice.
+    """
+    if document.problems:
+        raise InvalidFileError(list(document.problems))
+    if not isinstance(document.data, dict):
+        kind = "empty" if document.data is None else "no keys and values"
+        raise InvalidFileError([f"{document.name}:1: {kind}: expected the configuration of a training job"])
+    return GivenKeys(document.name, with_merges(document.data), document.lines)
+
+
+def with_merges(value: Any) -> Any:
+    """Return a value in which ``<<`` is replaced by the keys it stands for, which given ones override."""
+    if isinstance(value, list):
+        return [with_merges(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    plain = {key: with_merges(item) for key, item in value.items() if key != "<<"}
+    merged: dict[str, Any] = {}
+    anchors = value.get("<<")
+    for part in anchors if isinstance(anchors, list) else [anchors]:
+        if isinstance(part, dict):
+            merged = {**with_merges(part), **merged}
+    return {**merged, **plain}
+
+
+def key_paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of nested mappings as a dotted path with its value, those above before those below."""
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from key_paths(value, f"{path}.")

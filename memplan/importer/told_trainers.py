@@ -1,0 +1,122 @@
+"""Which trainer a file is of: its keys alone decide, never its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from memplan.errors import InvalidFileError, unknown_name
+from memplan.importer.conditions import holds, version_parts
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.trainer_mappings import Mapped, TrainerHead
+
+NO_TRAINER = "no trainer that memplan reads has these keys; name one with --from"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A source and whose it is.
+
+    Attributes:
+        head: The trainer.
+        kind: What the file is where it is no training job; else nothing.
+    """
+
+    keys: GivenKeys
+    head: TrainerHead
+    kind: str = ""
+
+
+def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Told:
+    """Return whose keys these are.
+
+    Args:
+        keys: Of one file or command line.
+        heads: What tells the trainers.
+        named: The trainer where the user names it.
+
+    Raises:
+        InvalidFileError: No trainer's, or those of several.
+        UnknownNameError: No trainer has the name given.
+    """
+    if named is not None:
+        chosen = next((head for head in heads if _alike(head.trainer, named)), None)
+        if chosen is None:
+            raise unknown_name("trainer", named, [head.trainer for head in heads])
+        return Told(keys, chosen, _other_kind(keys, chosen))
+    told = [head for head in heads if _is_of(keys, head)]
+    if keys.words and (by_words := [head for head in told if _by_words(keys, head)]):
+        told = by_words
+    if not told:
+        raise InvalidFileError([f"{keys.name}: {NO_TRAINER}"])
+    if len(told) > 1:
+        names = " and ".join(head.trainer for head in told)
+        raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer with --from"])
+    return Told(keys, told[0], _other_kind(keys, told[0]))
+
+
+def _alike(one: str, other: str) -> bool:
+    return one.replace("-", "") == other.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def _is_of(keys: GivenKeys, head: TrainerHead) -> bool:
+    return _by_words(keys, head) or any(holds(condition, keys.value) for condition in head.detect)
+
+
+def _by_words(keys: GivenKeys, head: TrainerHead) -> bool:
+    if keys.form == "python":
+        return any(fnmatchcase(word, pattern) for word in keys.words for pattern in head.calls)
+    line = " ".join(keys.words)
+    return any(fnmatchcase(line, pattern) for pattern in head.words)
+
+
+def _other_kind(keys: GivenKeys, head: TrainerHead) -> str:
+    return next((other.kind for other in head.other_files if holds(other.when, keys.value)), "")
+
+
+def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[GivenKeys, dict[str, str]]:
+    """Return keys in which old names are replaced, and new name -> the name that was given.
+
+    Args:
+        keys: Of one file.
+        mapped: Whose names count.
+        version: The version that the user says, which may no longer take an old name; or nothing.
+    """
+    renamed: dict[str, str] = {}
+    for old, alias in mapped.aliases.items():
+        value = keys.value(old)
+        retired = version and alias.until and version_parts(version) > version_parts(alias.until)
+        if value is MISSING or retired or keys.value(alias.now) is not MISSING:
+            continue
+        lines = {**keys.lines, tuple(alias.now.split(".")): keys.line(old)}
+        data = _placed(_without(keys.data, old.split(".")), alias.now.split("."), value)
+        keys = replace(keys, data=data, lines=lines)
+        renamed[alias.now] = old
+    return keys, renamed
+
+
+def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:
+    """Return the newest version that took all keys of a file, and the key that betrays it; nothing where all do."""
+    dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
+    old = {key: until for key, until in dated.items() if given.value(key) is not MISSING}
+    if not old:
+        return "", ""
+    key = min(old, key=lambda name: version_parts(old[name]))
+    return old[key], key
+
+
+def _without(data: Any, path: Sequence[str]) -> Any:
+    if ".".join(path) in data:
+        return {key: value for key, value in data.items() if key != ".".join(path)}
+    head, rest = path[0], path[1:]
+    if not rest:
+        return {key: value for key, value in data.items() if key != head}
+    return {**data, head: _without(data[head], rest)}
+
+
+def _placed(data: Any, path: Sequence[str], value: Any) -> Any:
+    head, rest = path[0], path[1:]
+    inner = data.get(head) if isinstance(data.get(head), dict) else {}
+    return {**data, head: value if not rest else _placed(inner, rest, value)}

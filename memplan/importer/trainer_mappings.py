@@ -1,0 +1,186 @@
+"""Mappings of trainers' files as they lie in ``configs/trainers/``: one file each, read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memplan.documents.loading import parse_document
+from memplan.documents.opening import files_in, read_text
+from memplan.documents.schemas import build
+from memplan.errors import unknown_name
+
+HEAD_ENDS = "\nrules:"
+"""Where what tells a trainer's file ends in a mapping's own file."""
+
+Condition = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """Files that have a trainer's keys and are no training job.
+
+    Attributes:
+        when: What tells them.
+        kind: What they are.
+    """
+
+    when: Condition
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class OldKey:
+    """A key's old name.
+
+    Attributes:
+        now: What it is called now.
+        until: The last version that took the old name; nothing where that is still taken.
+    """
+
+    now: str
+    until: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A key that names a file of a launcher.
+
+    Attributes:
+        key: The key.
+        trainer: Whose file it is.
+        presets: Names that stand for files of the trainer's own package -> what is in them.
+    """
+
+    key: str
+    trainer: str
+    presets: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHead:
+    """What tells a trainer's file.
+
+    Attributes:
+        trainer: Its name.
+        title: Its name in prose.
+        role: ``job``, or ``launcher`` for files that say how a job is launched.
+        detect: Conditions, of which one has to hold.
+        words: Patterns of the program or subcommand of a command line.
+        calls: Functions that a Python file calls.
+        missing: What would have to be read or modelled before a file of it can be answered; it is recognised only.
+        other_files: Files that have its keys and are no training job.
+    """
+
+    trainer: str
+    title: str
+    role: str = "job"
+    detect: tuple[Condition, ...] = ()
+    words: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    missing: str = ""
+    other_files: tuple[OtherFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A mapping's body, what it extends put in front.
+
+    Attributes:
+        stack: Whose training loop a job runs; nothing for launchers.
+        package: Whose schema it was checked against.
+        version: The version that was read.
+        history: Keys that tell an older version -> the last version that took them.
+        aliases: Old name -> the key.
+        references: Keys that name files of launchers.
+        rules: What keys mean, in the order in which they are followed.
+        joined: What follows once a trainer's file and its launcher's are both read.
+        not_modelled: Keys that move memory and that nothing follows -> what they do.
+        irrelevant: Keys that move no memory on the device.
+    """
+
+    stack: str = ""
+    package: str = ""
+    version: str = ""
+    extends: tuple[str, ...] = ()
+    history: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, OldKey] = field(default_factory=dict)
+    references: tuple[Reference, ...] = ()
+    rules: tuple[Mapping[str, Any], ...] = ()
+    joined: tuple[Mapping[str, Any], ...] = ()
+    not_modelled: Mapping[str, str] = field(default_factory=dict)
+    irrelevant: tuple[str, ...] = ()
+    writes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMappings:
+    """All mappings of a folder.
+
+    Attributes:
+        folder: Where they lie.
+    """
+
+    folder: Path
+
+    def heads(self) -> Iterator[TrainerHead]:
+        """Yield what tells each trainer's file."""
+        for path in files_in(self.folder, "*.yaml"):
+            text = read_text(path)
+            head, _, _ = text.partition(HEAD_ENDS)
+            data = parse_document(head, str(path)).data
+            if data.get("detect") or data.get("words") or data.get("calls"):
+                known = {key: value for key, value in data.items() if key in TrainerHead.__dataclass_fields__}
+                yield build(TrainerHead, known)
+
+    def names(self) -> list[str]:
+        """Return the names of all trainers that are told."""
+        return sorted(head.trainer for head in self.heads())
+
+    def body(self, trainer: str) -> Mapped:
+        """Return a trainer's mapping.
+
+        Raises:
+            UnknownNameError: There is none.
+        """
+        path = self.folder / f"{trainer}.yaml"
+        if not path.is_file():
+            raise unknown_name("trainer", trainer, self.names())
+        data = parse_document(read_text(path), str(path)).data
+        known = {key: value for key, value in data.items() if key in Mapped.__dataclass_fields__}
+        known["rules"] = [self._with_table(rule) for rule in known.get("rules", ())]
+        own = build(Mapped, known)
+        for base in own.extends:
+            own = _extended(own, self.body(base))
+        return own
+
+    def _with_table(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a rule with the table of another mapping's rule, ``TRAINER.KEY``, put in, and what it adds to that."""
+        name = rule.get("table")
+        if not isinstance(name, str):
+            return rule
+        trainer, _, key = name.partition(".")
+        table = next(
+            other["table"] for other in self.body(trainer).rules if other.get("key") == key and "table" in other
+        )
+        return {**rule, "table": {**table, **rule.get("also", {})}}
+
+
+def _extended(own: Mapped, base: Mapped) -> Mapped:
+    """Return a mapping with what it extends; its own rules come last, and so override."""
+    return Mapped(
+        stack=own.stack or base.stack,
+        package=own.package,
+        version=own.version,
+        extends=own.extends,
+        history={**base.history, **own.history},
+        aliases={**base.aliases, **own.aliases},
+        references=(*own.references, *(r for r in base.references if r.key not in {o.key for o in own.references})),
+        rules=(*base.rules, *own.rules),
+        joined=(*base.joined, *own.joined),
+        not_modelled={**base.not_modelled, **own.not_modelled},
+        irrelevant=(*base.irrelevant, *own.irrelevant),
+        writes={**base.writes, **own.writes},
+    )

@@ -1,0 +1,177 @@
+"""The answer of ``memplan import``: what was used, assumed and refused of a trainer's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memplan import __version__
+from memplan.errors import printable
+from memplan.importer.conditions import word
+from memplan.importer.imported_job import ImportedJob
+from memplan.importer.interpreter import DEFAULTED, UsedKey
+from memplan.report.document import Block, Document, Table
+
+HIDDEN = ("let.", "launcher.")
+"""Results on the way, which no answer shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model's name as a file has it, and what it stands for here.
+
+    Attributes:
+        name: In the catalog, or the path of a local one; nothing where it stands for none.
+        how: How it was found.
+        note: What is worth a line.
+    """
+
+    given: str | None
+    name: str | None = None
+    how: str = ""
+    note: str = ""
+
+
+def import_document(job: ImportedJob, model: KnownModel) -> Document:
+    """Return the answer, with what stands in the way of a plan."""
+    reason, code = _reason(job)
+    data = {
+        "schema": "memplan/import/1",
+        "memplan_version": __version__,
+        "trainer": {"name": job.head.trainer, "version": job.version or None},
+        "role": job.role,
+        "kind": job.kind or None,
+        "model": {"given": model.given, "name": model.name, "how": model.how or None, **_shapes(job)},
+        "method": job.section("method"),
+        "training": _training(job),
+        "packing": job.value("packing"),
+        "keys": {
+            "used": [_used(job, key) for key in _used_keys(job)],
+            "unknown": [
+                {"key": one.key, "line": one.line, "file": one.source, "nearest": one.nearest}
+                for one in job.keys.unknown
+            ],
+            "not_modelled": [
+                {"key": one.key, "line": one.line, "file": one.source, "value": one.value, "why": one.why}
+                for one in job.reading.refusals
+            ],
+            "irrelevant": job.keys.irrelevant,
+        },
+        "assumed": _assumed(job),
+        "needs": job.reading.needs,
+        "files": [keys.name for keys in job.sources],
+        "answer": reason or counted(job),
+    }
+    return Document(data, tuple(_blocks(job, data, model)), code)
+
+
+def _reason(job: ImportedJob) -> tuple[str, int]:
+    """Return why no plan can be made of a file, and the exit code that says so; neither where one can."""
+    name = job.sources[-1].name if job.sources else job.head.trainer
+    if job.role == "not_training":
+        return f"{name}: {job.kind} of {job.head.title}, not a training job", 2
+    if job.head.missing:
+        return f"{name}: a {job.head.title} file, which is recognised and not read: {job.head.missing}", 3
+    if job.reading.problems:
+        return job.reading.problems[0], 2
+    if job.role == "job" and job.reading.needs:
+        return f"{name}: cannot be planned without {'; '.join(job.reading.needs)}", 3
+    return "", 0
+
+
+def counted(job: ImportedJob) -> str:
+    """Return how many keys were understood, irrelevant and unknown, in one line."""
+    understood = len(_used_keys(job)) + len({(one.source, one.key) for one in job.reading.refusals} - {*_places(job)})
+    refused = len(job.reading.refusals)
+    last = f", {refused} not modelled" if refused else ""
+    return f"{understood} keys understood, {len(job.keys.irrelevant)} irrelevant, {len(job.keys.unknown)} unknown{last}"
+
+
+def _places(job: ImportedJob) -> list[tuple[str, str]]:
+    return [(one.source, one.key) for one in _used_keys(job)]
+
+
+def _used_keys(job: ImportedJob) -> list[UsedKey]:
+    """Return the keys that were understood, but for sections whose inner keys were."""
+    used = list(job.reading.used.values())
+    inner = {(one.source, one.key) for one in used}
+    return [
+        one
+        for one in used
+        if not (
+            isinstance(one.value, Mapping) and any(s == one.source and k.startswith(f"{one.key}.") for s, k in inner)
+        )
+    ]
+
+
+def _used(job: ImportedJob, key: UsedKey) -> dict[str, Any]:
+    shown = [effect for effect in key.effects if not effect.startswith(HIDDEN)]
+    name = job.renamed.get(key.key, key.key)
+    return {"key": name, "line": key.line, "file": key.source, "value": key.value, "effect": "; ".join(shown)}
+
+
+def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
+    """Return what no key says, with the key that would."""
+    rows = []
+    for name, result in job.reading.results.items():
+        if result.rank == DEFAULTED and not name.startswith(HIDDEN) and result.value is not None:
+            short = name.removeprefix("training.")
+            flag = result.key or (f"--set {short}=..." if name.startswith("training.") else "")
+            rows.append({"key": short, "value": result.value, "why": result.why, "change": flag})
+    version = job.reading.results.get("let.version")
+    if version is not None:
+        rows.append({"key": "trainer", "value": version.value, "why": version.why, "change": "--trainer-version V"})
+    return rows
+
+
+def _training(job: ImportedJob) -> dict[str, Any]:
+    return {key: value for key, value in job.section("training").items() if value is not None}
+
+
+def _shapes(job: ImportedJob) -> dict[str, Any]:
+    return {key: value for key, value in job.section("model").items() if key != "given"}
+
+
+def _blocks(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[Block]:
+    blocks: list[Block] = [tuple(_head(job, data, model))]
+    used = [
+        (one["key"], str(one["line"]), one["effect"] or "read; changes nothing here") for one in data["keys"]["used"]
+    ]
+    if used:
+        blocks.append(Table(("Key", ">Line", "Effect"), tuple(used), "Used"))
+    assumed = [(one["key"], _short(one["value"]), _because(one)) for one in data["assumed"]]
+    if assumed:
+        blocks.append(Table(("Key", "Value", "Why"), tuple(assumed), "Assumed"))
+    refused = [(one.key or "-", str(one.line), one.why) for one in job.reading.refusals]
+    if refused:
+        blocks.append(Table(("Key", ">Line", "Not modelled"), tuple(refused), "Refused"))
+    if job.keys.unknown:
+        rows = tuple(
+            (one.key, str(one.line), one.nearest.removeprefix("; ") or "no key like it") for one in job.keys.unknown
+        )
+        blocks.append(Table(("Key", ">Line", "Nearest"), rows, "Unknown"))
+    if job.reading.needs:
+        blocks.append(tuple(f"needs {need}" for need in job.reading.needs))
+    if job.role != "not_training" and not job.head.missing:
+        blocks.append(counted(job))
+    return blocks
+
+
+def _head(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[str]:
+    name = job.sources[-1].name if job.sources else ""
+    version = f" {job.version}" if job.version else ""
+    if job.role != "job" or job.head.missing:
+        return [f"{name}: {job.kind or f'a {job.role}'}, {job.head.title}{version}"]
+    method = data["method"]
+    kind = ", ".join(str(method[key]) for key in ("stage", "tuning") if key in method)
+    lines = [f"{name}: a training job, {job.head.title}{version}: {model.given or 'a model without a name'}, {kind}"]
+    return [*lines, model.note] if model.note else lines
+
+
+def _short(value: Any) -> str:
+    return printable(", ".join(map(str, value)) if isinstance(value, list) else word(value), 40)
+
+
+def _because(row: Mapping[str, Any]) -> str:
+    return f"{row['why'] or 'follows from the above'}" + (f" ({row['change']})" if row["change"] else "")

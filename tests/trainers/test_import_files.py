@@ -1,0 +1,190 @@
+"""What ``memplan import`` reads of trainers' files, as a user sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memplan
+from memplan.errors import InvalidFileError
+
+EXAMPLES = Path(__file__).parent / "examples"
+
+
+def read(name, **options):
+    return memplan.import_file(EXAMPLES / name, **options).to_dict()
+
+
+def written(folder, text, name="job.yaml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_an_axolotl_file_comes_out_in_our_keys():
+    answer = read("axolotl.yaml")
+    assert (answer["trainer"]["name"], answer["role"]) == ("axolotl", "job")
+    assert answer["model"]["given"] == "Qwen/Qwen2.5-7B"
+    assert answer["method"] == {"stage": "sft", "tuning": "qlora", "reference_model": "none"}
+    training = answer["training"]
+    assert training["weights"] == {"default": "bf16", "hidden_matrix": "nf4-dq"}
+    assert training["adapter"] == {
+        "kind": "lora",
+        "dtype": "fp32",
+        "rank": 32,
+        "dropout": 0.05,
+        "targets": ["all-linear"],
+    }
+    assert training["optimizer"] == {"default": "adamw-8bit-bnb"}
+    assert (training["micro_batch_size"], training["gradient_accumulation_steps"]) == (4, 2)
+    assert (training["sequence_length"], training["activation_checkpointing"]) == (4096, "full")
+    assert (answer["packing"], training["kernels"]["attention"], training["stack"]) == (True, "flash", "axolotl")
+
+
+def test_every_key_has_its_line():
+    lines = {one["key"]: one["line"] for one in read("axolotl.yaml")["keys"]["used"]}
+    assert (lines["base_model"], lines["lora_r"], lines["gradient_checkpointing"]) == (2, 5, 18)
+
+
+def test_the_same_words_mean_other_dtypes_in_other_trainers():
+    axolotl = read("axolotl-full.yaml")["training"]
+    assert (axolotl["weights"]["hidden_matrix"], axolotl["optimizer"]["default"]) == ("bf16", "adamw-bf16")
+    assert (axolotl["weights"]["embedding"], axolotl["weights"]["norm"]) == ("fp32", "fp32")
+    lora = read("llama-factory.yaml")["training"]
+    assert (lora["weights"]["hidden_matrix"], lora["adapter"]["dtype"]) == ("bf16", "fp32")
+    assert lora["activation_checkpointing"] == "full"
+    assert read("trl.yaml")["training"]["optimizer"] == {"default": "adamw-bf16"}
+
+
+def test_llama_factory_upcasts_what_it_trains_whole(tmp_path):
+    text = (EXAMPLES / "llama-factory.yaml").read_text().replace("finetuning_type: lora", "finetuning_type: full")
+    training = memplan.import_file(written(tmp_path, text)).to_dict()["training"]
+    assert (training["weights"]["hidden_matrix"], training["compute_dtype"]) == ("fp32", "bf16")
+
+
+def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
+    text = (EXAMPLES / "trl.yaml").read_text().replace("max_length", "max_seq_length").replace("dtype: bfloat16\n", "")
+    answer = memplan.import_file(written(tmp_path, text)).to_dict()
+    assert answer["trainer"]["version"] == "0.19"
+    assert answer["training"]["sequence_length"] == 2048
+
+
+def test_a_key_that_a_version_retired_is_unknown_to_it(tmp_path):
+    path = written(tmp_path, (EXAMPLES / "trl.yaml").read_text().replace("max_length", "max_seq_length"))
+    answer = memplan.import_file(path, trainer_version="1.16").to_dict()
+    assert [(one["key"], one["line"]) for one in answer["keys"]["unknown"]] == [("max_seq_length", 6)]
+
+
+def test_preference_pairs_are_read_as_what_they_are():
+    answer = read("dpo.yaml")
+    assert answer["method"]["stage"] == "dpo"
+    assert (answer["method"]["reference_model"], answer["method"]["rows_per_sample"]) == ("resident", 2)
+
+
+def test_a_launcher_joins_the_trainer():
+    answer = read("trl.yaml", beside=[EXAMPLES / "accelerate.yaml"])
+    assert answer["training"]["parallel"] == {"data": 4}
+    sharded = read("trl.yaml", beside=[EXAMPLES / "ds_z3.json"], gpus=8)["training"]
+    assert (sharded["parallel"], sharded["master_weights"]) == ({"zero_stage": 3, "data": 8}, "fp32")
+
+
+def test_shards_without_a_number_of_gpus_are_refused_with_the_flag():
+    answer = memplan.import_file(EXAMPLES / "trl.yaml", beside=[EXAMPLES / "ds_z3.json"]).document()
+    assert answer.exit_code == 3
+    assert "--gpus" in answer.data["answer"]
+
+
+def test_a_named_file_that_is_missing_is_the_reason(tmp_path):
+    text = (EXAMPLES / "trl.yaml").read_text() + "deepspeed: conf/ds.json\n"
+    answer = memplan.import_file(written(tmp_path, text)).document()
+    assert answer.exit_code == 3
+    assert "conf/ds.json" in answer.data["answer"]
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "ds.json").write_text((EXAMPLES / "ds_z3.json").read_text())
+    assert memplan.import_file(tmp_path / "job.yaml", gpus=2).document().exit_code == 0
+
+
+def test_a_launcher_alone_is_no_job():
+    assert read("ds_z3.json")["role"] == "launcher"
+    assert read("accelerate.yaml")["role"] == "launcher"
+
+
+def test_files_that_train_nothing_say_what_they_are():
+    answer = memplan.import_file(EXAMPLES / "export.yaml").document()
+    assert (answer.exit_code, answer.data["role"]) == (2, "not_training")
+    assert "export" in answer.data["answer"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "actor_rollout_ref: {model: {path: a}}\n",
+        "policy: {model_name: a}\ngrpo: {num_prompts_per_step: 8}\n",
+        "num_layers: 12\npipe_parallel_size: 1\nzero_optimization: {stage: 1}\n",
+    ],
+)
+def test_trainers_that_are_not_read_are_refused_by_name(tmp_path, text):
+    answer = memplan.import_file(written(tmp_path, text)).document()
+    assert answer.exit_code == 3
+    assert "recognised" in answer.data["answer"]
+
+
+def test_misspelt_keys_have_their_line_and_the_nearest_key(tmp_path):
+    text = (EXAMPLES / "axolotl.yaml").read_text().replace("gradient_checkpointing", "gradient_checkpoint")
+    (one,) = memplan.import_file(written(tmp_path, text)).to_dict()["keys"]["unknown"]
+    assert (one["key"], one["line"]) == ("gradient_checkpoint", 18)
+    assert "gradient_checkpointing" in one["nearest"]
+
+
+def test_keys_that_move_memory_unmodelled_are_refused_by_name(tmp_path):
+    text = (EXAMPLES / "axolotl.yaml").read_text() + "tiled_mlp: true\nqat: {}\n"
+    answer = memplan.import_file(written(tmp_path, text)).to_dict()
+    assert [one["key"] for one in answer["keys"]["not_modelled"]] == ["tiled_mlp"]
+
+
+def test_a_command_line_is_read_like_a_file():
+    words = "torchrun --nproc_per_node 2 sft.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 --use_peft --lora_r 8"
+    answer = memplan.import_file(words.split()).to_dict()
+    assert answer["training"]["parallel"] == {"data": 2}
+    assert (answer["method"]["tuning"], answer["training"]["adapter"]["rank"]) == ("lora", 8)
+
+
+def test_flags_stand_above_the_file():
+    words = ["trl", "sft", "--config", str(EXAMPLES / "trl.yaml"), "--per_device_train_batch_size", "7"]
+    assert memplan.import_file(words).to_dict()["training"]["micro_batch_size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base_model: a\nmicro_batch_size: 2e-5\ndatasets: []\n", "job.yaml:2: micro_batch_size: expected a whole number"),
+        ("base_model: a\nbase_model: b\n", "duplicate key"),
+        ("base_model: a\nfinetuning_type: lora\n", "has keys of axolotl and llamafactory"),
+        ("model_name_or_path: a\nfinetuning_type: lora\nzero_optimization: {stage: 2}\n", "llamafactory"),
+        ("[1, 2]\n", "expected the configuration"),
+        ("", "empty"),
+        ("a: [" * 100, "not valid YAML"),
+        ("base_model: ${a}\na: ${base_model}\n", "leads back"),
+        ("base_model: a\n" + "x" * (5 * 2**20), "larger than 4 MiB"),
+        ("defaults: job.yaml\n", "includes itself"),
+        ("a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{n}: &{n} [{','.join(['*' + m] * 9)}]\n" for m, n in zip("abcdef", "bcdefg", strict=True)), "too many"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(tmp_path, text, said):
+    with pytest.raises(InvalidFileError) as caught:
+        memplan.import_file(written(tmp_path, text))
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_reads_booleans_of_its_own_as_the_trainer_does(tmp_path):
+    text = (EXAMPLES / "axolotl.yaml").read_text().replace("gradient_checkpointing: true", "gradient_checkpointing: on")
+    assert memplan.import_file(written(tmp_path, text)).to_dict()["training"]["activation_checkpointing"] == "full"
+
+
+def test_merged_anchors_are_keys_like_others(tmp_path):
+    text = "base: &base {micro_batch_size: 3, sequence_len: 64}\n<<: *base\nbase_model: a\nsequence_len: 128\n"
+    training = memplan.import_file(written(tmp_path, text)).to_dict()["training"]
+    assert (training["micro_batch_size"], training["sequence_length"]) == (3, 128)
