@@ -34,6 +34,7 @@ OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 0.50 GiB is free. Of the "
     "allocated memory 6.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated."
 )
+EXAMPLES = Path(__file__).parent.parent / "trainers" / "examples"
 ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fit": (("fit", *JOB, "--config", "bf16-adamw"), TABLES),
     "max": (("max", "--config", "tier3", "--gpu", "rtx4090"), TABLES),
@@ -46,6 +47,7 @@ ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "why": (("why", "gpt2", "--message", "train.log"), TABLES),
     "trace": (("trace", "--layers", "1", "--hidden", "64", "--heads", "2", "--vocab", "64", "-q"), TABLES),
     "validate": (("validate", "--calibrate", str(RECORDS)), TABLES),
+    "import": (("import", str(EXAMPLES / "axolotl.yaml")), TABLES),
     "check": (("check", "budget.yaml"), CHECKS),
     "diff": (("diff", "base.json", "moved.json"), TABLES),
     "tables": (("tables", "s000.t15"), TABLES),

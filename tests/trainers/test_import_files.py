@@ -144,7 +144,9 @@ def test_keys_that_move_memory_unmodelled_are_refused_by_name(tmp_path):
 
 
 def test_a_command_line_is_read_like_a_file():
-    words = "torchrun --nproc_per_node 2 sft.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 --use_peft --lora_r 8"
+    words = (
+        "torchrun --nproc_per_node 2 sft.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 --use_peft --lora_r 8"
+    )
     answer = memplan.import_file(words.split()).to_dict()
     assert answer["training"]["parallel"] == {"data": 2}
     assert (answer["method"]["tuning"], answer["training"]["adapter"]["rank"]) == ("lora", 8)

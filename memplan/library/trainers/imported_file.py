@@ -86,9 +86,10 @@ def known_model(given: str | None, catalog: Catalog | None) -> KnownModel:
     if given is None or catalog is None:
         return KnownModel(given)
     from memplan.errors import MemplanError
-    from memplan.library.lookup import Shapes, find_model
+    from memplan.library.lookup.model_names import resolve_model_name
 
     try:
-        return KnownModel(given, find_model(str(given), Shapes(), catalog).source, "catalog")
-    except MemplanError:
-        return KnownModel(given)
+        found = resolve_model_name(given, catalog)
+    except MemplanError as error:
+        return KnownModel(given, note=str(error))
+    return KnownModel(given, str(found.target), found.how, " ".join(found.notes))

@@ -1,0 +1,1 @@
+"""Trainers' own files, as questions about training jobs take them."""
