@@ -8,15 +8,9 @@ from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.places import last_places
 from memplan.step.states.optimizer_scratch import average_bytes, clipping_bytes
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, constant_form
 from memplan.step.tapes.played import Instant
-
-LOSS_SCALE_BYTES = 8
-"""Scale and growth tracker, which stay; unscaling makes an inverse and a flag for overflow besides.
-
-Source: torch/amp/grad_scaler.py (v2.13.0).
-"""
 
 EMBEDDING = -1
 """Stands for the embedding among the kinds of layers."""

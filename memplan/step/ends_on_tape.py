@@ -88,8 +88,10 @@ def _with_positions(builder: Builder, x: Value) -> Value:
     tape, block = builder.tape, builder.settings
     table = builder.weight(f"{block.names.positions}.weight")
     rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
+    ids = [tape.value(Quantity.POSITIONS, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
     with tape.alive(x):
-        tape.apply("position embedding", [], rows, weights=[table], traits=Traits(workspace=_position_sums(block)))
+        traits = Traits(workspace=_position_sums(block))
+        tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
         ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
         return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
 
@@ -101,17 +103,18 @@ def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
 
 
 @lru_cache(maxsize=MOST_ENDS)
-def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) -> Head:
+def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, element_bytes: int) -> Head:
     """Return final norm, head and loss on tape, the same ones each time.
 
     Args:
         settings: What they depend on.
         weights: The parameters that no layer has, by name.
         needs_gradient: Whether the last layer's result needs a gradient.
+        element_bytes: Bytes of an element of it.
     """
     builder = Builder(settings.block, dict(weights))
     builder.tape.instant = "loss backward" if settings.loss == "fused-head" else "head backward"
-    entry, normed = _final_norm(builder, settings, needs_gradient)
+    entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
     own = head_weights(settings, builder.weights)
     if settings.loss == "fused-head":
         loss = tiled_cross_entropy(builder, normed, own, settings.vocab_size)
@@ -129,7 +132,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool) ->
 def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
     builder = Builder(settings.block, dict(weights))
-    entry, normed = _final_norm(builder, settings, needs_gradient=True)
+    entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
     if settings.loss == "fused-head":
         own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, tiled_cross_entropy(builder, normed, own, settings.vocab_size))
@@ -138,10 +141,12 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         return Section(builder.tape, entry, loss)
 
 
-def _final_norm(builder: Builder, settings: EndSettings, needs_gradient: bool) -> tuple[Value, Value]:
+def _final_norm(
+    builder: Builder, settings: EndSettings, needs_gradient: bool, element_bytes: int
+) -> tuple[Value, Value]:
     """Return the residual stream after the last layer, and its norm."""
     block = settings.block
-    entry = builder.tape.given(TOKENS, block.hidden_size, block.residual_bytes, needs_gradient)
+    entry = builder.tape.given(TOKENS, block.hidden_size, element_bytes, needs_gradient)
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     if settings.names_logits:
         builder.tape.ends(entry)

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
-from memplan.step.after_backward import LOSS_SCALE_BYTES, after_backward
+from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
-from memplan.step.kernels.attention_masks import attention_masks, steps_through_scores
 from memplan.step.kernels.family_code import family_code, refuse_unquantised
+from memplan.step.kernels.layer_arguments import layer_arguments, steps_through_scores
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.muon_scratch import codec_scratch
 from memplan.step.states.optimizer_scratch import step_temporaries, stored_names
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
     ZERO,
@@ -45,13 +43,6 @@ SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
 
 OnePass = Callable[[Form, Mode], Iterator[Instant]]
 """Yields the instants of one forward and backward, given what is there throughout and what becomes of gradients."""
-
-
-BLOCK_MASK_BYTES = 16
-"""A block mask of flex attention: numbers of blocks and their places in 32 bits, full and partial ones, by query and by key.
-
-Source: torch/nn/attention/flex_attention.py, ``BlockMask`` (v2.13.0).
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,62 +130,39 @@ def _saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     return not taped.embedding.tape.nodes and (inputs.setup.checkpointing != "none" or saved)
 
 
-def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient."""
-    return embedded_leaf(inputs, taped) * 2 if inputs.setup.stack.loop.holds else ZERO
-
-
-def buffers(inputs: StepInputs) -> Form:
-    """Return token ids, targets, positions and rotary tables."""
+def _named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
     spec, setup = inputs.spec, inputs.setup
-    positions = 8 if spec.learned_positions else 0
-    scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
-    micro_steps = setup.config.gradient_accumulation_steps
-    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
-    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
-    form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
-    if steps_through_scores(spec) and not family_code(setup.stack.model_code, spec.architecture).added_mask:
-        form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
-    if setup.profile.attention == "flex":
-        form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
-    return form + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions) + _rotary_tables(inputs)
+    if not family_code(setup.stack.model_code, spec.architecture).forms_tables or setup.checkpointing != "none":
+        return ZERO
+    row = spec.hidden_size * setup.residual_bytes
+    leaf = embedded_leaf(inputs, taped) is not ZERO  # counted already
+    tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
+    if spec.learned_positions:
+        return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
+    first = taped.layer_of(0)
+    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    return ZERO if saved else tokens
 
 
-def _rotary_tables(inputs: StepInputs) -> Form:
-    """Return the tables of cosines and sines.
-
-    Formula:
-        ``2 d e`` for each of the positions that there are rows for, half as much where a pair of dimensions shares its
-        entries; ``d`` dimensions of a head are rotated, an entry has ``e`` bytes; once for a model and each of its
-        bases, or once for each layer.
-    """
-    spec, tables = inputs.spec, inputs.setup.stack.rotary_tables
-    widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
-    widths_by_dtype = {"fp32": 4, "compute": inputs.setup.compute_bytes, "residual": inputs.setup.residual_bytes}
-    element_bytes = widths_by_dtype[tables.dtype]
-    entries = sum(widths) if tables.each == "layer" else max(widths) * spec.rotary_tables
-    row_bytes = entries * element_bytes * (1 if tables.halved else 2)
-    if tables.rows == "model":
-        return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
-    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)
+def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether no layer is like the first, which is given the embedding's output itself."""
+    direct = not taped.embedding.tape.nodes and not inputs.spec.learned_positions
+    return direct and taped.counts()[taped.kinds[0]] == 1
 
 
-def _rotary_width(part: Attention | LatentAttention) -> int:
-    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
+    if not inputs.setup.stack.loop.holds:
+        return ZERO
+    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs)
 
 
-def _table_bytes(states: ModelStates) -> int:
-    """Return the tables that grid formats are decoded with, once for each format."""
-    layouts = {layout.codec: layout for entry in states.tensors if (layout := entry.coded_as) is not None}
-    return sum(codec_scratch(layout).table_bytes for layout in layouts.values())
-
-
-def _expert_offset_bytes(spec: ModelSpec) -> int:
-    """Return the offsets that steer the choice of experts, one fp32 number each, which are no parameters."""
-    parts = [(run.layer.feed_forward, run.count) for run in spec.runs]
-    return sum(
-        4 * p.num_experts * count for p, count in parts if isinstance(p, MixtureOfExperts) and p.score_correction
-    )
+def _called_again(inputs: StepInputs) -> Form:
+    """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
+    if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
+        return ZERO
+    return kept_arguments(inputs) + tables_of_graph(inputs)
 
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
@@ -238,14 +206,12 @@ def _filled_bytes(inputs: StepInputs) -> int:
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
-    masks = attention_masks(inputs.spec, inputs.setup)
     leaf = embedded_leaf(inputs, taped)
     apart = ZERO if _saves_leaf(inputs, taped) else leaf
-    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), (apart, masks))
+    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), apart)
     base += apart
-    kept = ZERO if inputs.setup.checkpointing == "none" else attention_masks(inputs.spec, inputs.setup, kept=True)
-    bare_base = base + (kept if inputs.setup.stack.checkpointing.reentrant else ZERO)  # its nodes keep what they call
-    base += kept
+    bare_base = base + _called_again(inputs)
+    base += kept_arguments(inputs) + tables_of_graph(inputs)
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
@@ -269,7 +235,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
 
 
 def _forward(
-    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, besides: tuple[Form, Form]
+    inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, around: Form, apart: Form
 ) -> Iterator[Instant]:
     """Yield the moments of forward: of the embedding, the last layer of each kind, and the head.
 
@@ -278,24 +244,23 @@ def _forward(
         taped: The model on tape.
         played: The same, played.
         around: What is there throughout.
-        besides: The embedding's output where it is a tensor apart; and masks, which are let go of when the layers have
-            run, but for those that checkpointing keeps for when they run again.
+        apart: The embedding's output where it is a tensor apart.
     """
-    apart, masks = besides
-    around += masks
+    arguments = layer_arguments(inputs.spec, inputs.setup)
+    named = _named_embeddings(inputs, taped)
+    around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
-    around += apart
+    around += apart + named
     left = {kind: part.saved + part.carried for kind, part in enumerate(played.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
     places, around = last_places(runs, left, around + played.embedding.saved + played.embedding.carried)
+    own = _enters_alone(inputs, taped)
     for kind, below in places:
+        entered = apart + named if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         for moment in played.layers[kind].forward:
-            yield moment.around(below, "forward")
-    if inputs.setup.checkpointing == "none":
-        around -= masks
-    else:
-        around += attention_masks(inputs.spec, inputs.setup, kept=True) - masks
+            yield moment.around(below - entered, "forward")
+    around += kept_arguments(inputs) - arguments - named
     yield from head_forward(inputs, taped.head, played.head, around)
 
 

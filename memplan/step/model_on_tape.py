@@ -18,6 +18,9 @@ from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_weight import Mode, Weight
 
+Stream = tuple[bool, int]
+"""Of the residual stream that a part is given: whether it needs a gradient, and the bytes of an element."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlayedModel:
@@ -84,30 +87,33 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     root = tuple((name, weight) for name, weight in weights.items() if not name.startswith(prefix))
     embedding = embedding_section(settings, root)
     names = _names_by_first(inputs.states, prefix)
-    known: dict[tuple[Layer, tuple[str, ...], bool], int] = {}
+    known: dict[tuple[Layer, tuple[str, ...], Stream], int] = {}
     sections: list[Section] = []
 
-    def kind_of(run: LayerRun, needs_gradient: bool) -> int:
+    def kind_of(run: LayerRun, stream: Stream) -> int:
         own = names.get(run.first, ())
-        key = (run.layer, own, needs_gradient)
+        key = (run.layer, own, stream)
         if key not in known:
             known[key] = len(sections)
             relative = tuple((name.removeprefix(prefix), weights[name]) for name in own)
-            sections.append(layer_section(block, run.layer, relative, needs_gradient))
+            sections.append(layer_section(block, run.layer, relative, *stream))
         return known[key]
 
-    needs = embedding.output.needs_gradient
+    def after(kind: int) -> Stream:
+        output = sections[kind].output
+        return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes
+
+    stream = (embedding.output.needs_gradient, block.residual_bytes)
     runs: list[tuple[LayerRun, int]] = []
     for run in spec.runs:
-        first = kind_of(run, needs)
-        trained = sections[first].output.needs_gradient
-        if trained == needs or run.count == 1:
+        first = kind_of(run, stream)
+        if after(first) == stream or run.count == 1:
             runs.append((run, first))
         else:
             alone, rest = LayerRun(run.layer, 1, run.first), LayerRun(run.layer, run.count - 1, run.first + 1)
-            runs += [(alone, first), (rest, kind_of(run, trained))]
-        needs = sections[runs[-1][1]].output.needs_gradient
-    head = head_on_tape(settings, root, needs)
+            runs += [(alone, first), (rest, kind_of(run, after(first)))]
+        stream = after(runs[-1][1])
+    head = head_on_tape(settings, root, *stream)
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
     return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), head)
 

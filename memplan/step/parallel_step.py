@@ -22,12 +22,12 @@ from memplan.model.model import Model
 from memplan.model.spec import LayerRun
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_bytes, tied_sum
-from memplan.step.instants import StepForms, buffers, saved_by_layers, step_instants
+from memplan.step.instants import StepForms, saved_by_layers, step_instants
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import Unit, gathered_setup, unit
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import StepInputs, buffers, tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
@@ -96,7 +96,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     candidates = tuple(step_instants(inputs, step.taped, partial(_one_pass, step)))
     return StepForms(
         candidates,
-        buffers(inputs),
+        buffers(inputs) + tables_of_graph(inputs),
         saved_by_layers(step.taped),
         inputs.optimizer.formula,
         step.stream_bytes,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.model.spec import ModelSpec
+from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.states.model_states import ModelStates, TensorStates
-from memplan.step.states.muon_scratch import decoding_bytes, decoding_rows_bytes
+from memplan.step.states.muon_scratch import codec_scratch, decoding_bytes, decoding_rows_bytes
 from memplan.step.states.optimizer_scratch import (
     Temporaries,
     handed_over,
@@ -15,10 +17,23 @@ from memplan.step.states.optimizer_scratch import (
     stored_names,
     tensor_temporaries,
 )
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+
+LOSS_SCALE_BYTES = 8
+"""Scale and growth tracker, which stay; unscaling makes an inverse and a flag for overflow besides.
+
+Source: torch/amp/grad_scaler.py (v2.13.0).
+"""
+
+BLOCK_MASK_BYTES = 16
+"""A block mask of flex attention: numbers of blocks and their places in 32 bits, full and partial ones, by query and by key.
+
+Source: torch/nn/attention/flex_attention.py, ``BlockMask`` (v2.13.0).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +131,50 @@ def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:
     formed = setup.config.compute_dtype if entry.quantized else entry.format_name
     narrow = entry.gradient_bytes == entry.formed_bytes == 2 * entry.tensor.elements
     return entry.gradient_bytes != entry.formed_bytes or (narrow and entry.gradient_name != formed)
+
+
+# -------------------------------------------------------------------- what is there throughout
+def buffers(inputs: StepInputs) -> Form:
+    """Return token ids, targets, positions and rotary tables."""
+    spec, setup = inputs.spec, inputs.setup
+    code = family_code(setup.stack.model_code, spec.architecture)
+    positions = 8 if spec.learned_positions and not code.forms_tables else 0
+    scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
+    micro_steps = setup.config.gradient_accumulation_steps
+    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
+    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
+    form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
+    if steps_through_scores(spec) and not code.added_mask:
+        form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
+    if setup.profile.attention == "flex":
+        form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
+    form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
+    return form if tables_of_graph(inputs) is not ZERO else form + rotary_tables(spec, setup)
+
+
+def tables_of_graph(inputs: StepInputs) -> Form:
+    """Return rotary tables that each forward forms anew, which go with its graph."""
+    spec, setup = inputs.spec, inputs.setup
+    forms = family_code(setup.stack.model_code, spec.architecture).forms_tables
+    return rotary_tables(spec, setup) if forms else ZERO
+
+
+def kept_arguments(inputs: StepInputs) -> Form:
+    """Return what layers have been called with that checkpointing keeps, to call them again."""
+    if inputs.setup.checkpointing == "none":
+        return ZERO
+    return layer_arguments(inputs.spec, inputs.setup, kept=True)
+
+
+def _table_bytes(states: ModelStates) -> int:
+    """Return the tables that grid formats are decoded with, once for each format."""
+    layouts = {layout.codec: layout for entry in states.tensors if (layout := entry.coded_as) is not None}
+    return sum(codec_scratch(layout).table_bytes for layout in layouts.values())
+
+
+def _expert_offset_bytes(spec: ModelSpec) -> int:
+    """Return the offsets that steer the choice of experts, one fp32 number each, which are no parameters."""
+    parts = [(run.layer.feed_forward, run.count) for run in spec.runs]
+    return sum(
+        4 * p.num_experts * count for p, count in parts if isinstance(p, MixtureOfExperts) and p.score_correction
+    )

@@ -91,7 +91,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
 
     Source:
         ``prepare_model_for_kbit_training`` in peft/utils/other.py (0.21.2): all parameters in 16 bits but the quantised
-        ones; a projection's bias goes back to the compute dtype at its first product (bitsandbytes/nn/modules.py).
+        ones.
     """
     if not beside_codes(config, names["hidden_matrix"]):
         return _full_formats(config, stack, names)
@@ -103,9 +103,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
         wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))
         return {role: "fp32" if role in wide and name in FLOATS else name for role, name in names.items()}
-    cast = {role: "fp32" if name in FLOATS else name for role, name in names.items()}
-    cast["bias"] = config.compute_dtype
-    return cast
+    return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
 
 
 def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:

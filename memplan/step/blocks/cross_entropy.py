@@ -65,7 +65,7 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
         rows = tape.value(predicted, x.width, x.element_bytes)
         tape.apply("choose rows", [(cut, NEW)], (rows, mask), [mask])
         labels, sums = tape.make("choose labels", tape.value(predicted, 1, 8)), tape.value(predicted, 2, 4)
-        tile, again = (_tile(x.width, weights[0], compute, vocab_size, stretches) for stretches in (1, 2))
+        tile, again = (_tile(x, weights[0], compute, vocab_size, stretches) for stretches in (1, 2))
         wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
@@ -73,6 +73,7 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
             custom=True,
         )
         logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
+        logs.gradient_coefficient = 4
         own = [_in_fp32(weight) for weight in weights]
         results = tape.value(predicted, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
         tape.apply("tiles of logits", [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
@@ -80,17 +81,16 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
     return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)
 
 
-def _tile(width: int, weight: Weight, compute: int, vocab_size: int, stretches: int) -> Sizes:
-    """Return a tile of logits, and the copies of rows and of stretches of the head that are made to form it.
+def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, stretches: int) -> Sizes:
+    """Return a tile of logits, and the copies that are made to form it of rows and of stretches of the head in another dtype.
 
     In backward a stretch has a name until the next one has been copied.
     """
     sizes = [(Quantity.TILE_TOKENS, TILE_COLUMNS * compute)]
+    if x.element_bytes != compute:
+        sizes.append((Quantity.TILE_TOKENS, x.width * compute))
     if weight.element_bytes != compute:
-        sizes += [
-            (Quantity.TILE_TOKENS, width * compute),
-            (ONE, min(stretches * TILE_COLUMNS, vocab_size) * width * compute),
-        ]
+        sizes.append((ONE, min(stretches * TILE_COLUMNS, vocab_size) * x.width * compute))
     return sizes
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from memplan.catalog.stacks import ModelCode
 from memplan.errors import CannotAnswerError
@@ -25,7 +26,7 @@ class FamilyCode:
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         adapts_experts: Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
         masks: How many masks a forward makes: of windowed layers and of others.
-        masks_from: Layers from which on a model has both kinds.
+        masks_from: Layers from which on a model has both kinds, and rotary tables of both.
         asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
         names_attention: The same for what attention returns.
@@ -37,6 +38,16 @@ class FamilyCode:
         names_parts: Whether a layer has names for what attention and feed-forward add until it ends.
         grouped_uncast: Whether grouped products of experts run in the dtype of their weights, under autocast too.
         fused_wide_norms: Whether norms are one kernel where their weights are in fp32, whatever the profile says.
+        forms_tables: Whether rotary tables are formed in each forward, and gone when its graph is.
+        passes_positions: Whether layers are called with the numbers of the positions.
+        wide_rotary: Whether rotary tables are in fp32, so that heads are rotated in fp32 and cast back.
+        complex_rotary: Whether heads are rotated as complex numbers, in fp32.
+        sums: How a layer adds up what attention and a feed-forward part beside it add: ``parts-first`` adds these,
+            ``in-place`` in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is
+            ``parts-first`` with the second norm after attention; ``own`` is the bundled models' way.
+        rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
+        norms_at_once: Whether query and key are normalised as they are projected, each before the next.
+        names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
     """
 
     functions: bool = False
@@ -59,39 +70,55 @@ class FamilyCode:
     names_parts: bool = False
     grouped_uncast: bool = False
     fused_wide_norms: bool = False
+    forms_tables: bool = False
+    passes_positions: bool = False
+    wide_rotary: bool = False
+    complex_rotary: bool = False
+    sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
+    rotates_together: bool = False
+    norms_at_once: bool = False
+    names_passed: bool = False
 
 
 OWN = FamilyCode()
-TRANSFORMERS = FamilyCode(functions=True, promotes=True, added_mask=True, grouped_uncast=True)
+TRANSFORMERS = FamilyCode(
+    functions=True,
+    promotes=True,
+    added_mask=True,
+    grouped_uncast=True,
+    forms_tables=True,
+    passes_positions=True,
+    rotates_together=True,
+)
 TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, names_parts=True, fused_wide_norms=True)
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
-    "gpt2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_softmax=False, names_attention=True),
-    "stablelm": FamilyCode(functions=True, promotes=True, added_mask=True, names_norm=True, names_attention=True),
-    "falcon": FamilyCode(
-        functions=True,
-        promotes=True,
-        added_mask=True,
+    "gpt2": replace(TRANSFORMERS, wide_softmax=False, names_attention=True, grouped_uncast=False),
+    "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
+    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first"),
+    "gpt_neox": replace(TRANSFORMERS, sums="late"),
+    "falcon": replace(
+        TRANSFORMERS,
         wide_softmax=False,
         copies_heads=True,
         asks_for_groups=False,
+        sums="in-place",
         own_linear=True,
         names_norm=True,
         names_attention=True,
     ),
-    "phi3": FamilyCode(functions=True, promotes=True, added_mask=True, joins_rotated=True),
-    "olmo": FamilyCode(functions=True, promotes=True, added_mask=True, wide_layer_norm=True),
-    "olmo2": FamilyCode(functions=True, promotes=True, added_mask=True, wide_scale=True),
-    "gpt_oss": FamilyCode(
-        functions=True, promotes=True, added_mask=True, wide_scale=True, masks=2, masks_from=2, grouped_uncast=True
-    ),
-    "gemma2": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=2),
-    "gemma3_text": FamilyCode(functions=True, promotes=True, added_mask=True, masks=2, masks_from=6),
-    "mixtral": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
-    "qwen3_moe": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
-    "deepseek_v2": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
-    "deepseek_v3": FamilyCode(functions=True, promotes=True, added_mask=True, adapts_experts=True, grouped_uncast=True),
+    "phi3": replace(TRANSFORMERS, joins_rotated=True),
+    "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
+    "qwen3": replace(TRANSFORMERS, norms_at_once=True),
+    "olmo2": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True),
+    "gpt_oss": replace(TRANSFORMERS, wide_scale=True, masks=2, masks_from=2),
+    "gemma2": replace(TRANSFORMERS, masks=2, masks_from=2),
+    "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
+    "mixtral": replace(TRANSFORMERS, adapts_experts=True),
+    "qwen3_moe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
+    "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
+    "deepseek_v3": replace(TRANSFORMERS, adapts_experts=True),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,

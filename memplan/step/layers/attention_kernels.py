@@ -38,12 +38,12 @@ class Heads(NamedTuple):
         return self.query, self.key, self.value
 
 
-def ungrouped(builder: Builder, heads: Heads) -> Heads:
-    """Return heads whose keys and values are repeated, one for each head of the query."""
+def ungrouped(builder: Builder, heads: Heads, *, expands: bool = False) -> Heads:
+    """Return heads whose keys and values are repeated, one for each head of the query; where it ``expands``, one is looked at."""
     if heads.groups == heads.number:
         return heads
-    times = heads.number // heads.groups
-    key, value = (_repeated(builder, x, times, alone=heads.groups == 1) for x in (heads.key, heads.value))
+    times, alone = heads.number // heads.groups, expands and heads.groups == 1
+    key, value = (_repeated(builder, x, times, alone=alone) for x in (heads.key, heads.value))
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
@@ -196,8 +196,9 @@ def with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Valu
 def _repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> Value:
     """Return every head of ``x`` repeated; a head that is alone may be looked at as often, and copied by none."""
     with builder.tape.alive(x):
-        if alone and builder.settings.code.repeats_keys:
+        if alone:
             view = builder.tape.view(x, x.width * times)
+            view.apart = True
             return builder.tape.apply("expand", [(x, NEW)], view, traits=SAVES_NOTHING)
         repeated = builder.fresh(x, x.width * times)
         repeated.apart = False

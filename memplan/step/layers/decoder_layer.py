@@ -14,7 +14,7 @@ from memplan.step.layers.feed_forward import mlp
 from memplan.step.layers.latent_attention import latent_attention
 from memplan.step.layers.mixture_of_experts import mixture
 from memplan.step.tapes.section import Section
-from memplan.step.tapes.taped_operations import Value
+from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight
 
 MOST_LAYERS = 128
@@ -23,7 +23,11 @@ MOST_LAYERS = 128
 
 @lru_cache(maxsize=MOST_LAYERS)
 def layer_section(
-    settings: BlockSettings, layer: Layer, weights: tuple[tuple[str, Weight], ...], needs_gradient: bool
+    settings: BlockSettings,
+    layer: Layer,
+    weights: tuple[tuple[str, Weight], ...],
+    needs_gradient: bool,
+    element_bytes: int,
 ) -> Section:
     """Return a layer on tape, the same one each time.
 
@@ -32,10 +36,11 @@ def layer_section(
         layer: Its shape.
         weights: Its parameters, by name relative to it.
         needs_gradient: Whether its input needs a gradient.
+        element_bytes: Bytes of an element of its input.
     """
     builder = Builder(settings, dict(weights))
     builder.tape.instant = "layer"
-    entry = builder.tape.given(TOKENS, settings.hidden_size, settings.residual_bytes, needs_gradient)
+    entry = builder.tape.given(TOKENS, settings.hidden_size, element_bytes, needs_gradient)
     output = layer_output(builder, entry, layer)
     builder.tape.touch(*builder.held)
     return Section(builder.tape, entry, output)
@@ -49,6 +54,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     def normed(value: Value, index: int) -> Value:
         return normalised(builder, value, layer.norm, norms[index], hidden)
 
+    if layer.placement == "parallel" and builder.settings.code.sums != "own":
+        return _parallel(builder, x, layer)
     if layer.placement == "parallel":
         first = normed(x, 0)
         with builder.tape.alive(first):
@@ -83,6 +90,37 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     x = builder.add(x, part)
     with builder.tape.alive(x):
         return builder.add(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
+
+
+def _parallel(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after attention and a feed-forward part beside it, as transformers' families add them up."""
+    tape, code, hidden = builder.tape, builder.settings.code, builder.settings.hidden_size
+    names = norm_names(builder.settings.names, layer)
+
+    def normed(index: int) -> Value:
+        return normalised(builder, x, layer.norm, names[index], hidden)
+
+    first = normed(0)
+    with tape.alive(*(() if code.sums == "late" else (first,))):
+        second = first if len(names) == 1 else None if code.sums == "late" else normed(1)
+        with tape.alive(*(() if second is None else (second,))):
+            attended = builder.dropped(attention_part(builder, first, layer))
+        with tape.alive(attended):
+            second = second or normed(1)
+            with tape.alive(*(() if code.sums == "late" else (second,))):
+                fed = builder.dropped(feed_forward(builder, second, layer))
+                with tape.alive(fed):
+                    if code.sums == "residual-first":
+                        return builder.add(builder.add(x, attended), fed)
+                    return builder.add(x, _both(builder, fed, attended))
+
+
+def _both(builder: Builder, fed: Value, attended: Value) -> Value:
+    """Return the sum of what feed-forward part and attention add, which may be formed in place of the first."""
+    if builder.settings.code.sums != "in-place":
+        return builder.add(fed, attended)
+    ways = [(fed, SAME), (attended, SAME)]
+    return builder.tape.apply("add", ways, builder.tape.view(fed), traits=SAVES_NOTHING)
 
 
 def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -7,8 +7,8 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended
-from memplan.step.layers.attention import rotary
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads
+from memplan.step.layers.rotation import rotary, turned_complex
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 
@@ -23,8 +23,7 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             down = linear(builder, x, f"{prefix}.{names.key_value_down}", part.kv_lora_rank + part.qk_rope_head_dim)
             latent, key_turned = _split(builder, down, part.kv_lora_rank, part.qk_rope_head_dim)
             latent = normalised(builder, latent, part.norm, f"{prefix}.{names.key_value_down_norm}", part.kv_lora_rank)
-            turned = rotary(builder, turned, part.qk_rope_head_dim, part.qk_rope_head_dim)
-            key_turned = rotary(builder, key_turned, part.qk_rope_head_dim, part.qk_rope_head_dim)
+            turned, key_turned = _turned(builder, turned, key_turned, part.qk_rope_head_dim)
             ways = [(plain, SAME), (turned, SAME)]
             query = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
@@ -35,6 +34,14 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             value.apart = True
             with tape.alive(turned, latent, key_turned, query, risen, key):
                 return _output(builder, query, key, value, part, prefix)
+
+
+def _turned(builder: Builder, query: Value, key: Value, width: int) -> tuple[Value, Value]:
+    if builder.settings.code.complex_rotary:
+        with builder.tape.alive(query, key):
+            return turned_complex(builder, query, key, width)
+    query = rotary(builder, query, width, width)
+    return query, rotary(builder, key, width, width)
 
 
 def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Value:

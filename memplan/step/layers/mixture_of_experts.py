@@ -131,15 +131,30 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
     with tape.alive(rows, experts, order):
         offsets = _offsets(builder, experts, part)
-        both = _grouped(builder, rows, f"{name}.gate_up_proj", 2 * inner * used, experts, offsets)
+        width = 2 * inner * used
+        biases = _gathered_biases(builder, f"{name}.gate_up_proj_bias", width, experts)
+        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets)
         gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
         tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
-        with tape.alive(both, offsets):
+        renames = builder.settings.code.grouped_uncast
+        with tape.alive(offsets, *(() if renames else (both,))):
             clamped = part.activation == "clamped-swiglu" and builder.profile.activation != "fused"
-            hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
-            with tape.alive(hidden):
-                out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets)
+            with tape.alive(both):
+                hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
+            with tape.alive(hidden, *biases):
+                biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
+            with tape.alive(*biases, *(() if renames else (hidden,))):
+                with tape.alive(hidden):
+                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets)
                 return _combined(builder, out, weights, order, x)
+
+
+def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) -> list[Value]:
+    """Return the biases of each row's expert, where the experts' function has a name for them."""
+    bias = builder.weights.get(name)
+    if bias is None or not builder.settings.code.grouped_uncast:
+        return []
+    return [builder.tape.make("gather bias", builder.tape.value(TOKENS, width, bias.element_bytes), experts)]
 
 
 def _indices(builder: Builder, used: int) -> Value:
@@ -168,7 +183,7 @@ def _combined(builder: Builder, out: Value, weights: Value, order: Value, x: Val
         tape.apply("mul", ways, scaled, [out, taken], traits=Traits(workspace=scratch, casts=casts))
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
-    with tape.alive(scaled, back):
+    with tape.alive(back, *(() if builder.settings.code.grouped_uncast else (scaled,))):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
         total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, x.width), traits=SAVES_NOTHING)
         return builder.cast(total, like.element_bytes)
@@ -204,7 +219,7 @@ def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Valu
             builder.cast_weight(bias)
         in_place = not builder.settings.selective
         biased = tape.view(out) if in_place else builder.fresh(out)
-        gathered = [(out.quantity, out.coefficient)]
+        gathered = [] if builder.settings.code.grouped_uncast else [(out.quantity, out.coefficient)]
         return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], traits=Traits(scratch=gathered))
 
 

@@ -22,7 +22,7 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits
 def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -> Value:
     """Return attention whose scores get an additive mask, and whose probabilities live until the layer ends."""
     tape, own = builder.tape, given.query.element_bytes
-    query, key, value, heads, _ = ungrouped(builder, given)
+    query, key, value, heads, _ = ungrouped(builder, given, expands=True)
     with tape.alive(*given.tensors, query, key, value):
         rows, columns = builder.lowered(query), builder.lowered(key)
         scores = builder.pointwise("scale", scores_of(builder, rows, columns, heads, rows.element_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -288,7 +288,8 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
-    kinds_of_own = merged(own)
+    narrow = _biases_beside_codes(own, setup)
+    kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {(tensor.role, tensor.shape) for tensor in own if is_saved(setup, tensor)}
     steppers = {} if frozen else _steppers(setup, kinds_of_own)
     alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
@@ -300,11 +301,11 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     for tensor in merged(added):
         alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
     beside = [tensor_states(setup, tensor, frozen=True) for tensor in originals(own, setup)]
-    kinds = [*alike.values(), *beside, *alike_added.values()]
+    kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
         tensors=(
-            *(alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
+            *(narrow.get(tensor.name) or alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
             *beside,
             *(alike_added[tensor.role, tensor.shape].of(tensor) for tensor in added),
         ),
@@ -315,6 +316,34 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
+
+
+def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+    """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name.
+
+    Source:
+        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``.
+    """
+    compute = setup.config.compute_dtype
+    floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
+    if (
+        floats
+        or setup.profile.adapters == "fused"
+        or setup.trains_codes
+        or setup.stack.projections.codes_result != "input"
+    ):
+        return {}
+    entry = StorageFormat(compute, 1, setup.compute_bytes, "", (), "float")
+    cast = replace(
+        setup, format_names={**setup.format_names, "bias": compute}, formats={**setup.formats, "bias": entry}
+    )
+    coded = {
+        tensor.name.removesuffix("weight")
+        for tensor in own
+        if tensor.role == "hidden_matrix" and stored_format(setup, tensor)[0] not in FLOAT_BYTES
+    }
+    biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
+    return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}
 
 
 def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, Stepper]:

@@ -170,11 +170,13 @@ def _gemm_4bit(
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
     """Return the product with a dequantised weight, as the CUDA backend forms it for more than 1536 rows."""
-    del blocksize, quant_type, absmax_code
+    del codes, absmax, blocksize, quant_type, absmax_code
+    scales: list[Tensor] = []  # named until the product is there
     if absmax_8bit is not None:
         assert absmax_offset is not None
-        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32)
-        absmax = absmax + absmax_offset
-    del codes
+        scales.append(torch.empty_like(absmax_8bit, dtype=torch.float32))
+        scales.append(scales[0] + absmax_offset)
     weight = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
-    return torch.nn.functional.linear(x, weight, bias)
+    product = torch.nn.functional.linear(x, weight, bias)
+    del scales
+    return product

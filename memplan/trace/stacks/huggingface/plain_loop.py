@@ -18,7 +18,7 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import adapted
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, watch
+from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
@@ -71,6 +71,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
         recorder.instant("optimizer step")
         optimizer.step()
         mark_states(recorder, optimizer)
+        mark_weights(model, recorder)
         optimizer.zero_grad()
 
 

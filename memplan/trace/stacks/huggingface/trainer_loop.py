@@ -26,7 +26,7 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, watch
+from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
@@ -224,3 +224,4 @@ class _Instants(transformers.TrainerCallback):
         del args, state, control
         optimizer = objects["optimizer"]
         mark_states(self.recorder, getattr(optimizer, "optimizer", optimizer))
+        mark_weights(objects["model"], self.recorder)

@@ -27,8 +27,8 @@ class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def watch(model: nn.Module, recorder: Recorder) -> None:
     """Let ``recorder`` see a model's tensors, every gradient when it is finished, and where backward is."""
+    mark_weights(model, recorder)
     for name, parameter in model.named_parameters():
-        recorder.mark(parameter, "weights", name)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in quantised_tensors(model):
@@ -41,6 +41,12 @@ def watch(model: nn.Module, recorder: Recorder) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module):
         head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+
+
+def mark_weights(model: nn.Module, recorder: Recorder) -> None:
+    """Book a model's parameters, whose data a first forward may have cast."""
+    for name, parameter in model.named_parameters():
+        recorder.mark(parameter, "weights", name)
 
 
 def mark_all(recorder: Recorder, tensors: Iterable[Tensor], component: Component) -> None:

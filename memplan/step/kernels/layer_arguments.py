@@ -1,0 +1,67 @@
+"""What a model makes once a forward and calls every layer with: masks for attention step by step, positions, rotary tables."""
+
+from __future__ import annotations
+
+from memplan.model.spec import Attention, LatentAttention, ModelSpec
+from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.training.resolved import TrainingSetup
+
+POSITION_BYTES = 8
+
+
+def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, kept: bool = False) -> Form:
+    """Return what a forward makes for its layers, and lets go of where nothing else keeps it; the tables apart.
+
+    Args:
+        spec: The model.
+        setup: The training setup.
+        kept: Only what some layer is given.
+    """
+    code = family_code(setup.stack.model_code, spec.architecture)
+    return _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
+
+
+def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
+    """Return masks of (b, 1, t, t) each, in the dtype of the residual stream."""
+    if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec)):
+        return ZERO
+    masks = 1 if kept and spec.num_hidden_layers < code.masks_from else code.masks
+    return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
+
+
+def _position_ids(code: FamilyCode, *, kept: bool) -> Form:
+    """Return the numbers of the positions."""
+    if not code.forms_tables or (kept and not code.passes_positions):
+        return ZERO
+    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)
+
+
+def steps_through_scores(spec: ModelSpec) -> bool:
+    """Whether attention runs step by step anywhere, which takes a mask of one byte per pair of positions."""
+    parts = [run.layer.attention for run in spec.runs]
+    return any(isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0) for part in parts)
+
+
+def rotary_tables(spec: ModelSpec, setup: TrainingSetup) -> Form:
+    """Return the tables of cosines and sines.
+
+    Formula:
+        ``2 d e`` for each of the positions that there are rows for, half as much where a pair of dimensions shares its
+        entries; ``d`` dimensions of a head are rotated, an entry has ``e`` bytes; once for a model and each of its
+        bases, or once for each layer.
+    """
+    tables, code = setup.stack.rotary_tables, family_code(setup.stack.model_code, spec.architecture)
+    widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
+    widths_by_dtype = {"fp32": 4, "compute": setup.compute_bytes, "residual": setup.residual_bytes}
+    element_bytes = 4 if code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
+    bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
+    entries = sum(widths) if tables.each == "layer" else max(widths) * bases
+    row_bytes = entries * element_bytes * (1 if tables.halved or code.complex_rotary else 2)
+    if tables.rows == "model":
+        return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
+    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)
+
+
+def _rotary_width(part: Attention | LatentAttention) -> int:
+    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim

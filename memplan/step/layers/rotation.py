@@ -1,0 +1,144 @@
+"""Rotary positions on a tape: query and key rotated, whole or in part, as numbers or as complex ones."""
+
+from __future__ import annotations
+
+from memplan.model.spec import Attention
+from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+
+Rotated = tuple[Value, Value, Value]
+"""Query, key and value."""
+
+
+def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return query and key rotated, and what attention has names for besides until it returns; the value is there meanwhile."""
+    query, key, value = heads
+    tape, code = builder.tape, builder.settings.code
+    with tape.alive(query, key, value):
+        if builder.profile.rotary == "complex" and part.rotary_dim:
+            return (*turned_complex(builder, query, key, part.head_dim), ())
+        if code.rotates_together:
+            return _turned_together(builder, query, key, part)
+        query = rotary(builder, query, part.head_dim, part.rotary_dim)
+    with tape.alive(query, key, value):
+        return query, rotary(builder, key, part.head_dim, part.rotary_dim), ()
+
+
+def _turned_together(
+    builder: Builder, query: Value, key: Value, part: Attention
+) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return query and key rotated by one function, whose caller names what it gave until that returns."""
+    tape, code = builder.tape, builder.settings.code
+    if not 0 < part.rotary_dim < part.head_dim or code.joins_rotated:
+        first = rotary(builder, query, part.head_dim, part.rotary_dim)
+        with tape.alive(first):
+            second = rotary(builder, key, part.head_dim, part.rotary_dim)
+        with tape.alive(first, second):
+            first = builder.cast(first, query.element_bytes, foreign=query.foreign)
+            with tape.alive(first):
+                return first, builder.cast(second, key.element_bytes, foreign=key.foreign), ()
+    rotated = _rotated(builder, builder.sliced(query, query.width // part.head_dim * part.rotary_dim))
+    with tape.alive(rotated):
+        other = _rotated(builder, builder.sliced(key, key.width // part.head_dim * part.rotary_dim))
+    with tape.alive(other):
+        first = _joined(builder, query, rotated)
+        with tape.alive(first, *((rotated,) if code.names_passed else ())):
+            second = _joined(builder, key, other)
+    return first, second, (query, key, rotated, other) if code.names_passed else ()
+
+
+def turned_complex(builder: Builder, query: Value, key: Value, head_dim: int) -> tuple[Value, Value]:
+    """Return query and key rotated as complex numbers in fp32, in one function that names all it makes.
+
+    Backward multiplies by the conjugate of the table, which it forms first. Rows of it may be gathered for each token.
+
+    Source:
+        torchtitan/models/common/rope.py, ``ComplexRoPE.apply_rotary_emb`` (0.3.0); that is ``apply_rotary_emb`` in
+        torchtitan/models/llama3/model/model.py (0.2.2).
+    """
+    tape, widths = builder.tape, (query.element_bytes, key.element_bytes)
+    rows = [tape.make("gather", tape.value(TOKENS, head_dim, 4))] if builder.settings.gathered_rows else []
+    conjugate = [(TOKENS if rows else Quantity.POSITIONS, 4 * head_dim)]
+
+    def multiplied(x: Value) -> Value:
+        traits = Traits(packs=True, workspace=conjugate)
+        return tape.apply("mul complex", [(x, NEW)], builder.fresh(x), rows, traits=traits)
+
+    wide_query = builder.cast(query, 4)
+    with tape.alive(wide_query, *rows):
+        wide_key = builder.cast(key, 4)
+        with tape.alive(wide_key):
+            query = multiplied(wide_query)
+            with tape.alive(query):
+                key = multiplied(wide_key)
+                with tape.alive(key):
+                    narrow = builder.cast(query, widths[0])
+                    with tape.alive(narrow):
+                        return narrow, builder.cast(key, widths[1])
+
+
+def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
+    """Return ``x`` with the first ``rotary_dim`` of every head's dimensions rotated."""
+    if not rotary_dim:
+        return x
+    with builder.tape.alive(x):
+        if builder.profile.rotary == "fused":
+            return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), traits=Traits(packs=True, custom=True))
+        if builder.profile.rotary == "pairs":
+            return _turned_pairs(builder, x)
+        if rotary_dim == head_dim and not builder.settings.code.joins_rotated:
+            return _rotated(builder, x)
+        return _joined(builder, x, _rotated(builder, builder.sliced(x, x.width // head_dim * rotary_dim)))
+
+
+def _joined(builder: Builder, x: Value, rotated: Value) -> Value:
+    """Return the rotated dimensions of ``x`` joined with those that are not."""
+    passed = builder.sliced(x, x.width - rotated.width)
+    joined = builder.fresh(x)
+    joined.apart = False
+    return builder.tape.apply("cat", [(rotated, SAME), (passed, SAME)], joined, traits=SAVES_NOTHING)
+
+
+def _turned_pairs(builder: Builder, x: Value) -> Value:
+    """Return ``x`` with neighbours turned in fp32: each number of a pair is a sum of two products, which are stacked.
+
+    Source:
+        ``forward`` of torchtune/models/llama3_1/_position_embeddings.py and of torchtune/modules/position_embeddings.py (0.6.1).
+    """
+    tape = builder.tape
+    wide = builder.cast(x, 4)
+    half = wide.width // 2
+
+    def product(table: str) -> Value:
+        return builder.pointwise(f"mul {table}", builder.sliced(wide, half), packs=True)
+
+    with tape.alive(wide):
+        by_cos, by_sin = product("cos"), product("sin")
+        first = tape.apply("sub", [(by_cos, SAME), (by_sin, NEW)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        by_cos, by_sin = product("cos"), product("sin")
+        second = tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        ways = [(first, SAME), (second, SAME)]
+        out = tape.apply("stack", ways, builder.fresh(wide), traits=SAVES_NOTHING)
+        with tape.alive(out):
+            return builder.cast(out, x.element_bytes)
+
+
+def _rotated(builder: Builder, x: Value) -> Value:
+    """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are."""
+    tape, half = builder.tape, x.width // 2
+    width = 4 if builder.settings.code.wide_rotary else x.element_bytes
+    negative = builder.pointwise("neg", builder.sliced(x, half))
+    first = builder.sliced(x, half)
+    turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
+    with tape.alive(x, turned):
+        by_cos = _by_table(builder, "mul cos", x, width)
+        by_sin = _by_table(builder, "mul sin", turned, width)
+        return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+
+
+def _by_table(builder: Builder, name: str, x: Value, width: int) -> Value:
+    """Return ``x`` times a table; of a wider product the gradient is formed wide, and cast."""
+    workspace = [(x.quantity, x.width * width)] if width != x.element_bytes else []
+    out = builder.fresh(x, element_bytes=width)
+    return builder.tape.apply(name, [(x, NEW)], out, traits=Traits(packs=True, workspace=workspace))
