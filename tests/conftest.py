@@ -7,7 +7,8 @@ import gc
 import io
 import json
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,26 @@ class Ran:
 
 
 Cli = Callable[..., Ran]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def played_once() -> Iterator[None]:
+    """Play a run of events through the simulated allocator once: the events decide what comes out, and most jobs come often."""
+    from memplan.plan.reserve.simulation import Simulation
+
+    played: dict[object, object] = {}
+    real = Simulation._played
+
+    def once(simulation, capacity_bytes=None, *, downwards=False):
+        events = array("q", simulation._events.sizes).tobytes(), array("q", simulation._events.codes).tobytes()
+        question = hash(events), simulation._expandable, capacity_bytes, downwards
+        if question not in played:
+            played[question] = real(simulation, capacity_bytes, downwards=downwards)
+        return played[question]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Simulation, "_played", once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -65,41 +65,37 @@ def largest_models(
         setup: The training setup.
         devices: Devices, each possibly several GPUs whose memory is pooled.
     """
-    compiled = _compiled(models, setup)
     figure = bytes_per_parameter(setup).total
+    by_name = dict(models)
+    planned = cache(lambda name: _planned(by_name[name], setup))
+    largest_first = sorted((-parameter_count(model.inventory), name) for name, model in models)
     rows = []
     for device in devices_for(setup, devices):
-        fitting = ((name, count) for name, count, plan, requested in compiled if _fits(plan, requested, device))
+        fitting = ((name, -count) for count, name in largest_first if _fits(planned(name), device))
         name, count = next(fitting, (None, 0))
         rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count))
     return rows
 
 
-def _fits(plan: CompiledPlan, requested: int, device: Device) -> bool:
-    """Tell whether a plan fits a device, on which its kernels and so its requested peak may be others."""
-    usable = device.usable_bytes(plan.setup.reserve_bytes)
-    if plan.constant_bytes > usable:
+def _planned(model: Model, setup: TrainingSetup) -> CompiledPlan | None:
+    """Return the plan of a model, or None where it cannot be planned."""
+    try:
+        return CompiledPlan(model, setup)
+    except MemplanError:
+        return None
+
+
+def _fits(plan: CompiledPlan | None, device: Device) -> bool:
+    """Tell whether a plan fits a device; closed forms are only sought where what is there all the time does."""
+    if plan is None or plan.constant_bytes > (usable := device.usable_bytes(plan.setup.reserve_bytes)):
         return False
+    config = plan.setup.config
     try:
         own = plan.on(device.gpu)
-    except CannotAnswerError:
+        requested = own.requested_bytes(config.micro_batch_size, config.sequence_length)
+    except MemplanError:
         return False
-    if own.setup.profile != plan.setup.profile:
-        requested = own.requested_bytes(plan.setup.config.micro_batch_size, plan.setup.config.sequence_length)
     return upper_bytes(own, device, requested) <= usable
-
-
-def _compiled(models: Sequence[tuple[str, Model]], setup: TrainingSetup) -> list[tuple[str, int, CompiledPlan, int]]:
-    """Return (name, parameters, plan, requested peak) of every model that can be planned, largest first."""
-    compiled = []
-    for name, model in models:
-        try:
-            plan = CompiledPlan(model, setup)
-            requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
-        except MemplanError:
-            continue
-        compiled.append((name, parameter_count(model.inventory), plan, requested))
-    return sorted(compiled, key=lambda item: (-item[1], item[0]))
 
 
 def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:

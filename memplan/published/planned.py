@@ -93,10 +93,13 @@ class Planned:
 
     def fits(self, model: str, config: str, device: Device) -> bool:
         """Tell whether a model FITS at micro-batch 1 and sequence 2048, at the upper end of its interval."""
-        requested = self.requested(model, config)
-        return requested is not None and upper_bytes(
-            self.plan(model, config), device, requested
-        ) <= device.usable_bytes(0)
+        usable = device.usable_bytes(0)
+        try:
+            plan = self.plan(model, config)
+        except MemplanError:
+            return False
+        requested = self.requested(model, config) if plan.constant_bytes <= usable else None
+        return requested is not None and upper_bytes(plan, device, requested) <= usable
 
     def requested(self, model: str, config: str) -> int | None:
         """Return the requested peak at micro-batch 1 and sequence 2048, or None where memplan cannot plan it."""

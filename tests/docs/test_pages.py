@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from page_blocks import PAGES, README, ROOT, Block, Command, blocks, memplan_commands, named_command
-from update_pages import WIDTH, answered, bare, printed, run, write_examples
+from update_pages import WIDTH, asked, bare, printed, write_examples
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 TEXT = TEXTS[README.name]
@@ -44,6 +46,29 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
+Shell = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(cli, folder, monkeypatch) -> Shell:
+    """Run a page's commands in this process, in the folder of the pages' files; tests/cli/test_installed.py starts processes."""
+    monkeypatch.chdir(folder)
+
+    def call(line: str) -> subprocess.CompletedProcess[str]:
+        for part in line.split(" && "):
+            words = shlex.split(part)
+            settings = words[: words.index("memplan")]
+            with monkeypatch.context() as patch:
+                for setting in settings:
+                    patch.setenv(*setting.split("=", 1))
+                ran = cli(*words[len(settings) + 1 :])
+            if ran.exit_code:
+                break
+        return subprocess.CompletedProcess(line, ran.exit_code, ran.out, ran.err)
+
+    return call
+
+
 def ends_as_the_page_says(shown, result) -> None:
     said = f"{shown.page}:{shown.what.line}: {shown.what.text}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     assert result.returncode == shown.what.exit_code, said
@@ -51,23 +76,23 @@ def ends_as_the_page_says(shown, result) -> None:
 
 
 @pytest.mark.parametrize("shown", [s for s in COMMANDS if s.what.text not in SHOWN], ids=lambda shown: shown.what.text)
-def test_command_ends_as_the_page_says(shown, folder):
+def test_command_ends_as_the_page_says(shown, run):
     if shown.what.needs:
         for module in shown.what.needs.split(", "):
             pytest.importorskip(module)
-    result = run(shown.what.text, folder)
+    result = run(shown.what.text)
     ends_as_the_page_says(shown, result)
     if "--json" in shown.what.text:
         assert json.loads(result.stdout)["schema"].startswith("memplan/")
 
 
 @pytest.mark.parametrize("shown", OUTPUTS, ids=[shown.what.markers["output"] for shown in OUTPUTS])
-def test_output_is_current_and_ends_as_the_page_says(shown, folder):
+def test_output_is_current_and_ends_as_the_page_says(shown, run):
     markers = shown.what.markers
     if "needs" in markers and any(find_spec(module) is None for module in markers["needs"].split(", ")):
         pytest.skip(f"needs {markers['needs']}")
     output = markers["output"]
-    result = answered(output, folder)
+    result = run(asked(output))
     for command in COMMANDS:
         if command.what.text == bare(output):
             ends_as_the_page_says(command, result)
@@ -98,8 +123,8 @@ def test_the_readme_is_read_in_a_minute():
     assert len(TEXT.splitlines()) <= README_LINES
 
 
-def test_every_command_appears(folder):
-    helped = run("memplan --help", folder).stdout
+def test_every_command_appears(run):
+    helped = run("memplan --help").stdout
     commands = re.findall(r"^  ([a-z]+) ", helped[helped.index("Commands:") :], re.MULTILINE)
     assert commands
     assert [name for name in commands if f"memplan {name}" not in ALL] == []

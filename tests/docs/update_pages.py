@@ -49,10 +49,10 @@ def bare(command: str) -> str:
     return match[1] if match else command.removesuffix(_SCREEN)
 
 
-def answered(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command of a marker."""
+def asked(command: str) -> str:
+    """Return the command line that gives the output of a marker."""
     chosen = "--json" in command or "--format" in command or command.endswith(_SCREEN)
-    return run(bare(command) if chosen else f"{bare(command)} --format plain", folder)
+    return bare(command) if chosen else f"{bare(command)} --format plain"
 
 
 def printed(command: str, result: subprocess.CompletedProcess[str]) -> list[str]:
@@ -118,7 +118,10 @@ def updated(text: str) -> str:
 def _output(block: Block, folder: Path) -> list[str]:
     """Return a block's lines: the command that it shows, if any, and the output."""
     command = block.markers["output"]
-    return [*(line for line in block.lines[:1] if line.startswith("$ ")), *printed(command, answered(command, folder))]
+    return [
+        *(line for line in block.lines[:1] if line.startswith("$ ")),
+        *printed(command, run(asked(command), folder)),
+    ]
 
 
 if __name__ == "__main__":
