@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.report.screens.plan_screen import card_notes
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ def methods_screen(
     unit = unit or "GiB"
     plans = [plan for plan, _ in rows]
     more = f"Not planned: {', '.join(missing)} (--config NAME says why). " if missing else ""
-    words = [*_words(plans), f"{more}Every config: --all. In full, with the allocator simulated: {_command(plans[0])}"]
+    notes = dict.fromkeys(note for plan in plans for note in card_notes(plan))
+    words = [
+        *_words(plans),
+        *notes,
+        f"{more}Every config: --all. In full, with the allocator simulated: {_command(plans[0])}",
+    ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
     return (tuple(_head(plans, canvas, unit)), _lines(rows, canvas, unit), lines)
 
@@ -48,9 +54,12 @@ def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
     )
     usable = format_bytes(first.usable_bytes, unit)
     name = f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))})"
+    dtypes = " or ".join(dict.fromkeys(f"{plan.setup.config.compute_dtype} products" for plan in plans))
     return [
         *canvas.between(f"{verdict:<5}  {ways}, {usable} usable", device_name(first), 7),
-        *canvas.joined((name, f"micro-batch {first.micro_batch_size}", f"sequence {first.sequence_length}"), indent=7),
+        *canvas.joined(
+            (name, f"micro-batch {first.micro_batch_size}", f"sequence {first.sequence_length}", dtypes), indent=7
+        ),
     ]
 
 

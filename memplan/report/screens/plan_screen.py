@@ -56,7 +56,7 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
         (*headline(plan, canvas, unit), *_job(plan, canvas)),
         (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
         tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
-        (*canvas.folded(_assumed(plan), 0, 2), *canvas.folded(MORE, 0, 2)),
+        tuple(part for line in (_assumed(plan), *card_notes(plan), MORE) for part in canvas.folded(line, 0, 2)),
     )
 
 
@@ -167,6 +167,12 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
     if not rows:
         return ["No larger batch and no longer sequence is sure to fit."]
     return ["Room that is left for sure, for either of:", *canvas.columns(rows)]
+
+
+def card_notes(plan: MemoryPlan) -> list[str]:
+    """Return what the GPU does in another way, but for the attention that torch takes anywhere."""
+    usual = f"attention {plan.setup.profile.attention}: what torch"
+    return [f"Note: {note}" for note in plan.setup.card_notes if not note.startswith(usual)]
 
 
 def _assumed(plan: MemoryPlan) -> str:
