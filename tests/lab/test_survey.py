@@ -27,6 +27,8 @@ SEED = 20_261_121
 TOGETHER = 15
 BATCHES = range(10)
 WORST_PEAK = 0.01
+LEAST_RESERVED, MOST_RESERVED = 0.97, 1.10
+"""Segments with the formula's events, as a share of those with the trace's: less could say FITS of what does not."""
 MOST_REFUSED = 0.10
 
 
@@ -48,6 +50,9 @@ def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
     ]
     assert len(far) <= 1, far
     assert len(answered) >= TOGETHER - 4
+    played = [(v.job.text, v.reserved_bytes / v.traced_reserved_bytes) for v in answered if v.reserved_bytes]
+    assert played
+    assert not [pair for pair in played if not LEAST_RESERVED <= pair[1] <= MOST_RESERVED]
 
 
 @pytest.mark.slow

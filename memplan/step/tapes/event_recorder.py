@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage
 from memplan.step.tapes.taped_operations import Reduction
+from memplan.step.tapes.taped_weight import Mode, Weight
 
 Codes = tuple[int, ...]
 """Events: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it."""
 
 Places = tuple[tuple[str, int], ...]
 """A library, and the place among events after which its first product has its result; in the order of places."""
+
+UsedUp = tuple[tuple[int, str, int], ...]
+"""The place among events where a weight is updated inside backward, its name, and the storage of its gradient."""
 
 NO_STORAGE = -1
 """Stands for a tensor that a part does not have."""
@@ -29,7 +33,17 @@ class EventRecorder:
         output: One that is handed on when forward ends.
     """
 
-    __slots__ = ("_entry", "_output", "_products", "_references", "codes", "keeps_output", "kept", "storages")
+    __slots__ = (
+        "_entry",
+        "_output",
+        "_products",
+        "_references",
+        "_updates",
+        "codes",
+        "keeps_output",
+        "kept",
+        "storages",
+    )
 
     def __init__(self, storages: Iterable[Storage], entry: int, output: int) -> None:
         self.storages: list[Storage | Reduction] = list(storages)
@@ -37,6 +51,7 @@ class EventRecorder:
         self._references: dict[int, int] = {}
         self.kept: dict[str, int] = {}
         self._products: dict[str, int] = {}
+        self._updates: list[tuple[int, str, int]] = []
         self.keeps_output = True
         self._output = output
         self._entry = entry
@@ -112,6 +127,36 @@ class EventRecorder:
         """Leave a weight's gradient to be added up by others."""
         self.kept[name] = storage
 
+    def store(self, weight: Weight, mode: Mode, formed: int) -> None:
+        """Store, add or leave to be used up a weight's gradient, which has just been formed.
+
+        Autograd casts the gradient of autocast's copy to the weight's dtype first.
+
+        Args:
+            weight: The weight.
+            mode: What becomes of its gradient.
+            formed: The gradient's storage.
+        """
+        if weight.summed:
+            self.hand_on(weight.name, formed)
+            return
+        gradient, size = formed, weight.formed_bytes
+        if weight.casts_gradient:
+            gradient, size = self.new(Part.GRADIENTS, Quantity.ONE, weight.own_bytes), weight.own_bytes
+            self.release(formed)
+        moved = weight.gradient_bytes != size or (weight.converted and not weight.casts_gradient)
+        if mode == "layer":
+            self._updates.append((len(self.codes), weight.name, gradient))
+            self._references[gradient] = 0  # the update lets it go
+            return
+        if mode == "first":
+            stays = self.new(Part.GRADIENTS, Quantity.ONE, weight.gradient_bytes) if moved else gradient
+            self.keep(weight.name, stays)
+        if moved or mode != "first":
+            halves = [weight.add_bytes // 2] * 2 if moved or mode == "again" else []
+            self.give_back(self.take([(Part.TEMPORARIES, Quantity.ONE, half) for half in halves]))
+            self.release(gradient)
+
     def multiply(self, *, with_bias: bool = False) -> None:
         """Note that a product of matrices has its result; cuBLASLt runs those that add a bias, cuBLAS all."""
         for library in CUBLAS_AND_LT if with_bias else CUBLAS_AND_LT[:1]:
@@ -122,6 +167,10 @@ class EventRecorder:
         result = tuple(self.codes), tuple(self._products.items())
         self.codes, self._products = [], {}
         return result
+
+    def used_up(self) -> UsedUp:
+        """Return the gradients that updates use up as soon as they are formed."""
+        return tuple(self._updates)
 
     def end_of_forward(self) -> None:
         """From now on the output is a storage like others."""

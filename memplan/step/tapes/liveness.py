@@ -322,6 +322,9 @@ class Player:
             mode = "first"
         elif weight.shared and self.mode != "layer":
             mode = "again"
+        if isinstance(self.live, EventRecorder):
+            self.live.store(weight, mode, formed)
+            return
         stored = weight.gradient_bytes if mode == "first" else 0
         stays: int | None = formed
         if stored != weight.formed_bytes or weight.converted:

@@ -109,6 +109,11 @@ class Weight:
             return mode
         return "first" if self.emptied else "again"
 
+    @property
+    def casts_gradient(self) -> bool:
+        """Whether the gradient of autocast's copy is cast to the weight's own dtype."""
+        return self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+
     def storing_bytes(self, mode: Mode) -> int:
         """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
 
@@ -116,7 +121,7 @@ class Weight:
         before anything else happens.
         """
         mode = self.own_mode(mode)
-        cast = self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+        cast = self.casts_gradient
         converted = self.gradient_bytes != self.own_bytes if cast else self.converted
         stored = self.gradient_bytes if converted and mode != "again" else 0
         added = self.add_bytes if converted or mode == "again" else 0
