@@ -120,8 +120,6 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "the events of several GPUs' collectives are not told"
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
-    if config.gradients.lifetime == "layer":
-        return "the updates inside backward are not told in torch's own order"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)

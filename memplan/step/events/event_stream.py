@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 
 from memplan.step.events.section_events import SectionEvents
-from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places
+from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
 
 Libraries = dict[str, int]
 """Libraries that have made no workspace yet in a thread, and the bytes of one."""
+
+UseUp = Callable[[str, int], None]
+"""Writes the events of the update of the weight of a name from the gradient in a storage, which it lets go."""
+
+
+def _none(name: str, gradient: int) -> None:
+    """Stand for updates where no gradient is used up."""
+    raise AssertionError(name, gradient)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,26 +123,38 @@ class PlayedSection:
         own = self._events.leaving
         return NO_STORAGE if own == NO_STORAGE else self.name(own)
 
-    def backward(self, arriving: int, libraries: Libraries) -> None:
-        """Write the events of backward, and the workspaces that libraries make at their first product.
+    def backward(self, arriving: int, libraries: Libraries, use_up: UseUp) -> None:
+        """Write the events of backward, of updates within it, and of workspaces that libraries make.
 
         Args:
             arriving: The storage of the gradient of what the part hands on.
             libraries: Those that have made none in this thread.
+            use_up: Writes the events of an update inside backward.
         """
         events = self._events
         if events.arriving != NO_STORAGE:
             self._aliases[events.arriving] = arriving
-        self._with_libraries(events.backward, events.products[1], libraries)
+        self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up)
 
-    def _with_libraries(self, codes: Codes, places: Places, libraries: Libraries) -> None:
+    def _with_libraries(
+        self, codes: Codes, places: Places, libraries: Libraries, used_up: UsedUp = (), use_up: UseUp = _none
+    ) -> None:
+        """Write events with what comes between them: workspaces of libraries, and updates."""
+        between: list[tuple[int, Callable[[], None]]] = [
+            (place, partial(self._make_workspace, libraries, library))
+            for library, place in places
+            if library in libraries
+        ]
+        between += [(place, partial(use_up, name, self.name(storage))) for place, name, storage in used_up]
         start = 0
-        for library, place in places:
-            if library in libraries:
-                self._write(codes[start:place])
-                start = place
-                self._stream.libraries.add(self._stream.allocate(libraries.pop(library)))
+        for place, write in sorted(between, key=itemgetter(0)):
+            self._write(codes[start:place])
+            start = place
+            write()
         self._write(codes[start:])
+
+    def _make_workspace(self, libraries: Libraries, library: str) -> None:
+        self._stream.libraries.add(self._stream.allocate(libraries.pop(library)))
 
     def name(self, storage: int) -> int:
         """Return what a storage of the part is called in the stream."""

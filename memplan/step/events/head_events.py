@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan.step.ends_on_tape import Head
-from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection
+from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.section_events import section_events
 from memplan.step.head_instants import AGAIN
 from memplan.step.tapes.event_recorder import NO_STORAGE
@@ -62,17 +62,18 @@ class ChunkedLoss:
         """Write the events at the end of the whole forward."""
         self._parts[0].region_end()
 
-    def backward(self, rows_of_all: int, libraries: Libraries) -> tuple[int, dict[str, int]]:
+    def backward(self, rows_of_all: int, libraries: Libraries, use_up: UseUp) -> tuple[int, dict[str, int]]:
         """Write the backward of each chunk, the last first; return the gradient of all rows, and the weights' sums.
 
         Args:
             rows_of_all: What the head is given, to be freed once all chunks are done; ``NO_STORAGE`` where others do.
             libraries: Libraries that have made no workspace in this thread.
+            use_up: Writes the events of an update inside backward.
         """
         stream, sums, rows = self._stream, dict[str, int](), []
         for part in reversed(self._parts):
             stream.of("temporaries")
-            part.backward(stream.allocate(LOSS_BYTES), libraries)
+            part.backward(stream.allocate(LOSS_BYTES), libraries, use_up)
             if part.leaving != NO_STORAGE:
                 rows.append(part.leaving)
             self._add(part.kept, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False)
@@ -83,7 +84,7 @@ class ChunkedLoss:
         stream.of("activations")
         joined = stream.allocate(output.coefficient * self._values[output.quantity]) if rows else NO_STORAGE
         stream.free_all(rows)
-        return joined, self._stored(sums)
+        return joined, self._stored(sums, use_up)
 
     def _add(self, formed: dict[str, int], sums: dict[str, int], *, first_sum: bool) -> None:
         """Add a chunk's gradients to those there are: the first sum is a new tensor, later ones are in place."""
@@ -98,7 +99,7 @@ class ChunkedLoss:
                 sums[name] = total
             self._stream.free(storage)
 
-    def _stored(self, sums: dict[str, int]) -> dict[str, int]:
+    def _stored(self, sums: dict[str, int], use_up: UseUp) -> dict[str, int]:
         """Store the sums as the head's gradients; return those that stay."""
         kept = {}
         self._stream.of("gradients")
@@ -107,6 +108,9 @@ class ChunkedLoss:
                 continue
             total = sums[weight.name]
             mode = "first" if weight.delayed else weight.own_mode(self._mode)
+            if mode == "layer":
+                use_up(weight.name, total)
+                continue
             stored = weight.gradient_bytes if mode == "first" else 0
             if stored and stored == self._stream.sizes[total]:
                 kept[weight.name] = total

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places
+from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Storage
 from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
@@ -33,6 +33,7 @@ class SectionEvents:
         leaving: The gradient of ``entry``, for the part before.
         kept: Name of each weight whose gradient stays -> its storage.
         products: Places of libraries' first products, in forward and in backward.
+        used_up: Gradients that are used up within backward, and where among its events.
     """
 
     storages: tuple[Storage | Reduction, ...]
@@ -46,6 +47,7 @@ class SectionEvents:
     leaving: int
     kept: tuple[tuple[str, int], ...]
     products: tuple[Places, Places]
+    used_up: UsedUp = ()
 
     def holding(self, storage: int) -> SectionEvents:
         """Return the same without what frees one storage, which a loop's own name keeps alive."""
@@ -102,6 +104,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         leaving=leaving,
         kept=tuple(recorder.kept.items()),
         products=(in_forward, in_backward),
+        used_up=recorder.used_up(),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
@@ -152,13 +153,13 @@ class StepPlayer:
         if chunks is not None:
             normed = parts[-1][1]
             gradient, sums = chunks.backward(
-                NO_STORAGE if normed.output_owned else normed.output, self._libraries["backward"]
+                NO_STORAGE if normed.output_owned else normed.output, self._libraries["backward"], self.updates.use_up
             )
             self._keep(sums, "", waiting, mode)
         for place, (number, part) in enumerate(reversed(parts)):
             if place == 1:
                 self.stream.begin("layers backward")
-            part.backward(gradient, self._libraries["backward"])
+            part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
             self._keep(part.kept, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
         if self._leaf:
@@ -208,6 +209,9 @@ class StepPlayer:
             known = self._sizes[id(events)] = (events, events.sizes(self.values))
         return known[1]
 
+    def _use_up(self, number: str, name: str, gradient: int) -> None:
+        self.updates.use_up(numbered(name, number), gradient)
+
     def _keep(self, kept: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
         """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
         tied = self._tied
@@ -229,6 +233,9 @@ class StepPlayer:
             total = self.stream.allocate(weight.formed_bytes)
             self.stream.free(first)
         self.stream.free(second)
+        if mode == "layer":
+            self.updates.use_up(weight.name, total)
+            return
         stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
         if stored and (weight.converted or stored != weight.formed_bytes):
             self.gradients[weight.name] = self.stream.allocate(stored)

@@ -14,7 +14,9 @@ from memplan.step.events.published_updates import RULES, kinds
 from memplan.step.states.model_states import TensorStates, is_exempt, slot_bytes
 from memplan.step.states.optimizer_scratch import (
     FOREACH_CHUNK_ELEMENTS,
+    handed_over,
     master_of,
+    store_bytes,
     stored_names,
 )
 from memplan.step.states.update_algorithms import scratch_of
@@ -36,7 +38,7 @@ class Updates:
         tensors: The model's tensors.
     """
 
-    __slots__ = ("_groups", "_inputs", "_setup", "_stored", "_stream", "_tensors")
+    __slots__ = ("_alone", "_by_name", "_groups", "_inputs", "_setup", "_stored", "_stream", "_tensors")
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
@@ -45,12 +47,13 @@ class Updates:
             groups.setdefault(entry.optimizer_name, []).append((name, entry))
         self._groups = sorted(groups.values(), key=lambda group: group[0][1].optimizer.takes == "all")
         self._stored = stored_names(inputs.setup, inputs.states.tensors)
+        self._by_name = dict(tensors.trained)
+        self._alone: set[str] = set()
 
     def make_early_states(self) -> None:
-        """Allocate the states that an optimizer makes when it is made; all, where updates are inside backward."""
-        alone = self._setup.config.gradients.lifetime == "layer"
+        """Allocate the states that an optimizer makes when it is made."""
         for group in self._groups:
-            if alone or group[0][1].stepper in _EARLY:
+            if group[0][1].stepper in _EARLY:
                 self._make_states(group)
 
     def clip(self) -> None:
@@ -72,6 +75,27 @@ class Updates:
         """
         for group in self._groups:
             self._update(group, gradients, first=first and group[0][1].stepper not in _EARLY)
+
+    def use_up(self, name: str, gradient: int) -> None:
+        """Write the events of updating one weight inside backward, and of letting its gradient go.
+
+        Args:
+            name: The weight's, with the number of its layer.
+            gradient: Storage of its gradient as it was formed.
+        """
+        entry, stream, formed = self._by_name[name], self._stream, [gradient]
+        own = self._setup.config.compute_dtype if entry.quantized else entry.format_name
+        stream.of("gradients")
+        if entry.gradient_bytes != stream.sizes[gradient] or entry.gradient_name != own:
+            formed.insert(0, stream.allocate(entry.gradient_bytes))
+            stream.of("temporaries")
+            stream.passing(*[store_bytes(self._setup, entry) // 2] * 2)
+            if not entry.quantized and handed_over(self._setup, entry):
+                stream.free(formed.pop())
+        stream.of("temporaries")
+        self._update([(name, entry)], {}, first=entry.stepper not in _EARLY and name not in self._alone)
+        self._alone.add(name)
+        stream.free_all(formed)
 
     def average(self) -> None:
         """Write the events of moving the averaged weights."""
@@ -135,7 +159,7 @@ class Updates:
             first: Whether it makes the states of its tensors.
         """
         masters = self._masters(group)
-        name, kind = self._setup.config.master_weights, group[0][1].stepper
+        name, kind = self._setup.config.master_weights, group[0][1].stepper or ""
         entries = [entry if name == "none" else master_of(entry, name) for _, entry in group]
         make = partial(self._make_state, group) if first else _nothing
         rule = RULES.get(UPDATE_CLASSES[kind].form) if kind in UPDATE_CLASSES else None
