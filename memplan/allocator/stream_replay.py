@@ -76,7 +76,12 @@ class _Pool:
 
 
 def stream_peaks(
-    sizes: Sequence[int], codes: Sequence[int], capacity_bytes: int | None = None, *, downwards: bool = False
+    sizes: Sequence[int],
+    codes: Sequence[int],
+    capacity_bytes: int | None = None,
+    *,
+    downwards: bool = False,
+    alike_from: Sequence[int] = (),
 ) -> StreamPeaks:
     """Return what a stream does to the allocator with torch's default settings, until it ends or fails.
 
@@ -85,6 +90,8 @@ def stream_peaks(
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it; storages of no bytes take nothing.
         capacity_bytes: What the process can get of the card; None for no limit.
         downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
+        alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages:
+            once such a stretch leaves everything where it was, later ones do what it did, and are not played.
 
     Example:
         >>> stream_peaks([600, 2**21], [0, 2, 1, 3])
@@ -95,7 +102,15 @@ def stream_peaks(
     live: dict[int, _Block] = {}
     allocated = allocated_peak = reserved = reserved_peak = retries = 0
     address = _ADDRESS if downwards else 0
-    for code in codes:
+    shape: tuple[object, ...] | None = None
+    places = iter([*alike_from, len(codes)])
+    place_of_next = next(places)
+    for number, code in enumerate(codes):
+        if number == place_of_next:
+            place_of_next, before = next(places), shape
+            shape = _shape(live, small, large), reserved, retries
+            if shape == before:
+                break
         storage = code >> 1
         size = rounded[storage]
         pool = small if size <= SMALL_BYTES else large
@@ -132,6 +147,11 @@ def stream_peaks(
         if allocated > allocated_peak:
             allocated_peak = allocated
     return StreamPeaks(allocated_peak, reserved_peak, retries=retries)
+
+
+def _shape(live: dict[int, _Block], small: _Pool, large: _Pool) -> tuple[object, ...]:
+    """Return where everything is, whatever it is called: what codes do that are alike depends on nothing else."""
+    return [(block.address, block.size) for block in live.values()], small.keys[:], large.keys[:]
 
 
 def _segment_bytes(size: int) -> int:

@@ -55,3 +55,18 @@ def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
         for up, down in [(stream_peaks(sizes, codes), stream_peaks(sizes, codes, downwards=True))]
     }
     assert any(up != down for up, down in results)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stretches_that_are_alike_are_played_until_they_change_nothing(seed):
+    """Each stretch frees what the one before has left, under names of its own, as steps of a run do."""
+    sizes, stretch = drawn(seed, 200)
+    left = sorted({code >> 1 for code in stretch} - {code >> 1 for code in stretch if code & 1})
+    codes, places = list(stretch), []
+    for turn in range(1, 6):
+        places.append(len(codes))
+        codes += [2 * (storage + (turn - 1) * len(sizes)) + 1 for storage in left]
+        codes += [code + 2 * turn * len(sizes) for code in stretch]
+    whole = stream_peaks(sizes * 6, codes)
+    for ways in ({}, {"downwards": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
+        assert stream_peaks(sizes * 6, codes, alike_from=places, **ways) == stream_peaks(sizes * 6, codes, **ways)

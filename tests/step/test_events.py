@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Gradients
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
@@ -22,6 +23,7 @@ VARIANTS = {
     "two micro-steps": {"gradient_accumulation_steps": 2},
     "chunked": {"kernels": Kernels(loss="chunked")},
     "filled": {"zero_gradients": "fill"},
+    "released": {"gradients": Gradients(lifetime="layer")},
 }
 
 

@@ -97,7 +97,8 @@ class Simulation:
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
         events = self._events
         if not self._expandable:
-            return stream_peaks(events.sizes, events.codes, capacity_bytes, downwards=downwards)
+            alike = events.steps[1:]
+            return stream_peaks(events.sizes, events.codes, capacity_bytes, downwards=downwards, alike_from=alike)
         settings = AllocatorSettings(expandable_segments=True)
         result = replay(_named(events), settings, capacity_bytes)
         peaks = result.allocated_peak_bytes, result.reserved_peak_bytes

@@ -39,15 +39,20 @@ class RunEvents:
         sizes: Bytes of each storage.
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
         libraries: Storages that are workspaces of libraries.
-        steady_from: Place of the first event of the last step.
+        steps: Place of the first event of each step.
         stream: What they were written to, which tells what each storage is of, and what the step does when.
     """
 
     sizes: Sequence[int]
     codes: Sequence[int]
     libraries: frozenset[int]
-    steady_from: int
+    steps: tuple[int, ...]
     stream: EventStream
+
+    @property
+    def steady_from(self) -> int:
+        """Place of the first event of the last step."""
+        return self.steps[-1]
 
     def libraries_first(self) -> RunEvents:
         """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""
@@ -89,12 +94,11 @@ class StepPlayer:
     def run(self, steps: int = STEPS) -> RunEvents:
         """Return the events of what is made first, and of so many steps."""
         self._make_persistent()
-        steady_from = 0
+        starts, stream = [], self.stream
         for step in range(steps):
-            steady_from = len(self.stream.codes)
+            starts.append(len(stream.codes))
             self._step(first=step == 0)
-        stream = self.stream
-        return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), steady_from, stream)
+        return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), tuple(starts), stream)
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
