@@ -55,7 +55,7 @@ class ModelOptions:
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Catalog name, directory, config.json, GGUF or safetensors file, or - for a config.json on standard input.",
+            help="Catalog name, trainer's file, folder, config.json, GGUF or safetensors file, or -, a config.json on standard input.",
             show_default=False,
             rich_help_panel=MODEL,
         ),
@@ -69,6 +69,11 @@ class ModelOptions:
     vocab: Annotated[int | None, _shape("--vocab")] = None
     tied: Annotated[
         bool | None, option(MODEL, "--tied/--untied", help="Head and embedding share their weights, or not.")
+    ] = None
+
+    beside: Annotated[
+        list[str] | None,
+        option(MODEL, "--with", metavar="FILE", help="A launcher's file beside a trainer's; repeatable."),
     ] = None
 
     @property

@@ -220,11 +220,16 @@ def job_options(
     Raises:
         InvalidFileError: ``--lora-rank`` for a config without adapter.
     """
+    from memplan.library.lookup.trainer_files import is_trainer_file
+
     catalog = output.catalog()
     for config in configs or (training.chosen,):
         training.refuse_rank_without_adapter(config, catalog)
+    chosen = training.chosen
+    if chosen is None and model is not None and model.model is not None and is_trainer_file(model.model):
+        chosen = model.model
     options: JobOptions = {
-        "config": training.chosen,
+        "config": chosen,
         "stack": training.stack,
         "micro_batch_size": training.batch,
         "sequence_length": training.length,
@@ -234,6 +239,7 @@ def job_options(
     }
     if model is not None:
         options["shapes"] = model.shapes
+        options["beside"] = tuple(model.beside or ())
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
         options["gpus"] = device.gpus if device.gpus > 1 else None

@@ -154,7 +154,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 def _joined(
     sources: Sequence[GivenKeys], question: Question, folders: Sequence[Path], command: CommandLine | None = None
 ) -> ImportedJob:
-    heads = tuple(question.mappings.heads())
+    heads = question.mappings.heads()
     jobs, launchers = _told(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
     if jobs and len({told.head.trainer for told in jobs}) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,6 +55,11 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer with --from"])
     return Told(keys, told[0], _other_kind(keys, told[0]))
+
+
+def is_told(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
+    """Tell whether these are keys of some trainer, or of several."""
+    return any(_is_of(keys, head) for head in heads)
 
 
 def _alike(one: str, other: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,9 @@ class TrainerMappings:
 
     folder: Path
 
-    def heads(self) -> Iterator[TrainerHead]:
-        """Yield what tells each trainer's file."""
-        for path in files_in(self.folder, "*.yaml"):
-            text = read_text(path)
-            head, _, _ = text.partition(HEAD_ENDS)
-            data = parse_document(head, str(path)).data
-            if data.get("detect") or data.get("words") or data.get("calls"):
-                known = {key: value for key, value in data.items() if key in TrainerHead.__dataclass_fields__}
-                yield build(TrainerHead, known)
+    def heads(self) -> tuple[TrainerHead, ...]:
+        """Return what tells each trainer's file."""
+        return _heads(self.folder)
 
     def names(self) -> list[str]:
         """Return the names of all trainers that are told."""
@@ -166,6 +161,18 @@ class TrainerMappings:
             other["table"] for other in self.body(trainer).rules if other.get("key") == key and "table" in other
         )
         return {**rule, "table": {**table, **rule.get("also", {})}}
+
+
+@lru_cache(maxsize=2)
+def _heads(folder: Path) -> tuple[TrainerHead, ...]:
+    heads = []
+    for path in files_in(folder, "*.yaml"):
+        head, _, _ = read_text(path).partition(HEAD_ENDS)
+        data = parse_document(head, str(path)).data
+        if data.get("detect") or data.get("words") or data.get("calls"):
+            known = {key: value for key, value in data.items() if key in TrainerHead.__dataclass_fields__}
+            heads.append(build(TrainerHead, known))
+    return tuple(heads)
 
 
 def _extended(own: Mapped, base: Mapped) -> Mapped:

@@ -22,6 +22,7 @@ from memplan.library.lookup import (
     open_catalog,
 )
 from memplan.library.lookup.config_lookup import ConfigGiven
+from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.training.resolved import TrainingSetup
@@ -52,6 +53,7 @@ class JobOptions(TypedDict, total=False):
         set: Any keys of the training config, such as ``{"kernels.optimizer": "fused"}``.
         shapes: A model by its shapes, in place of the model's name.
         catalog: Your own catalog file or folder, added to ours; or a catalog that was opened before.
+        beside: Files of a launcher that go with a trainer's own file: an accelerate YAML, a DeepSpeed JSON.
     """
 
     gpu: str | Device | None
@@ -66,6 +68,7 @@ class JobOptions(TypedDict, total=False):
     set: Mapping[str, Any] | Sequence[str] | None
     shapes: Shapes | None
     catalog: FilePath | Catalog | None
+    beside: Sequence[FilePath] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,8 @@ class JobInputs:
     def config(self) -> ConfigGiven | None:
         """The training config as it was given, or None."""
         config = self.options.get("config")
+        if config is None and isinstance(self.given, str | os.PathLike) and is_trainer_file(os.fspath(self.given)):
+            return os.fspath(self.given)
         return os.fspath(config) if isinstance(config, os.PathLike) else config
 
     @property
@@ -171,6 +176,7 @@ class JobInputs:
             settings=settings_of(options.get("set")),
             gpus=gpus,
             stack=options.get("stack"),
+            beside=tuple(map(str, options.get("beside") or ())),
         )
 
     def setup(self, model: Model | None, default: ConfigGiven = DEFAULT_CONFIG, gpus: int = 1) -> TrainingSetup:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import memplan
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 
 EXAMPLES = Path(__file__).parent / "examples"
 
@@ -190,3 +190,30 @@ def test_merged_anchors_are_keys_like_others(tmp_path):
     text = "base: &base {micro_batch_size: 3, sequence_len: 64}\n<<: *base\nbase_model: a\nsequence_len: 128\n"
     training = memplan.import_file(written(tmp_path, text)).to_dict()["training"]
     assert (training["micro_batch_size"], training["sequence_length"]) == (3, 128)
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "trl.yaml", "llama-factory.yaml"])
+def test_a_trainers_file_is_model_and_config_of_a_plan(name):
+    plan = memplan.plan(EXAMPLES / name, gpu="a100-80gb")
+    said = read(name)["training"]
+    assert plan.training["micro_batch_size"] == said["micro_batch_size"]
+    assert plan.training["stack"].partition("@")[0] == said["stack"]
+    assert (
+        memplan.plan(read(name)["model"]["given"], config=EXAMPLES / name, gpu="a100-80gb").expected_bytes
+        == plan.expected_bytes
+    )
+
+
+def test_methods_that_are_not_modelled_are_never_planned_as_others():
+    with pytest.raises(CannotAnswerError, match="dpo is not modelled"):
+        memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb")
+
+
+def test_keys_that_are_not_modelled_refuse_the_plan(tmp_path):
+    path = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "tiled_mlp: true\n")
+    with pytest.raises(CannotAnswerError, match=r"job.yaml:23: tiled_mlp: not modelled"):
+        memplan.plan(path, gpu="a100-80gb")
+
+
+def test_what_is_set_on_the_command_line_stands_above_the_trainers_file():
+    assert memplan.plan(EXAMPLES / "trl.yaml", gpu="rtx4090", micro_batch_size=1).training["micro_batch_size"] == 1

@@ -31,7 +31,7 @@ def fit_command(
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
     """
     options = job_options(output, training, model, device)
-    if training.chosen is None:
+    if options["config"] is None:
         every = memplan.fit(model.model, **options)
         draw(every, plot)
         if shows_screen(output, detail):

@@ -14,6 +14,7 @@ from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, InvalidFileError, printable
+from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_data
 from memplan.model.model import Model
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.resolved import Path as KeyPath
@@ -30,6 +31,7 @@ class Overrides:
     Attributes:
         stack: The stack, in place of the config's own.
         gpus: GPUs that share the work; a config that says nothing of it is sharded over them.
+        beside: Files of a launcher that go with a trainer's own file.
     """
 
     batch: int | None = None
@@ -38,6 +40,7 @@ class Overrides:
     settings: tuple[str, ...] = field(default=())
     gpus: int = 1
     stack: str | None = None
+    beside: tuple[str, ...] = ()
 
 
 ConfigGiven = str | Mapping[str, Any]
@@ -155,7 +158,7 @@ def require_own_loop(setup: TrainingSetup, command: str) -> TrainingSetup:
 
 def _is_file(name: str) -> bool:
     """Tell a config's path from a catalog name."""
-    return name == "-" or name.endswith((".yaml", ".yml", ".json")) or "/" in name
+    return name == "-" or name.endswith(SUFFIXES) or "/" in name
 
 
 def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[TrainingConfig, Document | None]:
@@ -171,6 +174,9 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         document = load_document(Path(catalog.configs.origins[canonical]))
         if canonical in (document.data.get("configs") or {}):
             document = Document(document.name, document.data["configs"][canonical], {})
+    elif is_trainer_file(name):
+        gpus = overrides.gpus if overrides.gpus > 1 else None
+        document = Document(name, training_data(name, overrides.beside, gpus, catalog), {})
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:

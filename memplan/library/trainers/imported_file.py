@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import usable_path
 from memplan.importer.finished_job import finish
 from memplan.importer.imported_job import ImportedJob, Question, import_commands, import_files, read_keys
 from memplan.importer.sources.argument_vectors import command_line
-from memplan.importer.trainer_mappings import TrainerMappings
 from memplan.library.answers.answer import Answer
+from memplan.library.lookup.trainer_files import trainer_mappings
 from memplan.report.trainers.import_answer import KnownModel, import_document
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ class Imported(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan import``, which has no bytes and no verdict."""
         return import_document(self.job, self.model)
-
-
-def trainer_mappings() -> TrainerMappings:
-    """Return the shipped mappings."""
-    return TrainerMappings(data_directory() / "configs" / "trainers")
 
 
 def import_file(

@@ -1,0 +1,170 @@
+"""Trainers' own files where a model or a training config is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.opening import is_file, usable_path
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, printable
+from memplan.importer.finished_job import finish
+from memplan.importer.imported_job import ImportedJob, Question, import_files
+from memplan.importer.sources.file_sources import read_source
+from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.told_trainers import is_told
+from memplan.importer.trainer_mappings import TrainerMappings
+
+SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
+OWN_KEYS = frozenset(("description", "schema", "model_type", "architectures", "hidden_size", "n_embd", "text_config"))
+"""Keys of memplan's own files, and of a model's ``config.json``."""
+
+STAGES = ("sft", "pretraining")
+TUNINGS = ("full", "lora", "qlora")
+MODELLED = f"planned are {' and '.join(STAGES)}, in full or by LoRA"
+
+
+def trainer_mappings() -> TrainerMappings:
+    """Return the shipped mappings."""
+    return TrainerMappings(data_directory() / "configs" / "trainers")
+
+
+def is_trainer_file(text: str) -> bool:
+    """Tell whether a text names a file that is neither a model's nor memplan's own, and has some trainer's keys."""
+    path = Path(text)
+    if path.suffix not in SUFFIXES or path.name == "config.json":
+        return False
+    try:
+        path = usable_path(text)
+        return is_file(path) and _has_trainers_keys(path)
+    except MemplanError:
+        return False
+
+
+def _has_trainers_keys(path: Path) -> bool:
+    source = read_source(path)
+    if not isinstance(source, GivenKeys):
+        return True
+    return not OWN_KEYS & source.data.keys() and is_told(source, trainer_mappings().heads())
+
+
+def trainer_job(text: str, beside: tuple[str, ...] = (), gpus: int | None = None) -> ImportedJob:
+    """Return what a trainer's file says, with files that go with it.
+
+    Raises:
+        InvalidFileError: It is no trainer's file, or no training job.
+    """
+    paths = [usable_path(text), *map(usable_path, beside)]
+    job = finish(import_files(paths, Question(trainer_mappings(), gpus)))
+    if job.role == "not_training":
+        raise InvalidFileError([f"{text}: {job.kind} of {job.head.title}, not a training job"])
+    return job
+
+
+def model_name(text: str) -> str:
+    """Return the model that a trainer's file names.
+
+    Raises:
+        CannotAnswerError: It names none.
+    """
+    job = trainer_job(text)
+    _refuse_unread(text, job)
+    given = job.value("model.given")
+    if given is None:
+        raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
+    return str(given)
+
+
+def training_data(text: str, beside: Sequence[str], gpus: int | None, catalog: Catalog) -> dict[str, Any]:
+    """Return the training config that a trainer's file stands for, as memplan's own files have it.
+
+    Raises:
+        CannotAnswerError: Something of it is not modelled, or missing.
+    """
+    job = trainer_job(text, tuple(beside), gpus)
+    _refuse_unread(text, job)
+    method = job.section("method")
+    if method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS:
+        kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
+        raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
+    if job.reading.refusals:
+        first = job.reading.refusals[0]
+        raise CannotAnswerError(f"{first.source}:{first.line}: {first.key}: not modelled: {first.why}")
+    data = job.section("training")
+    _refuse_unknown(text, data, TrainingConfig)
+    stack = _stack(job, catalog)
+    return {"description": f"{job.head.title} {job.version}".strip(), **_known(data, TrainingConfig), "stack": stack}
+
+
+def _refuse_unread(text: str, job: ImportedJob) -> None:
+    """Refuse what cannot be planned, whatever else is given.
+
+    Raises:
+        CannotAnswerError: It lacks something, or is of a trainer that is only told by name.
+        InvalidFileError: Values that contradict each other.
+    """
+    if job.reading.problems:
+        raise InvalidFileError(job.reading.problems)
+    if job.head.missing:
+        raise CannotAnswerError(
+            f"{text}: a {job.head.title} file, which is recognised and not read: {job.head.missing}"
+        )
+    if job.reading.needs:
+        raise CannotAnswerError(f"{text}: cannot be planned without {'; '.join(job.reading.needs)}")
+
+
+def _stack(job: ImportedJob, catalog: Catalog) -> str:
+    """Return the stack at the version of the file, or at the oldest that was read where the file is older."""
+    name, _, version = str(job.value("training.stack")).partition("@")
+    if not version:
+        return name
+    try:
+        catalog.stack(f"{name}@{version}")
+    except CannotAnswerError:
+        history = catalog.stack(name).history
+        return f"{name}@{history[0].since}" if history else name
+    return f"{name}@{version}"
+
+
+# ------------------------------------------------------------------ keys that no plan has
+def _refuse_unknown(text: str, data: Mapping[str, Any], kind: type, above: str = "") -> None:
+    """Refuse keys and values of DESIGN's vocabulary that nothing models yet.
+
+    Raises:
+        CannotAnswerError: One is set.
+    """
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        path = f"{above}{key}"
+        if key not in hints:
+            if not _is_nothing(value):
+                raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
+            continue
+        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_unknown(text, value, inner, f"{path}.")  # type: ignore[arg-type]
+        allowed = [
+            word for one in (hints[key], *get_args(hints[key])) if get_origin(one) is Literal for word in get_args(one)
+        ]
+        if allowed and value not in allowed and value is not None:
+            raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
+
+
+def _known(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    names = {one.name for one in fields(kind)}
+    known = {}
+    for key, value in data.items():
+        if key not in names or value is None:
+            continue
+        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
+        known[key] = _known(value, inner) if inner is not None and isinstance(value, Mapping) else value  # type: ignore[arg-type]
+    return known
+
+
+def _is_nothing(value: Any) -> bool:
+    """Tell whether a key that no plan has is at a value that changes nothing: off, or a degree of one."""
+    return value in (None, False, 0, 1, "none", "false")
