@@ -87,7 +87,7 @@ class UnmodelledFamily:
     """Models that are refused by name.
 
     Attributes:
-        begins: How their names begin, without organisation, case and separators.
+        begins: Words, sizes and numbers with which their names begin, without the organisation.
         words: Words, one of which their names have.
         reason: What memplan does not model.
     """

@@ -1,5 +1,6 @@
 """Every model that ships has the parameters that its file says, and a name of its own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ KEYS = {
     "architecture",
     "hf_id",
     "aliases",
+    "ids",
+    "mirrors",
+    "released",
     "expected_parameters",
     "expected_active_parameters",
     "published",
@@ -75,8 +79,18 @@ def test_names_and_aliases_are_unique_without_case_and_separators():
 
 
 def test_no_model_stands_twice():
-    ids = [entry["hf_id"].lower() for entry in ENTRIES.values()]
-    assert len(ids) == len(set(ids))
+    ids = [name.lower() for e in ENTRIES.values() for name in (e["hf_id"], *e.get("ids", ()), *e.get("mirrors", ()))]
+    assert sorted(ids) == sorted(set(ids))
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", name) for name in ids)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "released" in entry])
+def test_a_release_is_a_month(name):
+    assert re.fullmatch(r"20[12]\d-[01]\d", ENTRIES[name]["released"])
+
+
+def test_there_are_at_least_150_models():
+    assert len(ENTRIES) >= 150
 
 
 def test_every_family_has_a_released_model():

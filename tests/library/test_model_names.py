@@ -7,6 +7,7 @@ import pytest
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, UnknownNameError
 from memplan.library.lookup import Shapes, find_model, resolve_model_name
 from memplan.library.lookup.model_names import hub_cache, weights_by_name
+from memplan.library.lookup.name_guesses import refuse_unmodelled
 
 LLAMA = {
     "model_type": "llama",
@@ -45,6 +46,10 @@ def put(folder, name="config.json", **keys):
         ("philschmid/llama-3-1-8b-math-orca-spectrum-10k-ep1", "llama-3.1-8b", "guess"),
         ("someone/Qwen2.5-0.5B-sft-v3", "qwen2.5-0.5b", "guess"),
         ("someone/phi-4-bf16", "phi-4", "guess"),
+        ("someone/Mistral-7B-Instruct-v0.3-AWQ", "mistral-7b-v0.3", "guess"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b", "catalog"),
+        ("HuggingFaceH4/zephyr-7b-gemma-v0.1", "gemma-7b", "mirror"),
+        ("zephyr-7b-beta", "mistral-7b-v0.1", "mirror"),
     ],
 )
 def test_a_name_means_an_entry(catalog, text, target, how):
@@ -57,11 +62,11 @@ def test_a_name_means_an_entry(catalog, text, target, how):
     "text",
     [
         "someone/Qwen2.5-7B-4B-merge",
-        "someone/Qwen2.5-VL-7B",
-        "someone/Llama-3.1-8B-vision",
+        "someone/Qwen2.5-7B-reranker",
+        "someone/Ministral-3b-mine",
+        "someone/Mistral-Small-9-24B",
         "someone/llama-3.1-8b-to-gemma-distilled",
         "someone/gemma-7b-llama",
-        "someone/phi-4-multimodal-instruct",
         "someone/phi-4-of-mine",
         "someone/qwen25-7b-4x7b",
         "custom_model_name",
@@ -79,6 +84,15 @@ def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
             with pytest.raises(CannotAnswerError) as refused:
                 resolve_model_name(f"someone/{start}-7B", catalog)
             assert row.reason in str(refused.value)
+    for name in ("Qwen/Qwen3-VL-4B-Instruct", "someone/Llama-3.1-8B-vision", "microsoft/Phi-4-multimodal-instruct"):
+        with pytest.raises(CannotAnswerError, match="vision-language"):
+            resolve_model_name(name, catalog)
+
+
+def test_no_model_of_the_catalog_is_refused_by_name(catalog):
+    for key in ("hf_id", "ids", "mirrors"):
+        for text, _ in catalog.models.listed(key):
+            refuse_unmodelled(text, catalog)
 
 
 def test_a_folder_of_that_name_goes_first_and_only_with_a_config(catalog, tmp_path):

@@ -80,18 +80,21 @@ def _listed(text: str, catalog: Catalog) -> ResolvedName | None:
     """Return what a name, an alias, an id or a mirror means, with or without its organisation; None where none is like it."""
     if text in catalog.models:
         return ResolvedName(catalog.models.name_of(text), "catalog")
-    whole: dict[str, tuple[str, How]] = {}
-    parts: dict[str, set[tuple[str, How]]] = {}
+    spelled: dict[str, tuple[str, How]] = {}
+    loose: dict[str, set[tuple[str, How]]] = {}
     keys: tuple[tuple[str, How], ...] = (("hf_id", "catalog"), ("ids", "catalog"), ("mirrors", "mirror"))
     for key, how in keys:
         for spelling, name in catalog.models.listed(key):
-            whole.setdefault(normalised_name(spelling), (name, how))
-            parts.setdefault(normalised_name(spelling.rsplit("/", 1)[-1]), set()).add((name, how))
-    known = whole.get(normalised_name(text))
-    if known is None and "/" not in text:
-        owners = parts.get(normalised_name(text), set())
-        known = min(owners, key=lambda owner: owner[1]) if len({name for name, _ in owners}) == 1 else None
+            spelled.setdefault(spelling.lower(), (name, how))
+            for part in (spelling, spelling.rsplit("/", 1)[-1]):
+                loose.setdefault(normalised_name(part), set()).add((name, how))
+    owners = loose.get(normalised_name(text), set())
+    known = spelled.get(text.lower()) or (min(owners, key=lambda owner: owner[1]) if _one_entry(owners) else None)
     return None if known is None else ResolvedName(*known)
+
+
+def _one_entry(owners: set[tuple[str, How]]) -> bool:
+    return len({name for name, _ in owners}) == 1
 
 
 def unknown_model(text: str, catalog: Catalog) -> UnknownNameError:

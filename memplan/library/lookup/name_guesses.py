@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import CannotAnswerError, normalised_name, printable
+from memplan.errors import CannotAnswerError, printable
 
-_TOKEN = re.compile(r"\d+x\d+(?:\.\d+)?[bm](?![a-z])|a?\d+(?:\.\d+)?[bm](?![a-z0-9])|[a-z]+|\d+")
+_TOKEN = re.compile(
+    r"\d+x\d+(?:\.\d+)?[bm](?![a-z])|a?\d+(?:\.\d+)?[bm](?![a-z0-9])|(?:int|fp|bf|nf|mxfp|nvfp)\d+|w\d+a\d+|\d-?bit|\d+k(?![a-z])"
+    r"|v\d+(?:\.\d+)*|[a-z]+|\d+"
+)
 _SIZE = re.compile(r"(?:\d+x)?a?\d+(?:\.\d+)?[bm]")
 
 _ENDING = re.compile(
-    "instruct|it|chat|base|hf|pt|sft|dpo|rlhf|bnb|gptq|awq|int|fp|bf|gguf|mlx|nf|w|a|v|bit|k|m|dynamic|quantized|unsloth|preview"
-    "|latest|text|only|dwq|exl|marlin|sym|asym|channel|tensor|per|static|block|[0-9]+"
+    "instruct|it|chat|base|hf|pt|sft|dpo|rlhf|bnb|gptq|awq|gguf|mlx|dynamic|quantized|unsloth|preview|latest|text|only|dwq|exl"
+    r"|marlin|sym|asym|channel|tensor|per|static|block|(?:int|fp|bf|nf|mxfp|nvfp)\d+|w\d+a\d+|\d-?bit|\d+k|\d{4}"
 )
 """Words that say how a model was tuned or stored, and nothing of its shapes."""
 
@@ -39,25 +42,23 @@ def tokens(name: str) -> tuple[str, ...]:
 def guessed_name(text: str, catalog: Catalog) -> str | None:
     """Return the catalog entry whose shapes a name seems to mean, or None.
 
-    A name is that of a known model with words before or after it, such as ``-Instruct`` or a fine-tune's own. The longest
-    known name counts. No guess is made where the words left over state another size or another family, or that there
-    are other parts than a text model; nor from a name without a size, unless the words after it say nothing of shapes.
+    First the longest known name that is left when words such as ``-Instruct`` are taken off counts, then the longest that
+    stands in the name, as in a fine-tune's. No such guess is made where the other words state another size or another
+    family, or that there are other parts than a text model, nor from a name without a size.
     """
-    given = tokens(text)
-    known = known_names(catalog)
-    words = {name[0] for name in known if name and not name[0].isdigit()}
-    found = sorted(((len(name), name) for name in known if name and _at(given, name) is not None), reverse=True)
-    for length, name in found:
-        start = _at(given, name)
-        assert start is not None
-        rest = (*given[:start], *given[start + length :])
-        plain = all(_ENDING.fullmatch(word) for word in rest if word != "meta")
-        if plain and (start == 0 or given[:start] == ("meta",)):
+    given, known = tokens(text), known_names(catalog)
+    longest_first = sorted(known, key=len, reverse=True)
+    for name in longest_first:
+        rest = _left_over(given, name)
+        if rest is not None and all(_ENDING.fullmatch(word) for word in rest):
             return known[name]
-        sized = any(_SIZE.fullmatch(word) for word in name)
-        other = any(_SIZE.fullmatch(word) or _OTHER_PART.fullmatch(word) or word in words - set(name) for word in rest)
-        return known[name] if sized and not other else None
-    return None
+    name = next((name for name in longest_first if _at(given, name) is not None), ())
+    start = _at(given, name) or 0
+    rest = (*given[:start], *given[start + len(name) :])
+    families = {words[0] for words in known} - set(name)
+    sized = any(_SIZE.fullmatch(word) for word in name)
+    other = any(_SIZE.fullmatch(word) or _OTHER_PART.fullmatch(word) or word in families for word in rest)
+    return known[name] if sized and not other else None
 
 
 def known_names(catalog: Catalog) -> Mapping[tuple[str, ...], str]:
@@ -67,7 +68,21 @@ def known_names(catalog: Catalog) -> Mapping[tuple[str, ...], str]:
     lists = (catalog.models.listed(key) for key in ("aliases", "hf_id", "ids", "mirrors"))
     for text, name in chain(spellings, *lists):
         names.setdefault(tokens(text), set()).add(name)
-    return {words: owners.pop() for words, owners in names.items() if len(owners) == 1}
+    return {words: owners.pop() for words, owners in names.items() if words and len(owners) == 1}
+
+
+def _left_over(given: tuple[str, ...], name: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the words besides a name's own, which have to begin it in their order; None where they do not."""
+    words = given[1:] if given[:1] == ("meta",) else given
+    if words[:1] != name[:1]:
+        return None
+    rest, left = [], list(name)
+    for word in words:
+        if left and word == left[0]:
+            left.pop(0)
+        else:
+            rest.append(word)
+    return None if left else tuple(rest)
 
 
 def _at(given: tuple[str, ...], name: tuple[str, ...]) -> int | None:
@@ -82,14 +97,13 @@ def refuse_unmodelled(text: str, catalog: Catalog) -> None:
     Raises:
         CannotAnswerError: With what it is that is not modelled.
     """
-    for family, reason in _unmodelled(catalog, text):
+    for family, reason in _unmodelled(text, catalog):
         raise CannotAnswerError(f"{printable(text)!r}: {family} is not modelled: {reason}")
 
 
-def _unmodelled(catalog: Catalog, text: str) -> Iterator[tuple[str, str]]:
-    name = normalised_name(text.rsplit("/", 1)[-1])
-    given = set(tokens(text))
-    for key, row in catalog.tables.unmodelled.items():
-        begins = any(name.startswith(normalised_name(start)) for start in row.begins)
-        if begins or given & set(row.words):
-            yield row.title or key, row.reason
+def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
+    given = tokens(text)
+    for row in catalog.tables.unmodelled.values():
+        begins = any(given[: len(tokens(start))] == tokens(start) for start in row.begins)
+        if begins or set(given) & set(row.words):
+            yield row.title, row.reason
