@@ -62,7 +62,7 @@ def test_newton_schulz_in_bf16_takes_10_n_squared_bytes_not_half_of_fp32(cell):
 def test_a_bound_says_which_real_model_fits(judge):
     table = judge.library.tables["s000.t02"]
     found = judge.cell(table, judge.library.cell("s000.t02", "RTX 4090 24GB", "FP16+Adam (12 B/p)"))
-    assert found.corrected == "2.1B; phi-1.5 (1.42B)"
+    assert found.corrected == "2.1B; olmo-2-1b (1.48B)"
 
 
 def test_a_config_that_lags_behind_does_not_bear_out_that_it_is_proven(cell):
