@@ -28,6 +28,7 @@ class EndSettings:
         loss: Kernel of the cross-entropy.
         names_logits: Whether the model has a name for logits until its forward ends.
         shifts_labels: Whether the loss is given a shifted copy of the labels.
+        embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
     """
 
@@ -42,6 +43,7 @@ class EndSettings:
     loss: LossKernel
     names_logits: bool
     shifts_labels: bool
+    embedding_dropout: float
     input_gradients: bool
 
     @property
@@ -60,6 +62,7 @@ class EndSettings:
 
 def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> EndSettings:
     """Return what a model's ends depend on; equal ones give equal tapes."""
+    drops = block.code.drops_embedding or setup.config.dropout is not None
     return EndSettings(
         block=block,
         vocab_size=spec.vocab_size,
@@ -72,6 +75,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         loss=setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",
+        embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
     )
 

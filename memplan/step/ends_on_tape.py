@@ -80,7 +80,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if settings.embedding_scale:
         x = builder.pointwise("scale", x)
         x.needs_gradient = x.needs_gradient or settings.input_gradients
-    return Section(tape, entry, builder.dropped(x))
+    return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
 
 
 def _with_positions(builder: Builder, x: Value) -> Value:

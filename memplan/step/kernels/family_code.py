@@ -45,6 +45,8 @@ class FamilyCode:
         sums: How a layer adds up what attention and a feed-forward part beside it add: ``parts-first`` adds these,
             ``in-place`` in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is
             ``parts-first`` with the second norm after attention; ``own`` is the bundled models' way.
+        shared_first: Whether shared experts run before routed ones, and their gate after these.
+        drops_embedding: Whether a probability of dropout that a model is released with applies to its embedding too.
         rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
@@ -75,6 +77,8 @@ class FamilyCode:
     wide_rotary: bool = False
     complex_rotary: bool = False
     sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
+    shared_first: bool = False
+    drops_embedding: bool = True
     rotates_together: bool = False
     norms_at_once: bool = False
     names_passed: bool = False
@@ -96,7 +100,8 @@ TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, nam
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gpt2": replace(TRANSFORMERS, wide_softmax=False, names_attention=True, grouped_uncast=False),
     "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
-    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first"),
+    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False),
+    "qwen2_moe": replace(TRANSFORMERS, shared_first=True),
     "gpt_neox": replace(TRANSFORMERS, sums="late"),
     "falcon": replace(
         TRANSFORMERS,
@@ -140,6 +145,17 @@ def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
     """
     code = family_code(setup.stack.model_code, spec.architecture)
+    quantised = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    if (
+        quantised
+        and code.forms_tables
+        and spec.tie_word_embeddings
+        and not (spec.final_norm.weight or spec.final_norm.bias)
+    ):
+        raise CannotAnswerError(
+            "weights.hidden_matrix: transformers leaves the module of a model's last parameter as it is when it quantises "
+            f"(get_keys_to_not_convert), which in {spec.name} is a projection of the last layer: use weights in 16 bits"
+        )
     if code.own_linear and setup.format_names["hidden_matrix"] not in FLOAT_BYTES:
         raise CannotAnswerError(
             f"weights.hidden_matrix: transformers replaces nn.Linear by bitsandbytes' layers, and {spec.name} has linear "

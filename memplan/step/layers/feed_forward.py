@@ -62,10 +62,12 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
 def _product(builder: Builder, x: Value, y: Value) -> Value:
     """Return ``x * y`` in the wider dtype; the gradient of a narrower factor is formed wide, and cast."""
     wide = promoted(x, y)
-    casts = [(v.quantity, v.width * wide) for v in (x, y) if v.element_bytes != wide]
+    narrow = [v for v in (x, y) if v.element_bytes != wide]
+    formed = [(v.quantity, v.width * wide) for v in narrow]
+    casts = [(v.quantity, v.coefficient) for v in narrow]
     saves, ways = builder.factors(x, y), [(x, NEW), (y, NEW)]
     out = builder.fresh(x, element_bytes=wide)
-    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=casts))
+    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=formed, casts=casts))
 
 
 def gated(builder: Builder, gate: Value, up: Value) -> Value:

@@ -18,6 +18,8 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
     """Return what routed and shared experts add to the residual stream."""
     names, tape = builder.settings.names, builder.tape
     with tape.alive(x):
+        if builder.settings.code.shared_first and part.shared_intermediate_size:
+            return _after_shared(builder, x, part, prefix)
         weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
         with tape.alive(weights, chosen):
             out = _experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
@@ -27,11 +29,27 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
                 return builder.add(out, _shared(builder, x, part, prefix))
 
 
+def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+    """Return the same where shared experts come first, and their gate last."""
+    names, tape = builder.settings.names, builder.tape
+    shared = mlp(builder, x, Mlp(part.shared_intermediate_size, part.activation), f"{prefix}.{names.shared_experts}")
+    with tape.alive(shared):
+        weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
+        with tape.alive(weights, chosen):
+            out = _experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            with tape.alive(out):
+                return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
+
+
 def _shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what shared experts add, scaled by a gate where there is one."""
-    names, tape, hidden = builder.settings.names, builder.tape, builder.settings.hidden_size
     dense = Mlp(part.shared_intermediate_size, part.activation)
-    shared = mlp(builder, x, dense, f"{prefix}.{names.shared_experts}")
+    shared = mlp(builder, x, dense, f"{prefix}.{builder.settings.names.shared_experts}")
+    return _gated_shared(builder, x, shared, part, prefix)
+
+
+def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExperts, prefix: str) -> Value:
+    names, tape, hidden = builder.settings.names, builder.tape, builder.settings.hidden_size
     if not part.shared_gate:
         return shared
     with tape.alive(shared):
@@ -54,7 +72,8 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
             with tape.alive(top):
                 share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
                 return tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch)), indices
-        share = _chosen(builder, builder.cast(logits, 4), indices, part)
+        narrow = part.score_correction and builder.settings.autocast and builder.settings.code.grouped_uncast
+        share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
             share = _normalised(builder, share)
         if part.score_scale != 1.0:
@@ -66,7 +85,18 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
     """Return the router's product; in fp32 it reads copies of its input and of its weight, and saves both."""
     tape, weight = builder.tape, builder.weight(f"{name}.weight")
     if not part.fp32_router or builder.settings.autocast or weight.coded:
-        return plain_linear(builder, x, name, part.num_experts)
+        recast = part.fp32_router and builder.settings.code.grouped_uncast and weight.element_bytes == 2
+        copies = (
+            [tape.make("cast weight", builder.constant(weight.rows * weight.columns, builder.compute))]
+            if recast
+            else []
+        )
+        with tape.alive(*copies):
+            logits = plain_linear(builder, x, name, part.num_experts)
+        if copies and x.needs_gradient:  # autocast casts the wide copy back, and backward reads that
+            node = tape.nodes[-1]
+            node.saved = (*node.saved, copies[0].storage)
+        return logits
     wide = builder.cast(x, 4)
     saves = [wide] if weight.trainable else []
     copies = []
