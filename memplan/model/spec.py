@@ -263,6 +263,7 @@ class ModelSpec:
         max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
         embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
         final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
+        window: Tokens of a window that attention of every layer is within; 0 where there is none, or not in every layer.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
         dropout: Dropout probability of the released config.
@@ -283,6 +284,7 @@ class ModelSpec:
     embedding_scale: float = 0.0
     final_logit_softcap: float = 0.0
     rotary_tables: int = 1
+    window: int = 0
     transposed_linear: bool = False
     dropout: float = 0.0
     source: str = ""

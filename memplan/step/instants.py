@@ -17,7 +17,7 @@ from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
 from memplan.step.kernels.family_code import family_code, refuse_unquantised
-from memplan.step.kernels.layer_arguments import layer_arguments, steps_through_scores
+from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -67,9 +67,14 @@ class StepForms:
     unit_gradients: tuple[int, ...] = ()
 
 
+MASK_COLUMNS = 16
+"""Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
+
+
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for ``batch`` sequences of ``length`` tokens; what changes nothing is left at its default."""
     tokens, spec, profile = batch * length, model.spec, setup.profile
+    masked = masks_attention(spec, setup, length)
     learned = spec.learned_positions > 0
     return Regime(
         one_sequence=batch == 1
@@ -81,6 +86,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         ),
         one_token=length == 1,
         one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
+        masked=masked,
+        pads_mask=masked and length % MASK_COLUMNS > 0,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
     )
 
@@ -246,7 +253,7 @@ def _forward(
         around: What is there throughout.
         apart: The embedding's output where it is a tensor apart.
     """
-    arguments = layer_arguments(inputs.spec, inputs.setup)
+    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     named = _named_embeddings(inputs, taped)
     around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:

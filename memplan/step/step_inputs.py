@@ -163,7 +163,7 @@ def kept_arguments(inputs: StepInputs) -> Form:
     """Return what layers have been called with that checkpointing keeps, to call them again."""
     if inputs.setup.checkpointing == "none":
         return ZERO
-    return layer_arguments(inputs.spec, inputs.setup, kept=True)
+    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked, kept=True)
 
 
 def _table_bytes(states: ModelStates) -> int:

@@ -76,6 +76,7 @@ class TrainingSetup:
         hardware: What cards can do, and what is taken on them.
         unmodelled: What of the job the formula does not follow; it plans none of that.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
+        masked_attention: Kernel of attention within a window on a card; None where there is no window to see to.
         card_notes: What a card does in another way, one sentence each; none where there is no card.
     """
 
@@ -95,6 +96,7 @@ class TrainingSetup:
     changed: bool = False
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
     unmodelled: tuple[str, ...] = ()
+    masked_attention: AttentionKernel | None = None
     card_notes: tuple[str, ...] = ()
 
     @property

@@ -40,6 +40,9 @@ ATTENTION_ONLY = {
 SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Families with projections of query, key and value of their own, and a gated feed-forward part."""
 
+WINDOWED, WINDOWS = ("mistral", "phi3", "mixtral"), (100, 200, 1024)
+"""Families whose layers attend within a window all alike, and how many tokens that has."""
+
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
 LENGTHS, EAGER_LENGTHS = (64, 65, 200, 512, 1000, 2048), (64, 65, 200, 512)
@@ -111,6 +114,8 @@ def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str,
     training["activation_checkpointing"] = rng.choice(("none", "full", "full"))
     training["gradient_accumulation_steps"] = rng.choice((1, 1, 2))
     training["clip_gradients"] = rng.random() < 0.5
+    if values["model_type"] in WINDOWED and rng.random() < 0.5:
+        values["sliding_window"] = rng.choice(WINDOWS)
     if "adapter" in training and values["model_type"] in ATTENTION_ONLY:
         training["adapter"]["targets"] = list(ATTENTION_ONLY[str(values["model_type"])])
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]

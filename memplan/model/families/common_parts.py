@@ -172,8 +172,8 @@ def model(
     )
 
 
-def sliding_window(config: ConfigValues, *, optional: bool = False) -> None:
-    """Note a sliding window, which no activation formula uses.
+def sliding_window(config: ConfigValues, *, optional: bool = False) -> int:
+    """Return the tokens of a sliding window, which the bundled models do not follow, or 0.
 
     Args:
         config: The config.
@@ -182,3 +182,5 @@ def sliding_window(config: ConfigValues, *, optional: bool = False) -> None:
     size = config.integer("sliding_window", default=0, minimum=0, maximum=MAXIMUM_POSITIONS)
     if size and (config.flag("use_sliding_window") or not optional):
         config.note(f"attention within a window of {size} tokens is planned as attention over the whole sequence")
+        return size
+    return 0

@@ -19,6 +19,8 @@ class Regime:
         one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
         one_token: Sequences of one token: exchanging dimensions moves nothing.
         one_chunk: A loss over chunks has one.
+        masked: Scaled-dot-product attention is given a mask, and not only told that it is causal.
+        pads_mask: Rows of that mask are no multiple of what its kernel reads at once.
         sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
@@ -26,6 +28,8 @@ class Regime:
     one_token: bool = False
     one_chunk: bool = False
     sorts_positions: bool = False
+    masked: bool = False
+    pads_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,13 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
     """Return what operations depend on; equal ones give equal tapes."""
     profile, own = KernelProfile(), setup.profile
     dropout = setup.config.dropout
+    attention = setup.masked_attention if regime.masked and setup.masked_attention else own.attention
     return BlockSettings(
         names=spec.names,
         hidden_size=spec.hidden_size,
         profile=replace(
             profile,
-            attention=own.attention,
+            attention=attention,
             norm=own.norm,
             rotary=own.rotary,
             activation=own.activation,

@@ -47,6 +47,7 @@ class FamilyCode:
             ``parts-first`` with the second norm after attention; ``own`` is the bundled models' way.
         shared_first: Whether shared experts run before routed ones, and their gate after these.
         drops_embedding: Whether a probability of dropout that a model is released with applies to its embedding too.
+        masks_always: Whether scaled-dot-product attention is always given a mask.
         rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
@@ -79,6 +80,7 @@ class FamilyCode:
     sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
     shared_first: bool = False
     drops_embedding: bool = True
+    masks_always: bool = False
     rotates_together: bool = False
     norms_at_once: bool = False
     names_passed: bool = False
@@ -109,6 +111,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         copies_heads=True,
         asks_for_groups=False,
         sums="in-place",
+        masks_always=True,
         own_linear=True,
         names_norm=True,
         names_attention=True,
@@ -155,6 +158,11 @@ def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(
             "weights.hidden_matrix: transformers leaves the module of a model's last parameter as it is when it quantises "
             f"(get_keys_to_not_convert), which in {spec.name} is a projection of the last layer: use weights in 16 bits"
+        )
+    layer = spec.runs[0].layer
+    if code.copies_heads and layer.parallel_norms > 1 and getattr(layer.attention, "num_key_value_heads", 0) == 1:
+        raise CannotAnswerError(
+            f"{spec.name} has one key-value head that its decoder repeats before it is rotated: not modelled"
         )
     if code.own_linear and setup.format_names["hidden_matrix"] not in FLOAT_BYTES:
         raise CannotAnswerError(

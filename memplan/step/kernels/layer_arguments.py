@@ -10,16 +10,18 @@ from memplan.training.resolved import TrainingSetup
 POSITION_BYTES = 8
 
 
-def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, kept: bool = False) -> Form:
+def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept: bool = False) -> Form:
     """Return what a forward makes for its layers, and lets go of where nothing else keeps it; the tables apart.
 
     Args:
         spec: The model.
         setup: The training setup.
+        masked: Whether scaled-dot-product attention is given a mask of booleans.
         kept: Only what some layer is given.
     """
     code = family_code(setup.stack.model_code, spec.architecture)
-    return _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
+    booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if masked else ZERO
+    return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
@@ -41,6 +43,18 @@ def steps_through_scores(spec: ModelSpec) -> bool:
     """Whether attention runs step by step anywhere, which takes a mask of one byte per pair of positions."""
     parts = [run.layer.attention for run in spec.runs]
     return any(isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0) for part in parts)
+
+
+def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
+    """Whether a model's code gives scaled-dot-product attention a mask, for a window or always.
+
+    Source:
+        ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.23.0): none within a window, where all tokens count.
+    """
+    code = family_code(setup.stack.model_code, spec.architecture)
+    if not code.added_mask or setup.profile.attention == "eager" or steps_through_scores(spec):
+        return False
+    return code.masks_always or 0 < spec.window <= length
 
 
 def rotary_tables(spec: ModelSpec, setup: TrainingSetup) -> Form:

@@ -44,10 +44,11 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     kernel, reason = _attention(setup, model, gpu)
     if reason:
         notes = (*notes, reason)
-    if not notes and kernel == setup.profile.attention:
+    masked = _masked_kernel(setup, model, gpu)
+    if not notes and kernel == setup.profile.attention and masked is None:
         return setup
     profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
-    return replace(setup, profile=profile, card_notes=notes)
+    return replace(setup, profile=profile, masked_attention=masked, card_notes=notes)
 
 
 def emulated_dtype(setup: TrainingSetup, gpu: Gpu) -> bool:
@@ -126,6 +127,16 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
     return kernel, f"attention {kernel}, as torch chooses on {card_label(gpu)}, where there is no {own} kernel"
 
 
+def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
+    """Return the kernel of attention within a window, which takes a mask; None where there is no window to see to."""
+    unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
+    code = family_code(setup.stack.model_code, model.spec.architecture)
+    if not model.spec.window or not code.added_mask or setup.attention_choice != TORCH_CHOOSES or unknown:
+        return None
+    calls = [replace(call, masked=True, grouped=False) for call in attention_calls(setup, model)]
+    return _least_able(kernel_on(call, gpu, setup.hardware) for call in calls) if calls else None
+
+
 ABILITY: tuple[ChosenKernel, ...] = ("math", "efficient", "flash", "cudnn")
 """Kernels, the one that takes the most first: where layers differ, the plan is that of the first."""
 
@@ -147,10 +158,16 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
                 and isinstance(part, Attention)
                 and part.num_heads > part.num_key_value_heads
             )
-            asks = family_code(setup.stack.model_code, model.spec.architecture).asks_for_groups
+            code = family_code(setup.stack.model_code, model.spec.architecture)
+            asks = code.asks_for_groups
             one = isinstance(part, Attention) and part.num_key_value_heads == 1
             yield AttentionCall(
-                dtype, *widths, grouped=grouped and asks, unequal=grouped and one and not asks, dropout=dropout
+                dtype,
+                *widths,
+                grouped=grouped and asks,
+                unequal=grouped and one and not asks,
+                dropout=dropout,
+                masked=code.masks_always,
             )
 
 

@@ -6,6 +6,7 @@ from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.layers.attention_kernels import (
     Heads,
+    additive_mask,
     attention_kernel,
     eager_attention,
     flash_attention,
@@ -27,6 +28,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
     with builder.tape.alive(query, key, value):
         if stepwise and part is not None:
             return eager_attention(builder, lowered, part)
+        if builder.settings.regime.masked:
+            return _masked(builder, lowered)
         if builder.profile.attention == "math":
             return math_attention(builder, lowered)
         if builder.profile.attention == "flash":
@@ -35,6 +38,19 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
             return flex_attention(builder, lowered)
         efficient = builder.profile.attention == "efficient"
         return attention_kernel(builder, ungrouped(builder, lowered) if efficient else lowered)
+
+
+def _masked(builder: Builder, heads: Heads) -> Value:
+    """Return attention by a kernel that is given a mask, for which keys and values are repeated before."""
+    asks = builder.settings.code.asks_for_groups
+    if asks or heads.groups > 1:
+        heads = ungrouped(builder, heads, expands=asks)
+    with builder.tape.alive(*heads.tensors):
+        mask = additive_mask(builder, heads.query)
+        with builder.tape.alive(mask):
+            if builder.profile.attention == "math":
+                return math_attention(builder, heads, (mask,))
+            return attention_kernel(builder, heads, masks=(mask,))
 
 
 def goes_by_steps(builder: Builder, part: Attention | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from memplan.model.spec import Attention
@@ -47,7 +48,9 @@ def ungrouped(builder: Builder, heads: Heads, *, expands: bool = False) -> Heads
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
-def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = (), forward: Sizes = ()) -> Value:
+def attention_kernel(
+    builder: Builder, heads: Heads, scratch: Sizes = (), forward: Sizes = (), masks: Sequence[Value] = ()
+) -> Value:
     """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
 
     Args:
@@ -55,6 +58,7 @@ def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = (), forwar
         heads: Query, key and value.
         scratch: What the kernel of backward allocates inside itself.
         forward: What that of forward does.
+        masks: A mask that is added to scores, where one is given.
     """
     tape, kernel = builder.tape, builder.profile.attention
     out = builder.fresh(heads.query, heads.number * (heads.value.width // heads.groups))
@@ -63,12 +67,25 @@ def attention_kernel(builder: Builder, heads: Heads, scratch: Sizes = (), forwar
     statistics = tape.value(rows, heads.number, 4)
     random = tape.value(ONE, RANDOM_STATE_BYTES[kernel], 1)
     ways = [(x, NEW) for x in heads.tensors]
-    saves = [*heads.tensors, out, statistics, random]
+    saves = [*heads.tensors, out, statistics, random, *masks]
     # The kernel of backward forms all three gradients, whichever of them are needed.
     unused = [(x.quantity, x.coefficient) for x in heads.tensors if not x.needs_gradient]
     traits = Traits(scratch=forward, workspace=(*scratch, *unused), product=True)
     with tape.alive(*heads.tensors):
         return tape.apply("attention", ways, (out, statistics, random), saves, traits=traits)
+
+
+def additive_mask(builder: Builder, like: Value) -> Value:
+    """Return a mask of booleans as one that is added, in the dtype of the query, its rows padded for the efficient kernel.
+
+    Source:
+        ``convert_boolean_attn_mask`` and ``pad_bias`` in aten/src/ATen/native/transformers/attention.cpp (v2.13.0).
+    """
+    tape, width = builder.tape, like.element_bytes
+    mask = tape.make("additive mask", tape.value(Quantity.SCORES, 1, width), scratch=[(Quantity.SCORES, 1)])
+    if builder.profile.attention != "efficient" or not builder.settings.regime.pads_mask:
+        return mask
+    return tape.make("pad mask", tape.value(Quantity.PADDED_SCORES, 1, width), mask)
 
 
 def flex_attention(builder: Builder, heads: Heads) -> Value:
@@ -205,15 +222,18 @@ def _repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) ->
         return builder.tape.apply("repeat", [(x, NEW)], repeated, traits=SAVES_NOTHING)
 
 
-def math_attention(builder: Builder, heads: Heads) -> Value:
+def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) -> Value:
     """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
     tape = builder.tape
     out_bytes, count = heads.query.element_bytes, heads.number
     wide = query, key, value = [builder.cast(x, 4) for x in heads.tensors]
     query = builder.pointwise("scale", query)
-    square = (Quantity.SQUARE, 1)
-    flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
-    mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
+    if masks:
+        (mask,) = masks
+    else:
+        square = (Quantity.SQUARE, 1)
+        flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
+        mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
     _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
     with tape.alive(*wide, query, key, value, mask):
         scores = scores_of(builder, query, builder.pointwise("scale", key), count, 4)

@@ -34,6 +34,7 @@ class Quantity(IntEnum):
     BLOCK_PAIRS = 14
     ROW_CHUNK = 15
     LAST_ROW_CHUNK = 16
+    PADDED_SCORES = 17
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -53,6 +54,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.TILE_TOKENS: "min(b*(t-1), 4096)",
     Quantity.BLOCK_PAIRS: "b*m*(m + 1)",
     Quantity.ROW_CHUNK: "b*ceil(t/chunks)",
+    Quantity.PADDED_SCORES: "b*t*ceil16(t)",
     Quantity.LAST_ROW_CHUNK: "b*(t - (ceil(t/ceil(t/chunks)) - 1)*ceil(t/chunks))",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
@@ -217,4 +219,5 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
         tile,
         pairs,
         *rows,
+        tokens * round_up(length, 16),
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Mixtral config."""
     common = shape(config, key_value_heads=8)
-    sliding_window(config)
+    window = sliding_window(config)
     config.only("router_jitter_noise", 0.0)
     config.only("norm_topk_prob", True)
     mixture = MixtureOfExperts(
@@ -27,4 +27,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         activation=config.activation("hidden_act"),
         fp32_scores=True,
     )
-    return model(config, common, Layer(attention(config, common), experts(config, mixture), rms_norm(config, 1e-5)))
+    layer = Layer(attention(config, common), experts(config, mixture), rms_norm(config, 1e-5))
+    return model(config, common, layer, window=window)
