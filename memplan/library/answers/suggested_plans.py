@@ -11,7 +11,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
-from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems
+from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems, settings_of
 from memplan.library.lookup import parallels
 from memplan.plan.memory_plan import Verdict
 from memplan.plan.reserve.simulation import simulated
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.training.resolved import TrainingSetup
 
+ADAPTERS = ("qlora", "lora")
+"""Configs that train adapters alone, on weights of 4 bits and of 16."""
 SEARCH_LIMITS = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
 """Keywords of a search that are numbers, each with the most that it may be."""
 
@@ -150,11 +152,13 @@ class ConfigSuggestions(Answer):
         rows: One for each GPU.
         setup: One of the setups that were weighed: its batch, sequence and checkpointing are those of all.
         catalog: What names were looked up in.
+        since: The month since when models are recent enough to be recommended; empty where none has a date.
     """
 
     rows: tuple[SuggestedConfigs, ...]
     setup: TrainingSetup
     catalog: Catalog
+    since: str = ""
 
     @property
     def established(self) -> dict[str, str | None]:
@@ -168,7 +172,9 @@ class ConfigSuggestions(Answer):
 
         evidence = self.catalog.root / "configs" / "evidence"
         precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
-        return recommend_document(self.rows, self.setup, precision, on_gpu, unit)
+        released = {name: entry.released for name, entry in self.catalog.models.entries.items()}
+        recent = (self.since, released)
+        return recommend_document(self.rows, self.setup, precision, on_gpu, unit, recent)
 
 
 def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
@@ -188,7 +194,9 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     """
     from memplan.catalog.recorded_rows import Records
     from memplan.library.lookup import catalog_model, find_setup
+    from memplan.plan.suggested.recent import recent_models
     from memplan.plan.suggested.suggested_configs import suggested_configs
+    from memplan.training.half_precision import fp16_settings
 
     every = "every shipped config that trains all weights is weighed"
     refused = {"config": every, "set": every, "shapes": "every model of the catalog is weighed"}
@@ -197,6 +205,12 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     devices = inputs.devices(inputs.gpus)
     names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
     setups = [find_setup(name, inputs.overrides(), catalog) for name in names]
-    models = [(name, catalog_model(name, catalog)) for name in catalog.models]
-    rows = suggested_configs(models, setups, devices, Records(catalog.root).verdict)
-    return ConfigSuggestions(tuple(rows), setups[0], catalog)
+    recent, since = recent_models({name: entry.released for name, entry in catalog.models.entries.items()})
+    models = [(name, catalog_model(name, catalog)) for name in recent]
+    given, adapters = inputs.overrides(), []
+    for name in ADAPTERS:
+        setup = find_setup(name, given, catalog)
+        fp16 = replace(given, settings=(*given.settings, *settings_of(dict(fp16_settings(setup.config, catalog)))))
+        adapters.append((setup, find_setup(name, fp16, catalog)))
+    rows = suggested_configs(models, setups, devices, Records(catalog.root).verdict, adapters)
+    return ConfigSuggestions(tuple(rows), setups[0], catalog, since)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Status
@@ -34,6 +34,7 @@ class SuggestedConfigs:
             better, with that model; None where none holds any.
         experimental: One that holds a larger model, is experimental, and trained about as well as fp32
             in the record behind it; None where none does.
+        adapters: The largest model under each config that trains adapters alone, on weights of 4 bits and of 16.
         precision: Of Newton-Schulz products.
         faster: Narrow precisions with a higher rate on paper, and how many times as high.
     """
@@ -43,6 +44,7 @@ class SuggestedConfigs:
     experimental: LargestModel | None
     precision: str
     faster: tuple[tuple[str, Fraction], ...]
+    adapters: tuple[LargestModel, ...] = ()
 
 
 def suggested_configs(
@@ -50,6 +52,7 @@ def suggested_configs(
     setups: Sequence[TrainingSetup],
     devices: Sequence[Device],
     verdict: Callable[[str], str],
+    adapters: Sequence[tuple[TrainingSetup, TrainingSetup]] = (),
 ) -> list[SuggestedConfigs]:
     """Return the suggested configs of each device.
 
@@ -58,10 +61,22 @@ def suggested_configs(
         setups: Configs that train all weights.
         devices: Devices.
         verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
+        adapters: Configs that train adapters alone, each as it is and for a device that only emulates its dtype.
     """
     answers = [largest_models(models, setup, devices) for setup in setups if _sound(setup, verdict)]
     rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
-    return [_suggested_configs(device, rows) for device, rows in rows_by_device]
+    found = [_suggested_configs(device, rows) for device, rows in rows_by_device]
+    tuned = [_on_adapters(models, pair, devices) for pair in adapters]
+    return [replace(row, adapters=tuple(rows[place] for rows in tuned)) for place, row in enumerate(found)]
+
+
+def _on_adapters(
+    models: Sequence[tuple[str, Model]], pair: tuple[TrainingSetup, TrainingSetup], devices: Sequence[Device]
+) -> list[LargestModel]:
+    """Return the largest model of each device under a config, or under what stands for it where its dtype is emulated."""
+    own = [emulated_dtype(pair[0], device.gpu) for device in devices]
+    rows = {emulated: largest_models(models, pair[emulated], devices) for emulated in set(own)}
+    return [rows[emulated][place] for place, emulated in enumerate(own)]
 
 
 def _suggested_configs(device: Device, rows: Sequence[LargestModel]) -> SuggestedConfigs:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from memplan.plan.suggested.recent import RECENT_MONTHS
 from memplan.report.document import Document, Table
 from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
 TIMED_BY = "memplan lab precision --device cuda --width 4096"
 
 HOW = (
-    "established: of the configs that work or are proven, the one that holds the largest catalog model with all of its "
-    "weights trained. experimental: one that holds a larger model still and trained within 5 % of fp32's loss, in a tiny "
-    "model only (memplan show CONFIG). Every model was planned whole and FITS at the upper end."
+    "qlora and lora train adapters alone, on 4-bit and on 16-bit weights. established: of the configs that work or are "
+    "proven, the one that holds the largest model with all of its weights trained. experimental: one that holds a larger "
+    "model still and trained within 5 % of fp32's loss, in a tiny model only (memplan show CONFIG). Every model was planned "
+    "whole and FITS at the upper end."
 )
+WHICH = " Of the catalog's models those released since {since} were weighed, {months} months before its newest: older ones were surpassed at their size."
 
 FIVE = 5
 PLAIN = ("fp32", "bf16", "fp16")
@@ -29,6 +33,8 @@ PLAIN = ("fp32", "bf16", "fp16")
 
 RUN_NATIVELY = ("fp32", "bf16", "int8-native")
 
+Released = Mapping[str, str | None]
+"""Name of a model -> day or month of its release."""
 POOLED = "Memory of several GPUs is pooled: everything sharded evenly, nothing replicated, no communication buffers."
 
 
@@ -38,6 +44,7 @@ def recommend_document(
     precision: Mapping[str, Any] | None,
     on_gpu: Mapping[str, Any] | None,
     unit: str,
+    recent: tuple[str, Released] = ("", MappingProxyType({})),
 ) -> Document:
     """Return the suggestions.
 
@@ -47,7 +54,9 @@ def recommend_document(
         precision: The record of the experiment on precisions, or None where it is not at hand.
         on_gpu: That of the same experiment on a GPU.
         unit: Of bytes; empty for the one that suits each.
+        recent: The month since when models are recommended, and the release of each.
     """
+    since, released = recent
     rows = sorted(suggestions, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
     config = setup.config
     head = (
@@ -57,6 +66,7 @@ def recommend_document(
     headers = (
         "gpu",
         ">usable",
+        *(choice.setup.name for choice in rows[0].adapters),
         "established",
         "its model",
         "experimental",
@@ -64,14 +74,16 @@ def recommend_document(
         "Newton-Schulz",
         "faster on paper",
     )
-    cells = tuple(_row(row, unit) for row in rows)
+    cells = tuple(_row(row, unit, released) for row in rows)
     names = (header.lstrip(">") for header in headers)
     table = (
         Table(headers, cells) if len(cells) > 1 else Table(("what", "answer"), tuple(zip(names, cells[0], strict=True)))
     )
     pooled = POOLED if any(row.device.count > 1 for row in rows) else ""
-    data = {"schema": "memplan/recommend/1", "rows": [_data(row) for row in rows]}
-    return Document(data, (head, table, HOW, pooled, precision_text(precision, on_gpu), _sentence(rows)))
+    data = {"schema": "memplan/recommend/1", "rows": [_data(row, recent) for row in rows]}
+    how = HOW + (WHICH.format(since=since, months=RECENT_MONTHS) if since else "")
+    blocks = (head, table, how, pooled, precision_text(precision, on_gpu), _sentence(rows, released))
+    return Document(data, blocks)
 
 
 def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] | None = None) -> str:
@@ -117,30 +129,40 @@ def _errors(record: Mapping[str, Any]) -> dict[str, float]:
     return {row["precision"]: row["frobenius"]["mean"] for row in shown if row["rows"] == width}
 
 
-def _row(row: SuggestedConfigs, unit: str) -> tuple[str, ...]:
+def _row(row: SuggestedConfigs, unit: str, released: Released) -> tuple[str, ...]:
     return (
         row.device.counted_name,
         format_bytes(row.device.usable_bytes(0), unit),
-        *_pair(row.established),
-        *_pair(row.experimental),
+        *(model_words(choice, released) for choice in row.adapters),
+        *_pair(row.established, released),
+        *_pair(row.experimental, released),
         row.precision,
         ", ".join(f"{name} {float(ratio):.1f}x" for name, ratio in row.faster),
     )
 
 
-def _pair(row: LargestModel | None) -> tuple[str, str]:
-    if row is None:
-        return "-", ""
-    return row.setup.label, f"{row.largest_fitting} ({format_count(row.largest_fitting_parameters)})"
+def _pair(row: LargestModel | None, released: Released) -> tuple[str, str]:
+    return ("-", "") if row is None else (row.setup.label, model_words(row, released))
 
 
-def _data(row: SuggestedConfigs) -> dict[str, Any]:
+def model_words(row: LargestModel, released: Released) -> str:
+    """Return the largest model with its size and its release, or a dash."""
+    if row.largest_fitting is None:
+        return "-"
+    date = released.get(row.largest_fitting)
+    return f"{row.largest_fitting} ({format_count(row.largest_fitting_parameters)}{f', {date}' if date else ''})"
+
+
+def _data(row: SuggestedConfigs, recent: tuple[str, Released]) -> dict[str, Any]:
+    since, released = recent
     return {
         "gpu": row.device.name,
         "count": row.device.count,
         "usable_bytes": row.device.usable_bytes(0),
-        "established": _choice(row.established),
-        "experimental": _choice(row.experimental),
+        "adapters": [_choice(choice, released) for choice in row.adapters if choice.largest_fitting is not None],
+        "established": _choice(row.established, released),
+        "experimental": _choice(row.experimental, released),
+        "released_since": since,
         "newton_schulz": row.precision,
         "faster_on_paper": {name: round(float(ratio), 3) for name, ratio in row.faster},
         "measured": False,
@@ -148,7 +170,7 @@ def _data(row: SuggestedConfigs) -> dict[str, Any]:
     }
 
 
-def _choice(row: LargestModel | None) -> dict[str, Any] | None:
+def _choice(row: LargestModel | None, released: Released) -> dict[str, Any] | None:
     if row is None:
         return None
     config = row.setup.config
@@ -159,19 +181,23 @@ def _choice(row: LargestModel | None) -> dict[str, Any] | None:
         "evidence": config.evidence,
         "model": row.largest_fitting,
         "parameters": row.largest_fitting_parameters,
+        "released": released.get(row.largest_fitting or ""),
     }
 
 
-def _sentence(rows: Sequence[SuggestedConfigs]) -> str:
+def _sentence(rows: Sequence[SuggestedConfigs], released: Released) -> str:
     if len(rows) != 1:
         return f"{len(rows)} GPUs. Settings beyond the shipped configs: memplan suggest MODEL --gpu NAME"
     row = rows[0]
-    sure = _words(row.established) or "no shipped config that works holds a catalog model whole"
-    bold = _words(row.experimental)
-    return f"On {row.device.name}: {sure}" + (f"; as an experiment, {bold}." if bold else ".")
+    tuned = next((choice for choice in row.adapters if choice.largest_fitting is not None), None)
+    first = f"fine-tune up to {_words(tuned, released)}; " if tuned is not None else ""
+    whole = _words(row.established, released)
+    sure = f"train all weights of up to {whole}" if whole else "no shipped config that works holds a recent model whole"
+    bold = _words(row.experimental, released)
+    return f"On {row.device.name}: {first}{sure}" + (f"; as an experiment, of {bold}." if bold else ".")
 
 
-def _words(row: LargestModel | None) -> str:
+def _words(row: LargestModel | None, released: Released) -> str:
     if row is None:
         return ""
-    return f"{row.largest_fitting} with {row.setup.label} (learning: {row.setup.config.status})"
+    return f"{model_words(row, released)} with {row.setup.label} (learning: {row.setup.config.status})"

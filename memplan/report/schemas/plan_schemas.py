@@ -131,12 +131,18 @@ def where_row() -> t.Schema:
 def recommend_row() -> t.Schema:
     """Return the schema of a row of ``memplan recommend``."""
     words = t.same(t.TEXT, "config", "status", "model")
-    model = t.or_null(t.object_schema({**words, "stack": t.STACK, "evidence": t.TEXT_OR_NULL, "parameters": t.BYTES}))
+    model = t.or_null(
+        t.object_schema(
+            {**words, "stack": t.STACK, "evidence": t.TEXT_OR_NULL, "parameters": t.BYTES, "released": t.TEXT_OR_NULL}
+        )
+    )
     return t.object_schema(
         {
             "gpu": t.TEXT,
             **t.same(t.BYTES, "count", "usable_bytes"),
             **t.same(model, "established", "experimental"),
+            "adapters": t.array_schema(model),
+            "released_since": t.TEXT,
             "newton_schulz": t.TEXT,
             "faster_on_paper": {"type": "object", "additionalProperties": t.NUMBER},
             "measured": t.FLAG,
