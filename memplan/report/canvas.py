@@ -30,7 +30,7 @@ class Canvas:
             >>> Canvas().bar(3, 8, 16), Canvas(unicode=True).bar(3, 64, 16), Canvas().bar(1, 1000, 16)
             ('######', '▊', '.')
         """
-        if value <= 0 or whole <= 0:
+        if value <= 0 or whole <= 0 or columns <= 0:
             return ""
         if not self.unicode:
             return "#" * _rounded(value * columns, whole) or "."
@@ -44,6 +44,8 @@ class Canvas:
             >>> Canvas().gauge(6, 7, 8, 16), Canvas().gauge(12, 12, 8, 12)
             ('|############++..|', '|########|####')
         """
+        if columns <= 0:
+            return ""
         used, maybe, free, left, right = tuple("█▒·├┤" if self.unicode else "#+.||")
         scale = max(worst, usable, 1)
         cells = [_rounded(size * columns, scale) for size in (expected, worst, usable or scale - worst)]

@@ -51,6 +51,12 @@ class Table:
         """Column titles without alignment marks."""
         return tuple(header.lstrip(">") for header in self.headers)
 
+    @property
+    def width(self) -> int:
+        """Columns of a terminal that it takes."""
+        widths = (max(map(len, column)) for column in zip(self.names, *self.rows, strict=True))
+        return sum(widths) + 2 * (len(self.headers) - 1)
+
 
 Block = Table | str | tuple[str, ...]
 """A table, a line, or several lines. A line break within any text is no layout, but somebody's text."""

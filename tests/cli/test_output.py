@@ -51,7 +51,7 @@ def test_every_number_of_the_json_stands_uncut_in_the_table(cli, environment, fo
 
 
 def test_every_gpu_of_max_has_its_bound_and_model_uncut(cli, environment):
-    lines = cli("max", "--config", "tier3").out.splitlines()
+    lines = cli("max", "--config", "tier3", "--all").out.splitlines()
     for row in cli("max", "--config", "tier3", "--json").data["rows"]:
         found = [line for line in lines if row["gpu"] in line.replace(",", " ").replace("|", " ").split()]
         assert any((row["largest_fitting_model"] or "none") in line for line in found)

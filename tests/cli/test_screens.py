@@ -26,7 +26,7 @@ def test_the_first_line_is_the_verdict_and_nothing_is_wider_than_80_columns(cli,
     plan = cli("fit", model, "--gpu", gpu, "--config", config, "--json").data
     assert lines[0].split()[0].lower() == plan["verdict"]
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= 32
+    assert len(lines) <= 36
     assert any(f"<- peak: {plan['peak']['instant']}" in line for line in lines)
 
 
@@ -95,3 +95,33 @@ def test_all_has_every_config_as_the_json_has(cli):
 def test_every_form_of_the_answer_exits_alike(cli, model, gpu, code):
     job = ("fit", model, "--gpu", gpu)
     assert [cli(*job, *more).exit_code for more in ((), ("--all",), ("-q",), ("--json",))] == [code] * 4
+
+
+OTHERS = [
+    ("max",),
+    ("max", "--gpu", "rtx4090"),
+    ("max", "--config", "qlora"),
+    ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
+    ("where", "llama-70b", "--config", "qlora"),
+    ("compare", "llama-8b", "-c", "qlora", "-c", "lora", "-c", "bf16-adamw", "--gpu", "rtx4090"),
+    ("compare", "gpt2", "-c", "tier1", "--gpu", "rtx4090", "--gpu", "t4"),
+]
+
+
+@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
+def test_other_answers_have_a_screen_with_bars_and_end_in_the_same_sentence(cli, arguments):
+    ran, whole = cli(*arguments), cli(*arguments, "-v")
+    lines = ran.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    assert any("##" in line for line in lines)
+    assert "".join(ran.out.split()).endswith("".join(whole.out.splitlines()[-1].split()))
+    assert ran.exit_code == whole.exit_code
+
+
+def test_a_screen_names_what_it_leaves_out(cli):
+    shown = [
+        line for line in cli("where", "llama-70b", "--config", "qlora").out.splitlines() if line.endswith("--all.")
+    ]
+    rows = cli("where", "llama-70b", "--config", "qlora", "--json").data["rows"]
+    assert shown == [f"{len(rows) - 12} more kinds of GPU: --all."]

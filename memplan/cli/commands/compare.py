@@ -10,6 +10,7 @@ from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     DEVICE,
     TRAINING,
+    DetailOptions,
     DeviceOptions,
     ModelOptions,
     OutputOptions,
@@ -43,6 +44,7 @@ def compare_command(
     training: Annotated[TrainingOptions, without("config", "qlora", "lora", "full")],
     verdict: VerdictOptions,
     plot: PlotOptions,
+    detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
     """How do these compare? Configs and GPUs side by side, component by component, differences marked.
@@ -53,4 +55,4 @@ def compare_command(
     options = job_options(output, training, model, device, configs=tuple(configs))
     answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
     draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)

@@ -11,6 +11,7 @@ import memplan
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     SHAPES,
+    DetailOptions,
     DeviceOptions,
     ModelOptions,
     OutputOptions,
@@ -98,6 +99,7 @@ def max_command(
     training: TrainingOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
+    detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
     """How large can it be? A model for each GPU; with --for, its batch, sequence, adapter rank or layers.
@@ -118,7 +120,7 @@ def max_command(
     else:
         answer = memplan.largest(model.model, cast("Quantity", what), **options)
     draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 
 
 def _max_by_notes(
@@ -154,6 +156,7 @@ def where_command(
     price: PriceOptions,
     rule: AccountingOptions,
     training: TrainingOptions,
+    detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
     """Which GPU, and how many? The fewest of each kind, as fit --gpus plans them; with --price the cheapest.
@@ -164,7 +167,7 @@ def where_command(
     if rule.accounting is not None:
         return _where_by_notes(rule.accounting, model, device, price.price, training, output)
     answer = memplan.where(model.model, price=price.price, **job_options(output, training, model, device))
-    return emit(answer.document(output.unit, full=output.whole), output)
+    return emit(answer.document(output.unit, full=output.whole), output, detail)
 
 
 def _where_by_notes(

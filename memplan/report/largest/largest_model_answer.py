@@ -142,7 +142,7 @@ def where_document(
         prices: What each GPU costs.
     """
     hourly, config = prices.hourly if prices else {}, setup.config
-    ordered = sorted(placements.rows, key=lambda row: _order(row, hourly))
+    ordered = places_in_order(placements, prices)
     costs = [row.count * hourly[row.device.name] if row.device.name in hourly else None for row in ordered]
     data = [_where_data(row) for row in ordered]
     if prices is not None:
@@ -167,6 +167,12 @@ def where_document(
         tuple(block for block in blocks if block),
         _where_code(ordered),
     )
+
+
+def places_in_order(placements: Placements, prices: Prices | None) -> list[Placement]:
+    """Return placements, the fewest GPUs first, or with prices the cheapest."""
+    hourly = prices.hourly if prices else {}
+    return sorted(placements.rows, key=lambda row: _order(row, hourly))
 
 
 def _order(row: Placement, hourly: Mapping[str, Fraction]) -> tuple[bool, bool, Fraction, int, int, str]:

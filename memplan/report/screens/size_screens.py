@@ -1,0 +1,228 @@
+"""The answers of ``memplan max``, ``where`` and ``compare`` at a glance: a bar or a gauge for every row that is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import log2
+from typing import TYPE_CHECKING
+
+from memplan.report.document import Table
+from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.plan.largest_model import LargestModel, Placement
+    from memplan.plan.memory_plan import Device, MemoryPlan
+    from memplan.report.canvas import Canvas
+    from memplan.report.document import Block
+    from memplan.solver.largest_per_device import Largest
+    from memplan.training.resolved import TrainingSetup
+
+MOST_ROWS = 20
+MOST_PLACES = 12
+NARROWEST_BAR, WIDEST_BAR = 5, 32
+Row = tuple[tuple[str, ...], str]
+"""Cells of a row, and the bar or gauge behind them."""
+
+
+def usual_devices(devices: Sequence[Device]) -> set[str]:
+    """Return a card of every size of memory, in steps of half a doubling, where there are more than a screen holds.
+
+    Of equal sizes the one that has bf16 and the most short names is shown, then the one with the highest bandwidth.
+    """
+    names = {device.name for device in devices}
+    if len(names) <= MOST_ROWS:
+        return names
+    best: dict[int, Device] = {}
+    for device in devices:
+        if not device.gpu.unified_memory:
+            size = round(2 * log2(device.gpu.memory_bytes))
+            best[size] = max(best.get(size, device), device, key=_commonness)
+    return {device.name for device in best.values()}
+
+
+def _commonness(device: Device) -> tuple[bool, int, int, str]:
+    gpu = device.gpu
+    return "bf16" in gpu.dense_flops, len(gpu.aliases), gpu.bandwidth_bytes_per_second, gpu.compute_capability or ""
+
+
+def max_screen(
+    models: Sequence[LargestModel], canvas: Canvas, unit: str, head: str, sentence: str
+) -> tuple[Block, ...]:
+    """Return the largest model for the cards of every size: by config, or by name where there is one config or one card."""
+    usual = usual_devices([row.device for row in models])
+    shown = [row for row in models if row.device.name in usual]
+    setups = {row.setup.name: row.setup for row in models}
+    most = max((row.largest_fitting_parameters for row in shown), default=0)
+    by_device: dict[str, list[LargestModel]] = {}
+    for row in sorted(shown, key=lambda row: (-row.device.usable_bytes(0), row.device.name)):
+        by_device.setdefault(row.device.counted_name, []).append(row)
+
+    def bar(rows: Sequence[LargestModel], columns: int) -> str:
+        return canvas.bar(max(row.largest_fitting_parameters for row in rows), most, columns)
+
+    lines: list[tuple[tuple[str, ...], Sequence[LargestModel]]]
+    if len(by_device) == 1:
+        lines = [(("config", "largest model"), ())]
+        lines += [((row.setup.label, _named(row)), [row]) for rows in by_device.values() for row in rows]
+        head = f"{next(iter(by_device))}, {_usable(shown[0], unit)} usable: {head}"
+    elif len(setups) == 1:
+        lines = [(("gpu", ">usable", "largest model"), ())]
+        lines += [((name, _usable(rows[0], unit), _named(rows[0])), rows) for name, rows in by_device.items()]
+        head = f"{models[0].setup.label}: {head}"
+    else:
+        lines = [(("gpu", *(f">{name}" for name in setups)), ())]
+        lines += [((name, *map(_size, rows)), rows) for name, rows in by_device.items()]
+    cells = [line for line, _ in lines]
+    columns = _room(cells, canvas)
+    table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines])
+    left = len({row.device.name for row in models}) - len(usual)
+    more = f"{left} more GPUs, and the bounds of all: --all." if left else "The bounds besides: -v."
+    words = [*_meanings(list(setups.values())), more, sentence]
+    return (*_folded([head], canvas), table, *_folded(words, canvas))
+
+
+def _usable(row: LargestModel, unit: str) -> str:
+    return format_bytes(row.device.usable_bytes(row.setup.reserve_bytes), unit)
+
+
+def _size(row: LargestModel) -> str:
+    return format_count(row.largest_fitting_parameters) if row.largest_fitting else "-"
+
+
+def _named(row: LargestModel) -> str:
+    return f"{row.largest_fitting} ({_size(row)})" if row.largest_fitting else "none"
+
+
+def _meanings(setups: Sequence[TrainingSetup]) -> list[str]:
+    """Return what configs are that are no household names."""
+    return [
+        f"{setup.name} (learning: {setup.config.status}): {setup.config.description}."
+        for setup in setups
+        if setup.config.status not in ("proven", "works")
+    ]
+
+
+def values_screen(rows: Sequence[Largest], canvas: Canvas, what: str, head: str, sentence: str) -> tuple[Block, ...]:
+    """Return the largest value for the cards of every size."""
+    usual = usual_devices([row.device for row in rows])
+    shown = sorted(
+        (row for row in rows if row.device.name in usual), key=lambda row: (-row.fits.value, row.device.name)
+    )
+    most = max((row.fits.value for row in shown), default=0)
+    cells = [("gpu", f">{what} that fits"), *((row.device.counted_name, f"{row.fits.value:,}") for row in shown)]
+    columns = _room(cells, canvas)
+    bars = ["", *(canvas.bar(row.fits.value, most, columns) for row in shown)]
+    left = len({row.device.name for row in rows}) - len(usual)
+    more = [f"{left} more GPUs: --all."] if left else []
+    return (
+        *_folded([head], canvas),
+        _aligned(list(zip(cells, bars, strict=True))),
+        *_folded([*more, sentence], canvas),
+    )
+
+
+def where_screen(
+    rows: Sequence[Placement], canvas: Canvas, unit: str, head: str, words: Sequence[str]
+) -> tuple[Block, ...]:
+    """Return the first of the places where a job fits, each with how full it makes them."""
+    shown = rows[:MOST_PLACES]
+    cells = [(">count", "gpu", ">needs", ">of"), *(_place(row, unit) for row in shown)]
+    columns = _room(cells, canvas)
+    gauges = [
+        "",
+        *(
+            canvas.gauge(row.plan.device_bytes, row.plan.upper_bytes, row.plan.usable_bytes, columns - 2)
+            for row in shown
+        ),
+    ]
+    more = [f"{len(rows) - len(shown)} more kinds of GPU: --all."] if len(rows) > len(shown) else []
+    return (
+        *_folded([head], canvas),
+        _aligned(list(zip(cells, gauges, strict=True))),
+        *_folded([*more, *words], canvas),
+    )
+
+
+def _place(row: Placement, unit: str) -> tuple[str, ...]:
+    sizes = (format_bytes(size, unit) for size in (row.plan.device_bytes, row.plan.usable_bytes))
+    return (f"{'>= ' if row.pooled else ''}{row.count}", row.device.name, *sizes)
+
+
+def compare_screen(
+    plans: Sequence[MemoryPlan], canvas: Canvas, unit: str, blocks: Sequence[Block], *, several: bool
+) -> tuple[Block, ...]:
+    """Return a gauge for every plan, then the tables as far as they fit.
+
+    Args:
+        plans: In the order of the columns.
+        canvas: Where it is shown.
+        unit: Unit of bytes.
+        blocks: The head, the tables, and the sentence of the whole answer.
+        several: Whether the plans are on different GPUs.
+    """
+    cells = [
+        (
+            f"{plan.setup.name} on {plan.device.name}" if several else plan.setup.name,
+            f"{format_bytes(plan.device_bytes, unit)}",
+            VERDICT_WORDS[plan.verdict],
+        )
+        for plan in plans
+    ]
+    headed = [("", ">needs", ""), *cells]
+    columns = _room(headed, canvas)
+    gauges = [
+        "",
+        *(canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns - 2) for plan in plans),
+    ]
+    head, *tables, sentence = blocks
+    shown = [table for table in tables if isinstance(table, Table)]
+    narrow = next((table for table in (shown[0], _without_changes(shown[0])) if table.width <= canvas.width), "")
+    count = len(shown[1].rows) if len(shown) > 1 else 0
+    differing = f"{count} setting{' differs' if count == 1 else 's differ'}; "
+    rest = f"{differing if count else ''}{'all' if narrow else 'component by component'}: -v."
+    words = _folded([rest, str(sentence)], canvas)
+    return (*_folded([str(head)], canvas), _aligned(list(zip(headed, gauges, strict=True))), narrow, *words)
+
+
+def _without_changes(table: Table) -> Table:
+    """Return a table of bytes without how much each differs from the first."""
+    rows = tuple(tuple(re.sub(r" \([+-].*\)$", "", cell) for cell in row) for row in table.rows)
+    return Table(table.headers, rows, table.title)
+
+
+# ------------------------------------------------------------------ rows
+def _room(cells: Sequence[tuple[str, ...]], canvas: Canvas) -> int:
+    """Return the columns that are left for a bar behind rows of cells; none where that is too few."""
+    room = min(WIDEST_BAR, canvas.width - sum(_widths(cells)) - 2 * len(cells[0]) - 2)
+    return room if room >= NARROWEST_BAR else 0
+
+
+def _widths(cells: Sequence[tuple[str, ...]]) -> list[int]:
+    return [
+        max(len(cell.lstrip(">") if row is cells[0] else cell) for row, cell in zip(cells, column, strict=True))
+        for column in zip(*cells, strict=True)
+    ]
+
+
+def _aligned(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return lines of cells, the first of which are headers; a leading ``>`` aligns a column to the right."""
+    cells = [line for line, _ in rows]
+    widths = _widths(cells)
+    right = [header.startswith(">") for header in cells[0]]
+    lines = []
+    for line, behind in rows:
+        texts = [cell.removeprefix(">") if line is cells[0] else cell for cell in line]
+        shown = (
+            text.rjust(width) if end else text.ljust(width)
+            for text, width, end in zip(texts, widths, right, strict=True)
+        )
+        lines.append(f"  {'  '.join((*shown, behind))}".rstrip())
+    return tuple(lines)
+
+
+def _folded(texts: Sequence[str], canvas: Canvas) -> tuple[tuple[str, ...], ...]:
+    """Return texts in one block, folded to the terminal; no block where there are none."""
+    lines = tuple(line for text in texts if text for line in canvas.folded(text, 0, 2))
+    return (lines,) if lines else ()
