@@ -60,7 +60,7 @@ class AccountingOptions:
             _SEARCH,
             "--accounting",
             metavar="RULE",
-            help=f"Answer by a rule of the notes, labelled as such: {', '.join(Accounting)}.",
+            help=f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(Accounting)}.",
         ),
     ] = None
 

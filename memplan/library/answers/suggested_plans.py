@@ -15,13 +15,14 @@ from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys
 from memplan.library.lookup import parallels
 from memplan.plan.memory_plan import Verdict
 from memplan.plan.reserve.simulation import simulated
-from memplan.report.document import Document
+from memplan.report.document import Block, Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
+    from memplan.report.canvas import Canvas
     from memplan.training.resolved import TrainingSetup
 
 ADAPTERS = ("qlora", "lora")
@@ -168,13 +169,21 @@ class ConfigSuggestions(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan recommend``."""
         from memplan.report.experiments import shipped_record
-        from memplan.report.plans.recommend_answer import recommend_document
+        from memplan.report.plans.recommend_answer import recommend_document, which
 
         evidence = self.catalog.root / "configs" / "evidence"
         precision, on_gpu = (shipped_record(name, evidence) for name in ("precision", "precision-h200"))
         released = {name: entry.released for name, entry in self.catalog.models.entries.items()}
         recent = (self.since, released)
-        return recommend_document(self.rows, self.setup, precision, on_gpu, unit, recent)
+        document = recommend_document(self.rows, self.setup, precision, on_gpu, unit, recent)
+        words = [which(self.since), str(document.blocks[-1])]
+
+        def screen(canvas: Canvas) -> tuple[Block, ...]:
+            from memplan.report.screens.size_screens import recommend_screen
+
+            return recommend_screen(self.rows, canvas, unit, released, words)
+
+        return replace(document, screen=screen)
 
 
 def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-RECENT_MONTHS = 18
-"""How far back of the newest model of a catalog models are recommended: older ones were surpassed at their size."""
+RECENT_MONTHS = 12
+"""How much older than the newest model of a catalog a model may be to be recommended."""
 
 
 def recent_models(released: Mapping[str, str | None]) -> tuple[list[str], str]:
@@ -15,8 +15,8 @@ def recent_models(released: Mapping[str, str | None]) -> tuple[list[str], str]:
         released: Name -> day or month of the release, such as ``2025-04``; one without is recent, for its owner added it.
 
     Example:
-        >>> recent_models({"a": "2025-08-05", "b": "2024-02", "c": "2024-01", "mine": None})
-        (['a', 'b', 'mine'], '2024-02')
+        >>> recent_models({"a": "2025-08-05", "b": "2024-08", "c": "2024-07", "mine": None})
+        (['a', 'b', 'mine'], '2024-08')
     """
     newest = max((date[:7] for date in released.values() if date), default="")
     if not newest:

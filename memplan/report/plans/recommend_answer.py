@@ -25,7 +25,6 @@ HOW = (
     "model still and trained within 5 % of fp32's loss, in a tiny model only (memplan show CONFIG). Every model was planned "
     "whole and FITS at the upper end."
 )
-WHICH = " Of the catalog's models those released since {since} were weighed, {months} months before its newest: older ones were surpassed at their size."
 
 FIVE = 5
 PLAIN = ("fp32", "bf16", "fp16")
@@ -81,9 +80,15 @@ def recommend_document(
     )
     pooled = POOLED if any(row.device.count > 1 for row in rows) else ""
     data = {"schema": "memplan/recommend/1", "rows": [_data(row, recent) for row in rows]}
-    how = HOW + (WHICH.format(since=since, months=RECENT_MONTHS) if since else "")
+    how = f"{HOW} {which(since)}".rstrip()
     blocks = (head, table, how, pooled, precision_text(precision, on_gpu), _sentence(rows, released))
     return Document(data, blocks)
+
+
+def which(since: str) -> str:
+    """Return which models were weighed, or nothing where none has a date."""
+    months = f"{RECENT_MONTHS} months before the newest of the catalog"
+    return f"Weighed were the models released since {since}, {months} (memplan list models)." if since else ""
 
 
 def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] | None = None) -> str:
@@ -98,8 +103,8 @@ def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] |
         times_shown = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in taken.items()}
         open_question = (
             f"On one {on_gpu['machine'].split(',')[0]} five iterations at {side} x {side} take {times_shown['bf16']} in bf16, "
-            f"{times_shown['fp32']} in fp32, and {times_shown['int8-native']} with X X^T in INT8 and the rest in fp32, as the notes have "
-            f"it. {open_question}"
+            f"{times_shown['fp32']} in fp32, and {times_shown['int8-native']} with X X^T in INT8 and the rest in fp32, as the "
+            f"published tables have it (memplan tables). {open_question}"
         )
     errors = {} if record is None else _errors(record)
     if "bf16" not in errors:

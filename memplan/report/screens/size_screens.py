@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log2
 from typing import TYPE_CHECKING
 
 from memplan.report.document import Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.report.plans.recommend_answer import Released, model_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.largest_model import LargestModel, Placement
     from memplan.plan.memory_plan import Device, MemoryPlan
+    from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.report.canvas import Canvas
     from memplan.report.document import Block
     from memplan.solver.largest_per_device import Largest
@@ -190,6 +192,58 @@ def _without_changes(table: Table) -> Table:
     """Return a table of bytes without how much each differs from the first."""
     rows = tuple(tuple(re.sub(r" \([+-].*\)$", "", cell) for cell in row) for row in table.rows)
     return Table(table.headers, rows, table.title)
+
+
+def recommend_screen(
+    rows: Sequence[SuggestedConfigs], canvas: Canvas, unit: str, released: Released, words: Sequence[str]
+) -> tuple[Block, ...]:
+    """Return what to train with: by config for one GPU, by GPU for the cards of every size."""
+    usual = usual_devices([row.device for row in rows])
+    shown = sorted(
+        (row for row in rows if row.device.name in usual),
+        key=lambda row: (-row.device.usable_bytes(0), row.device.name),
+    )
+    choices = [_choices(row) for row in shown]
+    most = max((choice.largest_fitting_parameters for found in choices for _, choice in found), default=0)
+    cells: list[tuple[str, ...]]
+    if len(shown) == 1:
+        device = shown[0].device
+        head = f"{device.counted_name}, {format_bytes(device.usable_bytes(0), unit)} usable: the largest recent model for each"
+        cells = [("trained", "config", "largest recent model")]
+        cells += [
+            (_trained(way, choice), choice.setup.label, model_words(choice, released)) for way, choice in choices[0]
+        ]
+        sizes = [choice.largest_fitting_parameters for _, choice in choices[0]]
+    else:
+        head = (
+            "What to train with, by GPU: the largest recent model for adapters, for all weights, and as an experiment"
+        )
+        ways = list(dict.fromkeys(way for found in choices for way, _ in found))
+        cells = [("gpu", *(f">{way}" for way in ways))]
+        cells += [
+            (row.device.counted_name, *(_way(dict(found), way) for way in ways))
+            for row, found in zip(shown, choices, strict=True)
+        ]
+        sizes = [max((choice.largest_fitting_parameters for _, choice in found), default=0) for found in choices]
+    columns = _room(cells, canvas)
+    table = _aligned(list(zip(cells, ["", *(canvas.bar(size, most, columns) for size in sizes)], strict=True)))
+    left = len(rows) - len(shown)
+    return (*_folded([head], canvas), table, *_folded([f"{left} more GPUs: --all." if left else "", *words], canvas))
+
+
+def _choices(row: SuggestedConfigs) -> list[tuple[str, LargestModel]]:
+    """Return what may be trained on a GPU, each with the config and the model for it."""
+    adapters = [(choice.setup.name, choice) for choice in row.adapters if choice.largest_fitting is not None]
+    whole = [("all weights", row.established), ("experiment", row.experimental)]
+    return [*adapters, *((what, choice) for what, choice in whole if choice is not None)]
+
+
+def _trained(way: str, choice: LargestModel) -> str:
+    return "adapters" if choice.setup.config.adapter is not None else way
+
+
+def _way(found: Mapping[str, LargestModel], way: str) -> str:
+    return _size(found[way]) if way in found else "-"
 
 
 # ------------------------------------------------------------------ rows
