@@ -125,6 +125,8 @@ class StorageFormat:
             them (GGML); ``tensor``: blocks run over the flattened tensor.
         tensor_bytes: Bytes once per tensor, such as a scale.
         coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
+        row_bytes: Bytes once for each row of a matrix, such as a scale.
+        product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
         ggml_type: Id of the type in GGUF files.
         storable: False for formats that exist only during computation.
         training: ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after
@@ -144,6 +146,8 @@ class StorageFormat:
     blocking: Literal["row", "tensor"] = "row"
     tensor_bytes: int = 0
     coded_scale_elements: int = 0
+    row_bytes: int = 0
+    product: Literal["decoded", "integers"] = "decoded"
     ggml_type: int | None = None
     storable: bool = True
     codec: str | None = None

@@ -29,6 +29,7 @@ Feature = Literal[
     "bf16",
     "bitsandbytes-4bit",
     "bitsandbytes-8bit-optimizer",
+    "bitsandbytes-int8",
     "cuda-graphs",
     "float8",
     "torch-compile",

@@ -21,6 +21,7 @@ from memplan.plan.allowances import (
 )
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.fused_linear_loss import linear_chunk
 from memplan.step.instants import StepForms, compile_step, regime_of
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
@@ -249,7 +250,9 @@ class CompiledPlan:
         if 0 < positions < length:
             name = self.model.spec.name
             raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
-        return quantities(batch, length, self.setup.profile.loss_chunks, self.model.spec.vocab_size)
+        spec, profile = self.model.spec, self.setup.profile
+        chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk)
 
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""

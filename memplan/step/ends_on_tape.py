@@ -9,6 +9,7 @@ from functools import lru_cache
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.cross_entropy import cross_entropy, tiled_cross_entropy
+from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.end_settings import EndSettings, head_weights
@@ -20,6 +21,9 @@ from memplan.units import ceil_div
 
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
+
+FUSED_LOSSES = {"fused-head": tiled_cross_entropy, "fused-linear": linear_cross_entropy}
+"""Losses that multiply by the head themselves and have no whole logits."""
 
 Named = tuple[tuple[str, Weight], ...]
 """Parameters by name."""
@@ -113,11 +117,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         element_bytes: Bytes of an element of it.
     """
     builder = Builder(settings.block, dict(weights))
-    builder.tape.instant = "loss backward" if settings.loss == "fused-head" else "head backward"
+    builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
     own = head_weights(settings, builder.weights)
-    if settings.loss == "fused-head":
-        loss = tiled_cross_entropy(builder, normed, own, settings.vocab_size)
+    if settings.loss in FUSED_LOSSES:
+        loss = FUSED_LOSSES[settings.loss](builder, normed, own, settings.vocab_size)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
     if settings.loss in ("chunked", "chunked-backward", "chunked-logits"):
         section = Section(builder.tape, entry, normed)
@@ -133,9 +137,9 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
-    if settings.loss == "fused-head":
+    if settings.loss in FUSED_LOSSES:
         own = head_weights(settings, builder.weights)
-        return Section(builder.tape, entry, tiled_cross_entropy(builder, normed, own, settings.vocab_size))
+        return Section(builder.tape, entry, FUSED_LOSSES[settings.loss](builder, normed, own, settings.vocab_size))
     with builder.tape.alive(normed):
         loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
         return Section(builder.tape, entry, loss)

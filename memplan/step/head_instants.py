@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.end_settings import EndSettings
-from memplan.step.ends_on_tape import Head
+from memplan.step.ends_on_tape import FUSED_LOSSES, Head
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -53,7 +53,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
     chunked = taped.head.chunk is not None and not inputs.regime.one_chunk
-    summed = chunked or taped.settings.loss == "fused-head"
+    summed = chunked or taped.settings.loss in FUSED_LOSSES
     if not taped.head.weights[0].converted and not summed:
         form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
         yield Instant("end of backward", "sum of the tied gradients", form)

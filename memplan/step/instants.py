@@ -16,7 +16,7 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
-from memplan.step.kernels.family_code import family_code, refuse_unquantised
+from memplan.step.kernels.family_code import family_code, refuse_liger, refuse_unquantised
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
@@ -99,6 +99,7 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
+    refuse_liger(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     taped = model_on_tape(inputs)
@@ -162,7 +163,13 @@ def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
     if not inputs.setup.stack.loop.holds:
         return ZERO
-    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs)
+    escaped = _escaped(taped, taped.played("first", inputs.recomputation))
+    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs) + escaped
+
+
+def _escaped(taped: ModelOnTape, played: PlayedModel) -> Form:
+    """Return what the nodes of all layers hold until the graph goes."""
+    return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), ZERO)
 
 
 def _called_again(inputs: StepInputs) -> Form:
@@ -223,16 +230,19 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     bare = base + played.embedding.saved
+    escaped = _escaped(taped, played)
 
     def around_of(place: Place) -> Form:
         below = (played.layers[kind].saved * count for kind, count in place.below.items())
-        return sum(below, bare + constant_form(Part.GRADIENTS, place.formed))
+        gone = sum((played.layers[kind].escaped * count for kind, count in place.below.items()), ZERO)
+        above = escaped - gone - played.layers[place.kind[0]].escaped
+        return sum(below, bare + above + constant_form(Part.GRADIENTS, place.formed))
 
     for place in ends(places, around_of):
         around, name = around_of(place), f"layer {place.layer} backward"
         for moment in played.layers[place.kind[0]].backward:
             yield moment.around(around, name)
-    around = bare_base + constant_form(Part.GRADIENTS, formed)
+    around = bare_base + escaped + constant_form(Part.GRADIENTS, formed)
     around += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:

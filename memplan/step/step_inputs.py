@@ -105,6 +105,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         scales_bytes=_scales_bytes(setup, entry),
         decoded_bytes=_decoded_bytes(setup, entry),
         decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
+        integers=entry.quantized and setup.formats[entry.tensor.role].product == "integers",
     )
 
 

@@ -30,6 +30,7 @@ from memplan.training.stack_rules import (
     never_run,
     runs_autocast,
     stack_problems,
+    unfused,
     unmodelled,
     with_stack_defaults,
 )
@@ -179,6 +180,9 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
+    profile = unfused(config, profile, catalog.formats[format_name(config, "hidden_matrix")])
+    if profile.adapters != stack.kernels.adapters:
+        config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
@@ -64,6 +65,16 @@ def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
 def kernel_profile(config: TrainingConfig, catalog: Catalog) -> KernelProfile:
     """Return the kernels of a config: its own choices over those of its stack."""
     return config.kernels.over(catalog.stack(config.stack).kernels)
+
+
+def unfused(config: TrainingConfig, profile: KernelProfile, hidden: StorageFormat) -> KernelProfile:
+    """Return the kernels of a config, without a stack's own fused adapters where codes are multiplied as integers.
+
+    Source:
+        ``check_auto_enable_lora_kernels`` in axolotl/utils/schemas/config.py (0.19.0): not with ``load_in_8bit``.
+    """
+    alone = hidden.product == "integers" and config.kernels.adapters is None
+    return replace(profile, adapters="composite") if alone else profile
 
 
 def runs_autocast(stack: Stack, hidden: str, compute_dtype: str) -> bool:
@@ -127,6 +138,8 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         narrow = config.compute_dtype
         text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
         yield ("compute_dtype",), text
+    if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
+        yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
 
 
 def unmodelled(stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str]]:

@@ -43,6 +43,9 @@ SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "g
 WINDOWED, WINDOWS = ("mistral", "phi3", "mixtral"), (100, 200, 1024)
 """Families whose layers attend within a window all alike, and how many tokens that has."""
 
+LIGER = {"norm": "in-place", "rotary": "in-place", "activation": "in-place", "loss": "fused-linear"}
+"""Liger's kernels, each drawn by itself."""
+
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
 LENGTHS, EAGER_LENGTHS = (64, 65, 200, 512, 1000, 2048), (64, 65, 200, 512)
@@ -121,6 +124,9 @@ def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str,
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
     if training["compute_dtype"] == "fp16" and stack != "plain-loop":
         training["loss_scaling"] = True
+    if stack in LLAMA_LIKE:
+        liger = {key: value for key, value in LIGER.items() if rng.random() < 0.3}
+        training["kernels"] = {**training.get("kernels", {}), **liger}
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
 
 

@@ -48,6 +48,7 @@ class BlockSettings:
         projections: How projections of codes and with adapters run.
         adapter_dropout: Probability with which an adapter's input is dropped.
         fp16: Whether products are computed in fp16, whose softmax in fp32 is one kernel.
+        computes_fp16: The same whatever attention is; only where codes are multiplied as integers.
         code: What the model's code does otherwise than the bundled models.
         regime: What batch and length decide.
         gathered_rows: Whether each layer gathers the rows of rotary tables that it needs.
@@ -65,6 +66,7 @@ class BlockSettings:
     projections: StackProjections
     adapter_dropout: float
     fp16: bool
+    computes_fp16: bool
     code: FamilyCode
     regime: Regime
     gathered_rows: bool
@@ -94,6 +96,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         dropout=spec.dropout if dropout is None else dropout,
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
+        computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and own.attention == "eager",
         code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,

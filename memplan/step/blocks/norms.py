@@ -16,6 +16,8 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
         by_kernel = builder.settings.code.fused_wide_norms and all(weight.element_bytes == 4 for weight in used)
         composite = norm.kind == "rms" and builder.profile.norm == "composite" and not by_kernel
         promotes = composite and builder.settings.code.promotes
+        if builder.profile.norm == "in-place" and norm.kind == "rms":
+            return _norm_in_place(builder, x, norm, name, used, x.width // size)
         own = x.element_bytes
         x = builder.cast(x, 4) if builder.settings.autocast and not promotes else x
         casts = [
@@ -32,6 +34,18 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
                 wide = builder.cast(x, 4)
                 return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
             return _fused_norm(builder, x, norm, name, used, casts, x.width // size)
+
+
+def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], rows: int) -> Value:
+    """Return the norm by one kernel, whose backward works in the gradient that comes in but for weights with an offset.
+
+    Source:
+        ``LigerRMSNormFunction`` in liger_kernel/ops/rms_norm.py; gemma's patches in transformers/monkey_patch.py (0.8.5).
+    """
+    statistics = builder.tape.value(x.quantity, rows, 4)
+    way = NEW if norm.unit_offset else SAME
+    traits = Traits(packs=True, custom=True)
+    return builder.tape.apply(f"norm {name}", [(x, way)], builder.fresh(x), [x, statistics], used, traits=traits)
 
 
 def _fused_norm(

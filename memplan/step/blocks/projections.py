@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memplan.step.blocks.builder import ONE, Builder, promoted
+from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
@@ -22,6 +23,8 @@ def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
     weight = builder.weight(f"{name}.weight")
     bias = builder.weights.get(f"{name}.bias")
     with builder.tape.alive(x):
+        if weight.integers:
+            return _integer_linear(builder, x, name, weight, rows)
         if weight.coded and builder.settings.projections.codes_result == "input":
             return _recast_linear(builder, x, name, weight, rows)
         x = builder.lowered(x)
@@ -92,6 +95,37 @@ def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: 
         return builder.cast(out, x.element_bytes, foreign=x.foreign)
 
 
+def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
+    """Return the product of codes of ``x``, row by row, with frozen codes, in the dtype of ``x``; no column has outliers.
+
+    Its node keeps ``x`` as an attribute, and its backward decodes the weight in that dtype.
+
+    Source:
+        ``MatMul8bitLt`` in bitsandbytes/autograd/_functions.py; backends/cuda/ops.py, ``int8_vectorwise_quant``,
+        ``int8_mm_dequant``; backends/default/ops.py, ``int8_mixed_scaled_mm`` (0.50.2).
+    """
+    tape, width = builder.tape, x.element_bytes
+    half = width == 2 and builder.settings.computes_fp16
+    coding = (0 if half else 2 * x.width) + 2 * x.width  # in fp16, and its absolute values
+    coded = tape.value(x.quantity, x.width + 4, 1, part=Part.TEMPORARIES)
+    tape.make(f"code input of {name}", coded, x, scratch=[(x.quantity, coding + x.width)])
+    out = tape.value(x.quantity, rows, width)
+    out.foreign = x.foreign
+    products = (4 + (0 if half else 2)) * rows
+    decoded = (ONE, weight.rows * weight.columns * width)
+    traits = Traits(
+        packs=False,
+        scratch=[(x.quantity, products)],
+        workspace=[decoded],
+        custom=True,
+        product=True,
+        escapes=True,
+    )
+    tape.apply(f"linear {name}", [(x, NEW)], out, [x] if x.needs_gradient else [], traits=traits)
+    tape.touch(coded)
+    return out
+
+
 def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
     """Return the sum over rows that forms a bias's gradient."""
     return Reduction(x.quantity, 1, bias.rows) if bias is not None and bias.trainable else None
@@ -100,7 +134,7 @@ def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:
 def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
     """Return a projection with what its adapter adds."""
     rules, coded = builder.settings.projections, builder.weight(f"{name}.weight").coded
-    if coded and rules.codes_cloned:
+    if coded and rules.codes_cloned and not builder.weight(f"{name}.weight").integers:
         with builder.tape.alive(out):
             out = builder.tape.apply("clone", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING)
     wide = rules.adapter_sum == "wide"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.ends_on_tape import FUSED_LOSSES, evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss
 from memplan.step.events.model_tensors import ModelTensors, numbered
@@ -230,7 +230,7 @@ class StepPlayer:
     def _add_tied(self, weight: Weight, first: int, second: int, mode: Mode) -> None:
         """Add up the gradients of a tied embedding and head, and store the sum."""
         chunked = self.taped.head.chunk is not None and not self.inputs.regime.one_chunk
-        summed = chunked or self.taped.settings.loss == "fused-head"
+        summed = chunked or self.taped.settings.loss in FUSED_LOSSES
         total = first
         self.stream.of("gradients")
         if not (self.taped.head.weights[0].converted or summed):

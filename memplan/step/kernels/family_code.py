@@ -141,6 +141,33 @@ def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
 
 
+LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Families whose layers run Liger's kernels as the tape has them (liger_kernel/transformers/monkey_patch.py, 0.8.5): others of
+its list split one projection into copies (phi3), keep gradients apart (olmo2), or run experts."""
+
+
+def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for Liger's kernels where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: Another library's models, or a family that is not in the list.
+    """
+    own, used = setup.stack, setup.profile
+    asked = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
+    kernels = [key for key, value in asked.items() if value == ("fused-linear" if key == "loss" else "in-place")]
+    if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == asked[kernels[0]]):
+        return
+    where = f"kernels.{kernels[0]}: {asked[kernels[0]]}"
+    if own.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{where} is Liger's, which runs on models of transformers and not on those of {own.name}"
+        )
+    if spec.architecture not in LIGER_FAMILIES:
+        raise CannotAnswerError(
+            f"{where} of {spec.architecture}, as Liger runs it, is not modelled; it is for {', '.join(LIGER_FAMILIES)}"
+        )
+
+
 def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for codes in a model whose linear layers a library's loading leaves as they are.
 

@@ -6,7 +6,7 @@ from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.builder import Builder, promoted
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
 from memplan.step.blocks.projections import linear
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
@@ -24,7 +24,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
                 return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
         elif fuses(builder, mlp_names(builder, prefix)):
             return fused_mlp(builder, x, prefix, inner)
-        elif builder.profile.activation == "fused":
+        elif builder.profile.activation != "composite":
             gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
             with tape.alive(gate):
                 hidden = gated(builder, gate, linear(builder, x, f"{prefix}.{names.up}", inner))
@@ -73,8 +73,9 @@ def _product(builder: Builder, x: Value, y: Value) -> Value:
 def gated(builder: Builder, gate: Value, up: Value) -> Value:
     """Return ``activation(gate) * up``: in one kernel, which saves both inputs, or step by step."""
     with builder.tape.alive(gate, up):
-        if builder.profile.activation == "fused":
-            ways = [(gate, NEW), (up, NEW)]
+        if builder.profile.activation != "composite":
+            way = OVER if builder.profile.activation == "in-place" else NEW
+            ways = [(gate, way), (up, way)]
             return builder.tape.apply(
                 "gated activation", ways, builder.fresh(up), [gate, up], traits=Traits(custom=True)
             )

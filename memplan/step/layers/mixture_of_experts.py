@@ -168,7 +168,7 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
         tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
         renames = builder.settings.code.grouped_uncast
         with tape.alive(offsets, *(() if renames else (both,))):
-            clamped = part.activation == "clamped-swiglu" and builder.profile.activation != "fused"
+            clamped = part.activation == "clamped-swiglu" and builder.profile.activation == "composite"
             with tape.alive(both):
                 hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
             with tape.alive(hidden, *biases):

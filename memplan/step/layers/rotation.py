@@ -83,6 +83,11 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
     if not rotary_dim:
         return x
     with builder.tape.alive(x):
+        if builder.profile.rotary == "in-place":
+            # Backward turns the gradient, or a copy of it where heads are before tokens in it.
+            way = NEW if builder.profile.attention in ("math", "eager") else SAME
+            traits = Traits(packs=True, custom=True)
+            return builder.tape.apply("rotary", [(x, way)], builder.tape.view(x), traits=traits)
         if builder.profile.rotary == "fused":
             return builder.tape.apply("rotary", [(x, NEW)], builder.fresh(x), traits=Traits(packs=True, custom=True))
         if builder.profile.rotary == "pairs":

@@ -131,7 +131,7 @@ def tensor_states(
         tensor=tensor,
         format_name=name,
         trainable=not frozen,
-        weight_bytes=_stored_bytes(setup, layout, elements),
+        weight_bytes=_stored_bytes(setup, layout, elements) + layout.row_bytes * tensor.shape[0],
         master_bytes=0 if frozen else elements * master_bytes,
         formed_bytes=0 if frozen else elements * computed,
         gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),

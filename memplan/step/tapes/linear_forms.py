@@ -181,7 +181,7 @@ def scratch_pieces(size: int, piece: int) -> list[Storage]:
     return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
 
 
-def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, ...]:
+def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
     Args:
@@ -189,10 +189,11 @@ def quantities(batch: int, length: int, chunks: int, vocab: int) -> tuple[int, .
         length: Tokens of each.
         chunks: Chunks of a chunked loss.
         vocab: Rows of the embedding.
+        chunk: Tokens of a chunk, where that does not follow from their number.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
-    chunk = -(-tokens // chunks)
+    chunk = chunk or -(-tokens // chunks)
     scores, square = tokens * length, length * length
     blocks = -(-length // 128)
     pairs = batch * blocks * (blocks + 1)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from memplan.step.tapes.event_recorder import EventRecorder
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, scratch_pieces
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, scratch_pieces, single_form
 from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.played import Instant
 from memplan.step.tapes.tape import FOREVER, Tape
-from memplan.step.tapes.taped_operations import SAME, VIEW, Node, Operation, Reduction, Value
+from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Operation, Reduction, Value
 from memplan.step.tapes.taped_weight import Mode, Weight
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -70,6 +70,8 @@ class Player:
         self.last_packing = packing[-1] if packing else -1
         self.to_recompute = recomputation.kind != "none" and bool(packing)
         self.entry = entry if self.to_recompute else None
+        self.escaping = recomputation.kind == "none" or not recomputation.reentrant
+        self.escaped: dict[int, int] = {}
 
     # ---------------------------------------------------------------- forward
     def forward(self, *, saves: bool) -> None:
@@ -82,7 +84,7 @@ class Player:
             self.live.retain(self.entry.storage)
         for index, operation in enumerate(self.tape.operations):
             self._make(operation, "forward", named)
-            if graph:
+            if graph or (saves and self._escapes(operation)):
                 self._save(operation)
             elif index in cached:
                 self.cache.update(operation.makes)
@@ -90,6 +92,10 @@ class Player:
             self._forget(named, unnamed_after.get(index, ()))
         self.live.release_all(named - self.tape.regional)
         self.region = named & self.tape.regional
+
+    def _escapes(self, operation: Operation) -> bool:
+        """Tell whether an operation saves its tensors though it is computed again."""
+        return self.escaping and operation.node is not None and operation.node.traits.escapes
 
     def _cached(self) -> set[int]:
         """Return the indices of the operations whose results selective checkpointing saves."""
@@ -110,15 +116,31 @@ class Player:
         """Play the operations again, up to where everything that backward needs is there."""
         named, unnamed_after = self._given(), self._unnamed_after(graph=True)
         operations, whole = self.tape.operations, self.recomputation.whole
+        self._set_aside(operations)
         last = operations[self.last_packing]
         stop = len(operations) if whole else self.last_packing + last.saves_last
         for index, operation in enumerate(operations[:stop]):
             self._make(operation, instant, named)
-            self._save(operation)
+            if not self._escapes(operation):
+                self._save(operation)
             self._forget(named, unnamed_after.get(index, ()))
         if not last.saves_last and not whole:
             self._save(last)
         self.live.release_all(named)
+
+    def escaped_form(self) -> Form:
+        """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
+        nodes = [node for node in self.tape.nodes if node.traits.escapes] if self.escaping else []
+        storages = dict.fromkeys(storage for node in nodes for storage in node.saved)
+        return sum((single_form(*self.tape.storages[storage]) for storage in storages), ZERO)
+
+    def _set_aside(self, operations: Sequence[Operation]) -> None:
+        """Keep what forward's nodes hold apart from what is computed again."""
+        held = [item.node.saved for item in operations if item.node is not None and self._escapes(item)]
+        for storage in [storage for saved in held for storage in saved]:
+            self.live.release(storage)
+            if storage not in self.escaped:
+                self.escaped[storage] = self.live.new(*self.live.storages[storage])
 
     def reenter(self, output: Value) -> tuple[int, ...]:
         """Compute everything again before backward begins; return what that has names for until it ends."""
@@ -219,7 +241,8 @@ class Player:
         """Let go of what a node has saved, and after the last that saved something of what checkpointing did."""
         if self.to_recompute:
             return
-        self.live.release_all(node.saved)
+        if not node.traits.escapes:
+            self.live.release_all(node.saved)
         if node is not self.first_packing:
             return
         self.live.release_all(self.cache)
@@ -255,13 +278,21 @@ class Player:
     def weight_gradients(self, node: Node) -> list[tuple[Weight, int]]:
         """Form the gradients of a node's weights; return them with their storages."""
         trained = [weight for weight in node.weights if weight.trainable]
+        if made := node.traits.made[len(node.traits.made) - len(trained) :]:
+            self.live.retain_all(value.storage for value in made)
+            return [(weight, value.storage) for weight, value in zip(trained, made, strict=True)]
         return [(weight, self.live.new(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)) for weight in trained]
 
     def input_gradients(self, node: Node, arrived: list[int]) -> list[tuple[Value, int]]:
         """Form the gradients of a node's inputs; return them with their storages."""
         formed: list[tuple[Value, int]] = []
+        made = iter(node.traits.made)
         for value, how in node.inputs:
-            if how is SAME:
+            if how is OVER:
+                over = next(made, value).storage
+                self.live.retain(over)
+                formed.append((value, over))
+            elif how is SAME:
                 self.live.retain(arrived[0])
                 formed.append((value, arrived[0]))
             else:

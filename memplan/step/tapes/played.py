@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ge, itemgetter
 
-from memplan.step.tapes.linear_forms import Coefficients, Form
+from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.taped_operations import Reduction
 
@@ -50,12 +50,14 @@ class Played:
         carried: What stays besides until the whole forward ends: weights that autocast has cast.
         backward: Moments of its backward, what is computed again for it included; the first one has the
             gradient of its output, and all that forward left.
+        escaped: What of that stays until the graph of the loss goes, whatever backward has done.
     """
 
     forward: list[Instant]
     saved: Form
     carried: Form
     backward: list[Instant]
+    escaped: Form = ZERO
 
 
 def dominant(instants: Sequence[Instant]) -> list[Instant]:

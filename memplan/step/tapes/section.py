@@ -34,7 +34,7 @@ def play(
     saved = player.live.form()
     if tape.nodes:
         player.backward(output)
-    return Played(dominant(forward), saved, carried, dominant(player.instants))
+    return Played(dominant(forward), saved, carried, dominant(player.instants), player.escaped_form())
 
 
 def play_forward(tape: Tape) -> Played:

@@ -45,9 +45,10 @@ class Pass(IntEnum):
     NEW = 0  # a new tensor of the input's size
     SAME = 1  # the gradient of the output itself, as for sums and views
     VIEW = 2  # a new tensor, handed on as a view of itself; autograd never adds into views in place
+    OVER = 3  # written over a tensor that the operation has saved: the input, or what its traits say
 
 
-NEW, SAME, VIEW = Pass.NEW, Pass.SAME, Pass.VIEW
+NEW, SAME, VIEW, OVER = Pass.NEW, Pass.SAME, Pass.VIEW, Pass.OVER
 
 
 class Reduction(NamedTuple):
@@ -77,6 +78,8 @@ class Traits(NamedTuple):
         product: Whether selective checkpointing saves its results.
         matrices: Whether it is the product of two matrices and nothing else (``aten.mm``).
         custom: Whether it is a function written in Python, which saves its tensors when it is done.
+        escapes: Whether what it saves are attributes of its node, which hooks of checkpointing do not see.
+        made: Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     """
 
     packs: bool | None = None
@@ -87,6 +90,8 @@ class Traits(NamedTuple):
     product: bool = False
     custom: bool = False
     matrices: bool = False
+    made: tuple[Value, ...] = ()
+    escapes: bool = False
 
 
 PLAIN = Traits()

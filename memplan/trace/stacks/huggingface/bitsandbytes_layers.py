@@ -150,6 +150,8 @@ def cuda_backend(compute_capability: str) -> Iterator[None]:
         return
     library = torch.library.Library("bitsandbytes", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("gemm_4bit", _gemm_4bit, "AutogradMeta")  # type: ignore[no-untyped-call]
+    library.impl("int8_vectorwise_quant", _int8_vectorwise_quant, "AutogradMeta")  # type: ignore[no-untyped-call]
+    library.impl("int8_mixed_scaled_mm", _int8_mixed_scaled_mm, "AutogradMeta")  # type: ignore[no-untyped-call]
     del compute_capability
     try:
         yield
@@ -180,3 +182,31 @@ def _gemm_4bit(
     product = torch.nn.functional.linear(x, weight, bias)
     del scales
     return product
+
+
+def _int8_vectorwise_quant(x: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes, scales of rows, and no columns of outliers, as the CUDA backend forms them."""
+    scales = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    if not threshold:
+        return codes, scales, None
+    outliers = x.abs() >= threshold
+    columns = torch.empty(0, dtype=torch.int64, device=x.device)
+    del outliers
+    return codes, scales, columns
+
+
+def _int8_mixed_scaled_mm(
+    x: Tensor,
+    codes: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    outliers: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the product of codes without columns of outliers, as the CUDA backend forms it."""
+    del rows, columns, outliers, bias
+    nothing = torch.empty(0, dtype=x.dtype, device=x.device)
+    sums = torch.empty((*codes.shape[:-1], weight.shape[0]), dtype=torch.int32, device=x.device)
+    return torch.empty_like(sums, dtype=torch.float16).to(x.dtype), nothing

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memplan.errors import CannotAnswerError
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised, quantises
+from memplan.trace.stacks.huggingface.liger_kernels import with_liger
 from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
 
@@ -89,4 +90,5 @@ def loaded_model(inputs: StackInputs) -> Any:
         model = model.to(dtype)
         if quantises(setup):
             model = quantised(model, setup)
+    with_liger(model, setup)
     return model.train()

@@ -26,6 +26,7 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
 from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
 from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
@@ -76,6 +77,7 @@ def pretended_machine(compute_capability: str) -> Iterator[None]:
             cuda_autocast(),
             composite_kernels(compute_capability),
             cuda_backend(compute_capability),
+            liger_backend(compute_capability),
             cuda_optimizer_paths(),
         ):
             stack.enter_context(one)

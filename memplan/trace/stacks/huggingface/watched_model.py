@@ -15,10 +15,12 @@ from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tenso
 
 
 class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``item()`` of a tensor without memory return one, or true."""
+    """Lets ``item()`` of a tensor without memory return one, or true; two such tensors are not equal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        if func is torch.ops.aten.equal.default and args[0].is_meta:
+            return False
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

@@ -1,0 +1,79 @@
+"""Head and cross-entropy as one function that goes over chunks of tokens, and has the gradients when its forward is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memplan.model.spec import ModelSpec
+from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.taped_operations import OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+from memplan.units import ceil_div
+
+
+def linear_chunk(tokens: int, spec: ModelSpec) -> int:
+    """Return the tokens whose logits are formed together, so that these take about as much as the head's input.
+
+    Formula:
+        the next power of two of ``ceil(n / ceil(V / h))``, at most ``n``.
+
+    Args:
+        tokens: All of them, ``n``.
+        spec: The model, whose vocabulary is ``V`` and whose residual stream is ``h`` wide.
+
+    Source:
+        ``fused_linear_cross_entropy_forward`` in liger_kernel/ops/fused_linear_cross_entropy.py (0.8.5).
+    """
+    share = ceil_div(tokens, ceil_div(spec.vocab_size, spec.hidden_size))
+    return min(1 << (share - 1).bit_length(), tokens)
+
+
+def linear_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int) -> Value:
+    """Record head and cross-entropy of all tokens, chunk by chunk; return the loss.
+
+    Args:
+        builder: Writes on the tape.
+        x: What the head is given.
+        weights: The head's weight, and its bias where it has one.
+        vocab_size: Rows of the head.
+
+    Source:
+        ``LigerForCausalLMLoss`` in liger_kernel/transformers/model/loss_utils.py, ``LigerFusedLinearCrossEntropyFunction``
+        in liger_kernel/ops/fused_linear_cross_entropy.py (0.8.5), as it runs on CUDA from compute capability 8.0 on.
+    """
+    tape, own = builder.tape, [_as_stored(weight) for weight in weights]
+    with tape.alive(x):
+        padded = tape.make("pad labels", tape.value(TOKENS, 1, 8))
+        shifted = tape.make("shift labels", tape.value(TOKENS, 1, 8), padded)
+        losses = tape.make("losses", tape.value(TOKENS, 1 + 4, 1, part=Part.LOGITS))  # and which are no padding
+        if weights[0].trainable and weights[0].element_bytes == 4:
+            builder.cast_weight(weights[0])  # autocast keeps that of the weight itself, not that of its transpose
+        over_input = tape.value(TOKENS, x.width, x.element_bytes, part=Part.TEMPORARIES)
+        over = [tape.value(ONE, weight.own_bytes, 1, part=Part.GRADIENTS) for weight in own if weight.trainable]
+        made = (over_input, *over)
+        traits = Traits(packs=True, scratch=_chunk(builder, x, weights[0], vocab_size), custom=True, made=made)
+        total = tape.value(ONE, 1, 4, part=Part.LOGITS)
+        tape.apply("fused linear loss", [(x, OVER)], (total, *made), made, own, traits)
+        tape.touch(padded, shifted, losses)
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply("mean", [(total, SAME)], loss, traits=SAVES_NOTHING)
+
+
+def _chunk(builder: Builder, x: Value, weight: Weight, vocab_size: int) -> Sizes:
+    """Return what one chunk takes: its logits, and where autocast casts copies of its rows and of the head and its gradient."""
+    compute = builder.compute if builder.settings.autocast else x.element_bytes
+    logits = [(Quantity.CHUNK, vocab_size * compute)]
+    if x.element_bytes == weight.element_bytes == compute:
+        return logits
+    cast = weight.rows * weight.columns * compute if weight.element_bytes != compute else 0
+    return [*logits, (Quantity.CHUNK, x.width * compute), (ONE, cast)]
+
+
+def _as_stored(weight: Weight) -> Weight:
+    """Return a weight whose gradient is formed in its own dtype."""
+    formed = weight.own_bytes if weight.trainable else 0
+    return replace(
+        weight, copy_bytes=0, copy_saved=False, formed_bytes=formed, converted=weight.gradient_bytes != formed
+    )
