@@ -55,7 +55,7 @@ class ModelOptions:
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Catalog name, trainer's file, folder, config.json, GGUF or safetensors file, or -, a config.json on standard input.",
+            help="Catalog name, trainer's file, folder, config.json, GGUF, safetensors, or -.",
             show_default=False,
             rich_help_panel=MODEL,
         ),

@@ -70,8 +70,10 @@ def load_document(path: Path) -> Document:
     return parse_document(read_text(path), shown_path(path))
 
 
-def parse_document(text: str, name: str) -> Document:
+def parse_document(text: str, name: str, *, last_counts: bool = False) -> Document:
     """Return parsed YAML (of which JSON is a part), noting duplicate keys, refusing alias bombs.
+
+    Of a key that is given twice the first value counts, or with ``last_counts`` the last, as stock loaders have it.
 
     Numbers that are none (NaN, infinity, 10,000 digits) stay text, which strict types refuse.
 
@@ -96,7 +98,7 @@ def parse_document(text: str, name: str) -> Document:
         raise InvalidFileError([f"{name}:1: not UTF-8 text"]) from None
     except RecursionError:
         raise InvalidFileError([f"{name}:1: nested too deeply"]) from None
-    reader = _NodeReader(name)
+    reader = _NodeReader(name, last_counts)
     data = None if node is None else reader.value(node, (), 0)
     return Document(name, data, reader.lines, tuple(reader.problems))
 
@@ -137,8 +139,9 @@ def _too_much(name: str, mark: Any) -> InvalidFileError:
 class _NodeReader:
     """Turns YAML nodes into plain values, counting them and noting where each key stands."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, last_counts: bool) -> None:
         self.name = name
+        self.last_counts = last_counts
         self.lines: dict[tuple[Key, ...], int] = {}
         self.problems: list[str] = []
         self.nodes = 0
@@ -170,7 +173,8 @@ class _NodeReader:
                 self.problems.append(
                     f"{self.name}:{line}: {dotted_keys(here)}: duplicate key, first given on line {self.lines[here]}"
                 )
-                continue
+                if not self.last_counts:
+                    continue
             self.lines[here] = line
             result[key] = self.value(value_node, here, depth + 1)
         return result

@@ -46,7 +46,9 @@ def rule_keys(mapped: Mapped) -> frozenset[str]:
         names.update([key] if isinstance(key, str) else key)
         names.update(rule.get("when", ()), rule.get("unless", ()))
         names.update(
-            term for term in [term for name in ARITHMETIC for term in rule.get(name, ())] if isinstance(term, str)
+            term
+            for term in [term for name in (*ARITHMETIC, "join") for term in rule.get(name, ())]
+            if isinstance(term, str)
         )
     return frozenset(name for name in names if not name.startswith("$"))
 

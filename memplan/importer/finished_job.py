@@ -34,13 +34,14 @@ def finish(job: ImportedJob) -> ImportedJob:
                 "no file says how many GPUs; one",
             ),
         )
+        _accumulate(job, 1)
     else:
         _share_out(job, int(gpus))
     if job.value("model.given") is None and not job.section("model"):
         reading.need("the model: no key names it; give --model NAME|config.json")
     for key in ("sequence_length", "micro_batch_size"):
-        if job.value(f"training.{key}") is None:
-            flag = "--sequence-length N" if key == "sequence_length" else "--micro-batch-size N"
+        flag = "--sequence-length N" if key == "sequence_length" else "--micro-batch-size N"
+        if job.value(f"training.{key}") is None and not any(need.startswith(flag) for need in reading.needs):
             reading.need(f"{flag}: no key says the {key.replace('_', ' ')}")
     return job
 
@@ -78,16 +79,25 @@ def _share_out(job: ImportedJob, gpus: int) -> None:
     replicas = _whole(job.value("training.parallel.replicate"))
     data = max(gpus // (taken * replicas), 1)
     if taken * replicas > gpus or gpus % (taken * replicas):
-        job.reading.problems.append(
-            f"--gpus {gpus}: the file shares a job out over a multiple of {taken * replicas} GPUs"
-        )
+        text = f"the file shares the job out over a multiple of {taken * replicas} GPUs, not over {gpus}"
+        if job.reading.inputs.get("gpus"):
+            job.reading.problems.append(f"--gpus {gpus}: {text}")
+        else:
+            job.reading.need(f"{GPUS}: {text}, which its launcher starts")
+        return
     stated = results.get("training.parallel.data")
     if stated is None or stated.rank == DEFAULTED:
         results["training.parallel.data"] = Result(data, STATED, "gpus", "", f"{gpus} GPUs")
-    world = data * replicas
+    _accumulate(job, data * replicas)
+
+
+def _accumulate(job: ImportedJob, world: int) -> None:
+    """Set how many micro-batches make up a global batch."""
+    results = job.reading.results
     total = job.value("let.global_batch_size")
     rows = job.value("training.micro_batch_size")
-    if total and rows and "training.gradient_accumulation_steps" not in results:
+    stated = results.get("training.gradient_accumulation_steps")
+    if total and rows and (stated is None or stated.rank == DEFAULTED):
         steps = max(-(-int(total) // (int(rows) * world)), 1)
         results["training.gradient_accumulation_steps"] = Result(
             steps, STATED, "", "", f"{total} sequences a step, {rows} a micro-batch, on {world} data parallel GPUs"

@@ -171,6 +171,9 @@ class _Step:
             self._refuse(key, rule["refuse"])
         elif any(operation in rule for operation in ARITHMETIC):
             self._arithmetic(key)
+        elif "join" in rule:
+            parts = [str(value) for name in rule["join"] if (value := self.lookup(name)) is not MISSING]
+            self._state(rule["to"], "-".join(parts), key)
         elif "append" in rule:
             for item in rule["append"] if isinstance(rule["append"], list) else [rule["append"]]:
                 self._append(rule["to"], item, key)
@@ -227,6 +230,9 @@ class _Step:
                 )
                 return MISSING
             return int(number) if kind == "whole" else number
+        if "match" in self.rule:
+            found = re.fullmatch(self.rule["match"], str(value))
+            return found[1] if found else str(value)
         return value if isinstance(value, bool | int | float | dict | list) else str(value)
 
     def _list(self, key: str, value: Any, kind: str) -> Any:
@@ -238,7 +244,7 @@ class _Step:
         if any(re.search(r"[*()\[\]|\\^$+?{}]", name) for name in names):
             self._refuse(key, "adapters on modules that a pattern selects")
             return MISSING
-        names = [name.rsplit(".", 1)[-1] for name in names]
+        names = [self.rule.get("names", {}).get(last := name.rsplit(".", 1)[-1], last) for name in names]
         return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
 
     def _arithmetic(self, key: str | None) -> None:

@@ -47,8 +47,8 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
             raise unknown_name("trainer", named, [head.trainer for head in heads])
         return Told(keys, chosen, _other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
-    if keys.words and (by_words := [head for head in told if _by_words(keys, head)]):
-        told = by_words
+    if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
+        told = [head for head in told if _by_words(keys, head) == longest]
     if not told:
         raise InvalidFileError([f"{keys.name}: {NO_TRAINER}"])
     if len(told) > 1:
@@ -67,14 +67,17 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _is_of(keys: GivenKeys, head: TrainerHead) -> bool:
-    return _by_words(keys, head) or any(holds(condition, keys.value) for condition in head.detect)
+    return bool(_by_words(keys, head)) or any(holds(condition, keys.value) for condition in head.detect)
 
 
-def _by_words(keys: GivenKeys, head: TrainerHead) -> bool:
+def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
+    """Return how long the longest pattern is that a program, or calls of a Python file, fit; 0 where none does."""
     if keys.form == "python":
-        return any(fnmatchcase(word, pattern) for word in keys.words for pattern in head.calls)
-    line = " ".join(keys.words)
-    return any(fnmatchcase(line, pattern) for pattern in head.words)
+        patterns = [pattern for pattern in head.calls if any(fnmatchcase(word, pattern) for word in keys.words)]
+    else:
+        line = " ".join(keys.words)
+        patterns = [pattern for pattern in head.words if fnmatchcase(line, pattern)]
+    return max(map(len, patterns), default=0)
 
 
 def _other_kind(keys: GivenKeys, head: TrainerHead) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -161,7 +162,6 @@ def test_flags_stand_above_the_file():
     ("text", "said"),
     [
         ("base_model: a\nmicro_batch_size: 2e-5\ndatasets: []\n", "job.yaml:2: micro_batch_size: expected a whole number"),
-        ("base_model: a\nbase_model: b\n", "duplicate key"),
         ("base_model: a\nfinetuning_type: lora\n", "has keys of axolotl and llamafactory"),
         ("model_name_or_path: a\nfinetuning_type: lora\nzero_optimization: {stage: 2}\n", "llamafactory"),
         ("[1, 2]\n", "expected the configuration"),
@@ -184,6 +184,14 @@ def test_bad_input_is_one_clear_line(tmp_path, text, said):
 def test_yaml_reads_booleans_of_its_own_as_the_trainer_does(tmp_path):
     text = (EXAMPLES / "axolotl.yaml").read_text().replace("gradient_checkpointing: true", "gradient_checkpointing: on")
     assert memplan.import_file(written(tmp_path, text)).to_dict()["training"]["activation_checkpointing"] == "full"
+
+
+def test_of_a_key_given_twice_the_last_counts_as_in_the_trainers_own_loader(tmp_path):
+    answer = memplan.import_file(
+        written(tmp_path, "base_model: a\nmicro_batch_size: 1\nmicro_batch_size: 2\n")
+    ).to_dict()
+    assert answer["training"]["micro_batch_size"] == 2
+    assert any("duplicate key" in one["why"] for one in answer["assumed"])
 
 
 def test_merged_anchors_are_keys_like_others(tmp_path):
@@ -217,3 +225,121 @@ def test_keys_that_are_not_modelled_refuse_the_plan(tmp_path):
 
 def test_what_is_set_on_the_command_line_stands_above_the_trainers_file():
     assert memplan.plan(EXAMPLES / "trl.yaml", gpu="rtx4090", micro_batch_size=1).training["micro_batch_size"] == 1
+
+
+def test_litgpt():
+    answer = read("litgpt.yaml")
+    training = answer["training"]
+    assert (answer["model"]["given"], answer["method"]["tuning"]) == ("google/gemma-2b", "qlora")
+    assert training["adapter"]["targets"] == ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (training["gradient_accumulation_steps"], training["weights"]["hidden_matrix"]) == (4, "nf4")
+
+
+def test_litgpt_shards_and_checkpoints_on_several_gpus():
+    training = read("litgpt.yaml", gpus=2)["training"]
+    assert (training["parallel"], training["activation_checkpointing"]) == ({"zero_stage": 3, "data": 2}, "full")
+    assert training["gradient_accumulation_steps"] == 2
+
+
+def test_torchtune_components_say_model_and_method():
+    answer = read("torchtune.yaml")
+    assert (answer["model"]["given"], answer["method"]["tuning"], answer["packing"]) == ("llama3_1_8b", "lora", True)
+    assert answer["training"]["adapter"]["targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert answer["training"]["kernels"]["optimizer"] == "fused"
+
+
+def test_torchtitan_shares_out_what_is_left():
+    assert "--gpus" in memplan.import_file(EXAMPLES / "torchtitan.toml").document().data["answer"]
+    training = read("torchtitan.toml", gpus=8)["training"]
+    assert training["parallel"] == {"zero_stage": 3, "tensor": 2, "sequence": True, "data": 4}
+    assert (training["weights"]["hidden_matrix"], training["compute_dtype"]) == ("fp32", "bf16")
+
+
+SCRIPT = """\
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
+
+raise SystemExit("a file that is read and never run")
+max_seq_length = 1024 * 2
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/Llama-3.2-1B", max_seq_length=max_seq_length, load_in_4bit=True
+)
+model = FastLanguageModel.get_peft_model(model, r=16, target_modules=["q_proj", "v_proj"])
+SFTTrainer(
+    model=model, args=SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="adamw_8bit")
+)
+"""
+
+
+def test_a_script_is_read_and_never_run(tmp_path):
+    answer = memplan.import_file(written(tmp_path, SCRIPT, "finetune.py")).to_dict()
+    assert (answer["trainer"]["name"], answer["method"]["tuning"]) == ("unsloth", "qlora")
+    training = answer["training"]
+    assert (training["sequence_length"], training["micro_batch_size"], training["adapter"]["rank"]) == (2048, 2, 16)
+    assert training["offload"] == {"activations": "cpu"}
+
+
+def test_megatrons_flags_have_its_main_parameters():
+    training = read("megatron.yaml", gpus=8)["training"]
+    assert (training["weights"]["hidden_matrix"], training["master_weights"], training["gradients"]) == (
+        "bf16",
+        "fp32",
+        {"dtype": "fp32"},
+    )
+    assert (training["parallel"]["data"], training["gradient_accumulation_steps"]) == (4, 2)
+
+
+def test_a_swift_command_has_its_own_defaults():
+    words = (
+        "NPROC_PER_NODE=2 swift sft --model Qwen/Qwen2.5-7B-Instruct --dataset a --max_length 2048 --deepspeed zero3"
+    )
+    answer = memplan.import_file(words.split()).to_dict()
+    training = answer["training"]
+    assert (training["micro_batch_size"], training["gradient_accumulation_steps"]) == (1, 8)
+    assert training["parallel"] == {"zero_stage": 3, "data": 2}
+    assert answer["method"]["tuning"] == "lora"
+
+
+def test_shell_arithmetic_of_whole_numbers_is_computed():
+    words = [
+        "swift",
+        "sft",
+        "--model",
+        "a",
+        "--max_length",
+        "64",
+        "--gradient_accumulation_steps",
+        "$(expr",
+        "16",
+        "/",
+        "4)",
+    ]
+    assert memplan.import_file(words).to_dict()["training"]["gradient_accumulation_steps"] == 4
+
+
+def test_nanogpt_and_nanochat_flags():
+    nanogpt = memplan.import_file(
+        ["python", "train.py", "--batch_size=64", "--block_size=256", "--n_layer=6"]
+    ).to_dict()
+    assert (nanogpt["trainer"]["name"], nanogpt["model"]["num_hidden_layers"]) == ("nanogpt", 6)
+    words = "python -m scripts.base_train --depth=6 --head-dim=64 --device-batch-size=32 --max-seq-len=512 --total-batch-size=16384"
+    nanochat = memplan.import_file(words.split()).to_dict()
+    assert nanochat["training"]["gradient_accumulation_steps"] == 1
+    assert nanochat["model"]["hidden_size"] == 384
+
+
+MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers").glob("*.yaml"))
+RULE_KEYS = {
+    *("key", "to", "table", "also", "default", "why", "value", "set", "when", "unless", "append", "product"),
+    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least"),
+}
+
+
+@pytest.mark.parametrize("path", MAPPINGS, ids=lambda path: path.stem)
+def test_a_mapping_has_rules_of_the_kinds_that_there_are(path):
+    data = yaml.safe_load(path.read_text())
+    for rule in [*data.get("rules", ()), *data.get("joined", ())]:
+        assert rule.keys() <= RULE_KEYS, rule
+        assert rule.keys() & {"to", "table", "set", "need", "refuse", "value"}, rule
+    assert all(isinstance(why, str) and why for why in data.get("not_modelled", {}).values())
+    assert not set(data.get("irrelevant", ())) & set(data.get("not_modelled", {}))

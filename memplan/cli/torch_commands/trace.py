@@ -57,7 +57,7 @@ class TraceOptions:
 
 @command(example="memplan trace llama-8b --config qlora --gpu rtx4090")
 def trace_command(
-    model: ModelOptions,
+    model: Annotated[ModelOptions, without("beside")],
     traced: TraceOptions,
     device: Annotated[DeviceOptions, without("gpus", "profile")],
     training: TrainingOptions,

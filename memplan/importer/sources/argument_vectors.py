@@ -14,6 +14,7 @@ from memplan.importer.sources.given_keys import GivenKeys
 NAME = "command line"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _DEFAULTED = re.compile(r"\$\{[A-Za-z_0-9]+:-([^${}]*)\}")
+_ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9})\s*(\\?[*+/-])\s*(\d{1,9})\s*\)?\)")
 _ENDS = frozenset(("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<"))
 _ASSIGNED = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_./@]*=")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
@@ -59,13 +60,29 @@ def command_line(words: Sequence[str], name: str = NAME) -> CommandLine:
 
 
 def _texts(words: Sequence[str]) -> list[str]:
-    """Return words with flags split from values in the same word, and shell defaults put in."""
+    """Return words with flags split from values in the same word, and shell defaults and arithmetic put in."""
     texts: list[str] = []
-    for word in words:
+    for word in _computed(words):
         word = _DEFAULTED.sub(lambda match: match[1], str(word)).strip()
         split = word.startswith("--") and " " in word and "=" not in word.split(" ")[0]
         texts.extend(word.split(None, 1) if split else [word])
     return [text for text in texts if text and text != "\\"]
+
+
+def _computed(words: Sequence[str]) -> list[str]:
+    """Return words in which ``$((8*1))`` and ``$(expr 16 / 4)`` of whole numbers are replaced by what they come to."""
+    whole: list[str] = []
+    for word in words:
+        open_one = bool(whole) and whole[-1].startswith("$(expr") and not whole[-1].endswith(")")
+        whole[-1:] = [f"{whole[-1]} {word}"] if open_one else [*whole[-1:], str(word)]
+    return [_ARITHMETIC.sub(_result, word) for word in whole]
+
+
+def _result(match: re.Match[str]) -> str:
+    left, sign, right = int(match[1]), match[2], int(match[3])
+    if sign == "/":
+        return str(left // right) if right else match[0]
+    return str(left * right if sign.endswith("*") else left + right if sign == "+" else left - right)
 
 
 def _environment(texts: Sequence[str]) -> tuple[dict[str, str], int]:

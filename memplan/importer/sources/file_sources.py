@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from memplan.importer.sources.given_keys import GivenKeys, given_document
 from memplan.importer.sources.included_files import with_includes
 from memplan.importer.sources.interpolation import interpolated
 
+MEGATRON = "MODEL_ARGS"
+"""Where Megatron-LM's own test jobs have the flags of a run."""
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
@@ -30,14 +34,23 @@ def read_source(path: Path) -> GivenKeys | tuple[CommandLine, ...]:
         from memplan.importer.sources.python_literals import python_keys
 
         return python_keys(text, name)
-    keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name))
+    keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
+    if isinstance(keys.data.get(MEGATRON), Mapping):
+        return _plain_names(keys.at(MEGATRON))
     commands = keys.data.get("commands")
     if list(keys.data) == ["commands"] and isinstance(commands, list):
         return tuple(
             command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
         )
     return keys
+
+
+def _plain_names(keys: GivenKeys) -> GivenKeys:
+    """Return flags that are written as keys, ``--num-layers: 12``, by their plain names."""
+    names = {key: key.lstrip("-").replace("-", "_") for key in keys.data}
+    lines = {(names.get(str(path[0]), path[0]), *path[1:]): line for path, line in keys.lines.items() if path}
+    return replace(keys, data={names[key]: value for key, value in keys.data.items()}, lines=lines)
 
 
 def _own_keys(path: Path) -> GivenKeys:
@@ -57,7 +70,7 @@ def _json(text: str, name: str) -> Any:
         ) from None
     except (RecursionError, ValueError):
         raise InvalidFileError([f"{name}:1: not JSON that can be read"]) from None
-    return parse_document(text.replace("\t", " "), name)
+    return parse_document(text.replace("\t", " "), name, last_counts=True)
 
 
 def _toml(text: str, name: str) -> GivenKeys:

@@ -11,6 +11,8 @@ from memplan.errors import InvalidFileError
 
 MISSING: Any = object()
 """What stands where a key is not given."""
+REPEATED = "duplicate key"
+"""What the loader says of a key that is given twice; trainers' own loaders take the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class GivenKeys:
         words: Program and subcommands of a command line; functions that a Python file calls.
         environment: Variables set in front of a command.
         absent: Files that it includes and that are not there.
+        repeated: Keys that are given twice, of which the last counts.
     """
 
     name: str
@@ -34,6 +37,7 @@ class GivenKeys:
     words: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     absent: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     def value(self, path: str) -> Any:
         """Return what stands at a dotted path, or :data:`MISSING`; an empty value counts as not given."""
@@ -70,14 +74,14 @@ def given_document(document: Document) -> GivenKeys:
     """Return the keys of a parsed file, with merged anchors put in and references between keys followed.
 
     Raises:
-        InvalidFileError: It holds no keys, or keys twice.
+        InvalidFileError: It holds no keys.
     """
-    if document.problems:
-        raise InvalidFileError(list(document.problems))
+    if problems := [problem for problem in document.problems if REPEATED not in problem]:
+        raise InvalidFileError(problems)
     if not isinstance(document.data, dict):
         kind = "empty" if document.data is None else "no keys and values"
         raise InvalidFileError([f"{document.name}:1: {kind}: expected the configuration of a training job"])
-    return GivenKeys(document.name, with_merges(document.data), document.lines)
+    return GivenKeys(document.name, with_merges(document.data), document.lines, repeated=document.problems)
 
 
 def with_merges(value: Any) -> Any:

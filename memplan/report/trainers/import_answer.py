@@ -119,6 +119,8 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
             short = name.removeprefix("training.")
             flag = result.key or (f"--set {short}=..." if name.startswith("training.") else "")
             rows.append({"key": short, "value": result.value, "why": result.why, "change": flag})
+    for text in (text for keys in job.sources for text in keys.repeated):
+        rows.append({"key": "-", "value": "the last one", "why": text, "change": ""})
     version = job.reading.results.get("let.version")
     if version is not None:
         rows.append({"key": "trainer", "value": version.value, "why": version.why, "change": "--trainer-version V"})
