@@ -23,6 +23,7 @@ FLOORS = [
     {"budget", "failure", "lab", "measure", "published", "solver"},
     {"report"},
     {"library"},
+    {"ui"},
     {"cli", "testing"},
 ]
 """Parts of the package by what they may import: those of lower floors."""

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "explain": "commands.explain",
     "why": "commands.explain",
     "report": "page_commands.html_report",
+    "ui": "page_commands.local_ui",
     "trace": "torch_commands.trace",
     "validate": "torch_commands.validate",
     "import": "trainers.import_files",

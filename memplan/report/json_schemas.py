@@ -46,6 +46,7 @@ ANSWERS: Mapping[str, Callable[[], Schema]] = {
     "literature": literature_schema,
     "experiment": experiment_schema,
     "tables": tables_schema,
+    "ui": lambda: object_schema({"schema": {"const": "memplan/ui/1"}, "address": TEXT}),
 }
 ROWS: Mapping[str, Callable[[], Schema]] = {
     "fit": plans.plan_schema,

@@ -10,7 +10,7 @@ from typing import Annotated
 import memplan
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions
-from memplan.cli.output import deliver
+from memplan.cli.output import deliver, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.writing import say
 from memplan.report.plans.plan_answer import exit_code
@@ -22,14 +22,16 @@ def report_command(
     device: DeviceOptions,
     training: TrainingOptions,
     verdict: VerdictOptions,
-    output: Annotated[OutputOptions, without("as_json", "form", "units")],
+    output: Annotated[OutputOptions, without("form", "units")],
 ) -> int:
     """The whole answer as one HTML file: the step to hover and zoom, components, what-ifs, formulas, sources.
 
     It loads nothing from anywhere, is light or dark as its reader is, and prints. Without --config: bf16-adamw.
-    Without -o it goes to standard output.
+    Without -o it goes to standard output; with --json it is the plan's JSON instead, as fit prints it.
     """
     plan = memplan.plan(model.model, **job_options(output, training, model, device))
+    if output.as_json:
+        return emit(plan.document(strict=verdict.strict), output)
     deliver(plan.html(join(["memplan", "fit", *_asked(sys.argv[2:])])), output.file)
     if output.file is not None and not output.quiet:
         say(plan.sentence)

@@ -19,28 +19,36 @@ from memplan.report.page.whole_page import CHART_LIBRARY, one_file
 
 if TYPE_CHECKING:
     from memplan.library.answers.planned_job import Plan
+    from memplan.plan.memory_plan import MemoryPlan
 
 COLUMNS = 800
 """Moments of a step on a page, where it can be zoomed."""
 
 
-def quick_sections(plan: Plan, command: str) -> dict[str, str]:
-    """Return the title, the answer and the components of a plan, as HTML by the section's name."""
+def quick_sections(plan: MemoryPlan, sentence: str, command: str, note: str = "") -> dict[str, str]:
+    """Return the answer and the components of a plan, as HTML by the section's name.
+
+    Args:
+        plan: The plan.
+        sentence: Its answer in one sentence.
+        command: A command line that asks the same, or nothing.
+        note: What is to be known of the figures, or nothing.
+    """
+    return {"answer": answer_section(plan, sentence, command, note), "components": components_section(plan)}
+
+
+def step_section(plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
+    """Return the step as HTML, and what its chart is drawn from."""
+    timeline = step_timeline(plan, COLUMNS)
+    return timeline_section(plan, timeline), timeline_data(plan, timeline)
+
+
+def slow_sections(plan: Plan) -> dict[str, str]:
+    """Return what would change a plan and every formula, as HTML by the section's name."""
     return {
-        "answer": answer_section(plan.advised, plan.sentence, command),
-        "components": components_section(plan.memory),
-    }
-
-
-def slow_sections(plan: Plan) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the step, what would change it and every formula, as HTML by name; and what the chart is drawn from."""
-    timeline = step_timeline(plan.memory, COLUMNS)
-    sections = {
-        "step": timeline_section(plan.memory, timeline),
         "changes": changes_section(plan.advised, plan.what_if),
         "formulas": formulas_section(plan.memory),
     }
-    return sections, timeline_data(plan.memory, timeline)
 
 
 def footer_of(plan: Plan) -> str:
@@ -50,6 +58,7 @@ def footer_of(plan: Plan) -> str:
 
 def report_page(plan: Plan, command: str) -> str:
     """Return a plan as one HTML file that loads nothing."""
-    quick, (slow, data) = quick_sections(plan, command), slow_sections(plan)
-    main = "".join((quick["answer"], slow["step"], quick["components"], slow["changes"], slow["formulas"]))
+    quick, slow = quick_sections(plan.advised, plan.sentence, command), slow_sections(plan)
+    step, data = step_section(plan.memory)
+    main = "".join((quick["answer"], step, quick["components"], slow["changes"], slow["formulas"]))
     return one_file(title_of(plan.memory), main, data, footer_of(plan))

@@ -33,7 +33,7 @@ def title_of(plan: MemoryPlan) -> str:
     return f"{plan.model.spec.name} with {plan.setup.label} on {device_name(plan)}"
 
 
-def answer_section(plan: MemoryPlan, sentence: str, command: str = "") -> str:
+def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str = "") -> str:
     """Return the verdict, the figures that it rests on, a gauge, and the command that asks the same."""
     word = VERDICT_WORDS[plan.verdict]
     figures = (
@@ -52,7 +52,7 @@ def answer_section(plan: MemoryPlan, sentence: str, command: str = "") -> str:
         "answer",
         "Answer",
         f'<p class="verdict {plan.verdict}" id="verdict">{word}</p><p id="sentence">{text(sentence)}</p>'
-        f'<dl class="figures">{listed}</dl>{_gauge(plan)}<p class="quiet">{"<br>".join(map(text, heading(plan)))}</p>{shown}',
+        f'<dl class="figures">{listed}</dl>{_gauge(plan)}<p class="quiet">{"<br>".join(map(text, (*heading(plan), *([note] if note else []))))}</p>{shown}',
     )
 
 

@@ -32,6 +32,9 @@
     return [[xs, ...stacked], options];
   }
 
+  // Where a job takes a small part of the GPU, the chart is as high as the job, and says what lies beyond it.
+  const beyond = (job) => data.usable > 4 * job;
+
   function marks(u, unit) {
     const {ctx, bbox} = u, ratio = devicePixelRatio;
     ctx.save();
@@ -49,11 +52,11 @@
     const late = data.peak > data.sizes[0].length / 2, far = late ? "left" : "right";
     const limits = [["usable", data.usable, "--no", [], far], ["expected", data.expected, "--text", [6, 4], far]];
     for (const [name, size, tone, dash, side] of limits) {
-      const y = u.valToPos(size / unit, "y", true);
+      const above = size / unit > u.scales.y.max, y = above ? bbox.top + 18 * ratio : u.valToPos(size / unit, "y", true);
       ctx.strokeStyle = ctx.fillStyle = colour(tone);
       ctx.textAlign = side;
-      line(ctx, bbox.left, y, bbox.left + bbox.width, y, dash.map((one) => one * ratio));
-      ctx.fillText(`${name} ${shown(size)}`, side === "left" ? bbox.left + 4 * ratio : bbox.left + bbox.width - 4 * ratio, y - 4 * ratio);
+      if (!above) line(ctx, bbox.left, y, bbox.left + bbox.width, y, dash.map((one) => one * ratio));
+      ctx.fillText(`${name} ${shown(size)}${above ? " (above)" : ""}`, side === "left" ? bbox.left + 4 * ratio : bbox.left + bbox.width - 4 * ratio, y - 4 * ratio);
     }
     const x = u.valToPos(data.peak + 0.5, "x", true), y = u.valToPos((data.context + total(data.peak)) / unit, "y", true);
     ctx.fillStyle = colour("--text");
@@ -61,6 +64,7 @@
     ctx.arc(x, y, 4 * ratio, 0, 2 * Math.PI);
     ctx.fill();
     const label = `peak ${shown(total(data.peak))}`, start = x + (late ? -12 * ratio - ctx.measureText(label).width : 12 * ratio);
+    if (bbox.width < 420 * ratio) return ctx.restore();
     ctx.textAlign = "left";
     ctx.fillStyle = colour("--panel");
     ctx.fillRect(start - 4 * ratio, y - 24 * ratio, ctx.measureText(label).width + 8 * ratio, 18 * ratio);
@@ -121,7 +125,7 @@
   function draw() {
     const box = $("chart");
     if (!data || !box) return;
-    const top = Math.max(data.usable, data.expected, data.context + total(data.peak));
+    const job = Math.max(data.expected, data.context + total(data.peak)), top = beyond(job) ? 1.6 * job : Math.max(job, data.usable);
     const unit = top >= 2 ** 30 ? 2 ** 30 : 2 ** 20, name = unit === 2 ** 30 ? "GiB" : "MiB";
     const [values, options] = series(unit), count = data.sizes[0].length;
     const axis = {stroke: colour("--text"), grid: {stroke: colour("--line"), width: 1}, ticks: {show: false}};

@@ -1,0 +1,1 @@
+"""A plan beside controls, served on this machine to its own browser."""

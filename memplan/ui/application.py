@@ -1,0 +1,151 @@
+"""The page and its answers as an application: names of the catalog in, text out; nothing is run, written or fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from hmac import compare_digest
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memplan.documents.escaping import escaped_json
+from memplan.errors import MemplanError
+from memplan.report.page.elements import section
+from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded
+from memplan.ui.answers import Answer, catalog_of, full_answer, quick_answer, step_answer
+from memplan.ui.controls import form
+from memplan.ui.question import MOST_CHARACTERS, Question, question_of
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+WAITING = {"step": "The step", "changes": "What if", "formulas": "Every formula"}
+"""Sections that come with the full answer."""
+TOKEN = "x-memplan-token"
+
+
+def application(token: str, catalog_path: Path | None = None, executor: Executor | None = None) -> Starlette:
+    """Return the application.
+
+    Args:
+        token: What a request has to carry: the page in its query, answers in a header, which no other site can set.
+        catalog_path: A catalog of one's own, added to the shipped one.
+        executor: Where what takes longer is worked out; here, where it is None.
+    """
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.routing import Route
+
+    answers = {"/quick": (quick_answer, None), "/step": (step_answer, executor), "/full": (full_answer, executor)}
+    routes = [
+        Route("/", partial(_page, token, catalog_path)),
+        *(
+            Route(path, partial(_answered, token, catalog_path, function, where))
+            for path, (function, where) in answers.items()
+        ),
+        *(Route(f"/{name}", partial(_file, name)) for name in (*STYLES, *SCRIPTS, "controls.css", "controls.js")),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard)])
+
+
+class Guard:
+    """Refuses what does not come from this machine's own page, and puts the headers on what is answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it: an unknown host, another method, or a query that no page of ours makes."""
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            await send(message)
+
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+        refusal = None
+        if host.rsplit(":", 1)[0] not in HOSTS and host not in HOSTS:
+            refusal = PlainTextResponse("unknown host", 421)
+        elif scope["method"] not in ("GET", "HEAD"):
+            refusal = PlainTextResponse("nothing is taken here", 405)
+        elif len(scope["query_string"]) > MOST_CHARACTERS:
+            refusal = PlainTextResponse("the query is too long", 414)
+        await (refusal or self._app)(scope, receive, sent)
+
+
+async def _page(token: str, path: Path | None, request: Request) -> Response:
+    """Return the page, with the answer to what its address asks."""
+    from starlette.responses import HTMLResponse, PlainTextResponse
+
+    given = dict(request.query_params)
+    if not compare_digest(given.pop("token", "").encode(), token.encode()):
+        return PlainTextResponse("open the address that memplan ui printed", 403)
+    catalog = catalog_of(path)
+    try:
+        question = question_of(given, catalog)
+        answer = quick_answer(question, path)
+    except MemplanError as error:
+        return PlainTextResponse(str(error), 422)
+    sections = {name: section(name, title, "<p>Working it out.</p>") for name, title in WAITING.items()}
+    shown = [answer["sections"]["answer"], sections.pop("step"), answer["sections"]["components"], *sections.values()]
+    head = "".join(f'<link rel="stylesheet" href="/{name}">' for name in (*STYLES, "controls.css"))
+    scripts = "".join(f'<script defer src="/{name}"></script>' for name in (*SCRIPTS, "controls.js"))
+    main = form(question, catalog) + f'<div id="sections">{"".join(shown)}</div>'
+    return HTMLResponse(document(answer["title"], head, main, embedded("token", token) + scripts, answer["footer"]))
+
+
+async def _answered(
+    token: str,
+    path: Path | None,
+    function: Callable[[Question, Path | None], Answer],
+    executor: Executor | None,
+    request: Request,
+) -> Response:
+    """Return an answer as JSON, or the one line that refuses it."""
+    from starlette.responses import Response
+
+    def said(data: Any, status: int = 200) -> Response:
+        import json
+
+        return Response(escaped_json(json.dumps(data, allow_nan=False)), status, media_type="application/json")
+
+    if not compare_digest(request.headers.get(TOKEN, "").encode(), token.encode()):
+        return said({"refused": "open the address that memplan ui printed"}, 403)
+    try:
+        question = question_of(dict(request.query_params), catalog_of(path))
+        if executor is None:
+            return said(function(question, path))
+        return said(await asyncio.get_running_loop().run_in_executor(executor, function, question, path))
+    except MemplanError as error:
+        return said({"refused": str(error)}, 422)
+
+
+async def _file(name: str, request: Request) -> Response:  # noqa: ARG001
+    """Return a style or a script."""
+    from starlette.responses import Response
+
+    own = name.startswith("controls.")
+    content = files("memplan.ui").joinpath("assets", name).read_text(encoding="utf-8") if own else asset(name)
+    return Response(content, media_type="text/css" if name.endswith(".css") else "text/javascript")
