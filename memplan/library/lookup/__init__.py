@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
@@ -19,8 +20,13 @@ from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 
 
 def open_catalog(extra: Path | None) -> Catalog:
-    """Return the shipped catalog with a user's own added."""
-    return Catalog(data_directory(), extra)
+    """Return the shipped catalog, which is read once in a process, or a new one with a user's own added."""
+    return _shipped_catalog() if extra is None else Catalog(data_directory(), extra)
+
+
+@cache
+def _shipped_catalog() -> Catalog:
+    return Catalog(data_directory())
 
 
 __all__ = [
