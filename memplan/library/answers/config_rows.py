@@ -40,8 +40,8 @@ class Method:
     """One way to train.
 
     Attributes:
-        plan: At the batch and length that were asked for, with the allocator's reserve as a share.
-        batch: The largest micro-batch that fits, 0 where none does.
+        plan: At the batch and length that were asked for.
+        batch: The largest micro-batch that fits, 0 where none does; others than the plan's by the allocator's share.
     """
 
     plan: MemoryPlan
@@ -63,17 +63,24 @@ class Fit(Answer):
     device: Device
 
     @cached_property
-    def _planned(self) -> tuple[tuple[Plan, ...], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
-        from memplan.report.plans.fit_answer import ORDER
+    def _planned(self) -> tuple[Sequence[MemoryPlan], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
+        return _plans(self.inputs, self.known, self.device)
 
-        plans, left_out, settings = _plans(self.inputs, self.known, self.device)
-        rows = sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.expected_bytes))
-        return tuple(rows), left_out, settings
-
-    @property
+    @cached_property
     def rows(self) -> tuple[Plan, ...]:
         """A plan for each config, those that fit first, and of them the one that needs least."""
-        return self._planned[0]
+        return tuple(Plan(plan, self.catalog) for plan in self._simulated(least=True))
+
+    @cached_property
+    def _quick_rows(self) -> Sequence[MemoryPlan]:
+        """The same without the least that each needs, which takes half as long."""
+        return self._simulated(least=False)
+
+    def _simulated(self, *, least: bool) -> Sequence[MemoryPlan]:
+        from memplan.report.plans.fit_answer import ORDER
+
+        plans = [simulated(plan, least=least) for plan in self._planned[0]]
+        return sorted(plans, key=lambda plan: (ORDER[plan.verdict], plan.device_bytes))
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -120,7 +127,7 @@ class Fit(Answer):
         """Return the answer of ``memplan fit`` without ``--config``."""
         from memplan.report.plans.fit_answer import rows_document
 
-        plans = [row.memory for row in self.rows]
+        plans = [row.memory for row in self.rows] if full else self._quick_rows
         catalog_hash = self.catalog.hash if full else ""
         document = rows_document(
             plans, catalog_hash, unit, strict=strict, full=full, left_out=self.left_out, settings=self.settings
@@ -223,8 +230,15 @@ def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, .
             with suppress(MemplanError):
                 plan = CompiledPlan(model, _suited(name, way, model, device)[0]).evaluate(device)
                 (largest,) = largest_values("batch", model, plan.setup, [device])
-                methods.append(Method(plan, largest.fits.value))
+                plan = simulated(plan, least=False)
+                methods.append(Method(plan, _batch(plan, largest.fits.value)))
     return tuple(methods)
+
+
+def _batch(plan: MemoryPlan, batch: int) -> int:
+    """Return the largest batch that was found with shares, and what the simulated plan says of its own."""
+    own = plan.micro_batch_size
+    return max(batch, own) if plan.verdict == "fits" else min(batch, own - 1)
 
 
 def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
@@ -249,20 +263,20 @@ def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Se
 
 def _plans(
     inputs: JobInputs, model: Model, device: Device
-) -> tuple[list[Plan], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
+) -> tuple[list[MemoryPlan], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
     """Return plans of the shipped configs, why others cannot be planned, and what was set in some for the device.
 
     Raises:
         MemplanError: None can be planned; the last one's reason.
     """
-    plans: list[Plan] = []
+    plans: list[MemoryPlan] = []
     reasons: dict[str, str] = {}
     settings: dict[str, tuple[str, ...]] = {}
     names = list(inputs.catalog.configs)
     for name in names:
         try:
             setup, own = _suited(name, inputs, model, device)
-            plans.append(Plan(CompiledPlan(model, setup).evaluate(device), inputs.catalog))
+            plans.append(CompiledPlan(model, setup).evaluate(device))
             settings |= {name: own} if own else {}
         except MemplanError as error:
             if name == names[-1] and not plans:

@@ -78,12 +78,19 @@ class Simulation:
         ways = PLACEMENTS[:1] if self._expandable else PLACEMENTS
         return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in ways)
 
-    def result(self) -> Simulated:
+    def result(self, *, least: bool = True) -> Simulated:
         """Return its figures; the least that it needs is looked for half-way between blocks and segments.
 
         The simulator is within 3 % of measured runs (tests/records/cuda), so that a finer search says no more.
+
+        Args:
+            least: Whether that is looked for; else the run is known to need what its segments take, and no less than
+                its blocks.
         """
         spare, reserved = self._peaks[0], [peaks.reserved_bytes for peaks in self._peaks]
+        if not least:
+            sizes = spare.allocated_bytes, spare.reserved_bytes, max(reserved), spare.reserved_bytes
+            return Simulated(*sizes, below_bytes=spare.allocated_bytes)
         middle = (spare.allocated_bytes + min(reserved)) // 2
         runs = self.runs_in(middle)
         return Simulated(
@@ -141,7 +148,24 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     return run_events(inputs, model_on_tape(inputs), plan.values, plan.forms.buffers, library_bytes, steps)
 
 
-def simulated(plan: MemoryPlan, *, libraries_first: bool = False) -> MemoryPlan:
+class Runs:
+    """Runs that were simulated, which plans share whose events are the same: those of one job on several devices."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[MemoryPlan, Simulation]] = {}
+
+    def __getitem__(self, plan: MemoryPlan) -> Simulation:
+        """Return the simulated run of a plan."""
+        expandable = plan.setup.config.allocator == "expandable"
+        key = id(plan.forms), plan.values, plan.allowances.library_bytes, expandable
+        if key not in self._known:
+            self._known[key] = plan, Simulation(events_of(plan), expandable=expandable)
+        return self._known[key][1]
+
+
+def simulated(
+    plan: MemoryPlan, *, libraries_first: bool = False, least: bool = True, runs: Runs | None = None
+) -> MemoryPlan:
     """Return a plan with its reserve simulated; where that cannot be, the same with the reason.
 
     The verdict is whether the run survives in what the device has, with the context at its upper end or as expected.
@@ -149,19 +173,23 @@ def simulated(plan: MemoryPlan, *, libraries_first: bool = False) -> MemoryPlan:
     Args:
         plan: A plan with a share as its reserve.
         libraries_first: Whether libraries have made their workspaces before the run, as in a process that was warmed up.
+        least: Whether the least that it needs, and the lower end, are looked for; half of the time goes into that.
+        runs: What is known already; none where libraries come first.
     """
     if reason := shares_reason(plan):
         return replace(plan, reserve_by_share=reason)
-    events = events_of(plan)
-    events = events.libraries_first() if libraries_first else events
-    simulation = Simulation(events, expandable=plan.setup.config.allocator == "expandable")
-    result = simulation.result()
+    if libraries_first:
+        expandable = plan.setup.config.allocator == "expandable"
+        simulation = Simulation(events_of(plan).libraries_first(), expandable=expandable)
+    else:
+        simulation = (runs or Runs())[plan]
+    result = simulation.result(least=least)
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
-    verdict, least = _verdict(
+    verdict, needed = _verdict(
         plan, lambda capacity: simulation.runs_in(capacity - missing), result.least_bytes + missing
     )
     return replace(
@@ -171,8 +199,8 @@ def simulated(plan: MemoryPlan, *, libraries_first: bool = False) -> MemoryPlan:
         reserved_bytes=result.spare_bytes + missing,
         device_bytes=result.spare_bytes + missing + allowances.context_bytes,
         upper_bytes=result.most_bytes + missing + allowances.upper_context_bytes,
-        least_bytes=least + allowances.context_bytes,
-        lower_bytes=min(result.below_bytes, least) + allowances.least_context_bytes,
+        least_bytes=needed + allowances.context_bytes,
+        lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
         by_share=plan,
     )

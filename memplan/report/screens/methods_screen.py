@@ -40,7 +40,7 @@ def methods_screen(
     words = [
         *_words(plans),
         *notes,
-        f"{more}Every config: --all. In full, with the allocator simulated: {_command(plans[0])}",
+        f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
     return (tuple(_head(plans, canvas, unit)), _lines(rows, canvas, unit), lines)

@@ -42,9 +42,10 @@ class Updates:
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
+        alone = inputs.setup.config.gradients.lifetime == "layer"
         groups: dict[str, list[Named]] = {}
         for name, entry in tensors.trained:
-            groups.setdefault(entry.optimizer_name, []).append((name, entry))
+            groups.setdefault(name if alone else entry.optimizer_name, []).append((name, entry))
         self._groups = sorted(groups.values(), key=lambda group: group[0][1].optimizer.takes == "all")
         self._stored = stored_names(inputs.setup, inputs.states.tensors)
         self._by_name = dict(tensors.trained)
