@@ -14,6 +14,7 @@ from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
+from memplan.plan.reserve.simulation import Runs, simulated
 from memplan.training.resolved import TrainingSetup
 
 MOST_RANKS = 2**12
@@ -150,6 +151,8 @@ class Placements:
 def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: Sequence[Device]) -> Placements:
     """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
 
+    One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
+
     Args:
         model: The model.
         setup_of: The setup for a number of GPUs, as ``memplan fit --gpus`` makes it.
@@ -166,14 +169,16 @@ def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: 
     alone = compiled(1)
     _refuse_parallel(alone.setup)
     refusal = _refusal(compiled)
-    rows = []
+    rows, runs = [], Runs()
     for device in able_devices(alone, devices_for(alone.setup, devices)):
         plan = alone.evaluate(device)
+        if plan.allocated_bytes <= plan.usable_bytes:
+            plan = simulated(plan, least=False, runs=runs)
         if plan.verdict == "fits":
             rows.append(Placement(device, 1, plan))
         elif refusal and (count := fewest_devices(alone, device)) is not None:
-            pooled = Device(device.gpu, device.name, count)
-            rows.append(Placement(device, count, alone.evaluate(pooled), pooled=True))
+            pooled = Device(device.gpu, device.name, max(2, count))
+            rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
         elif not refusal and (count := fewest_ranks(compiled, device)) is not None:
             rows.append(Placement(device, count, compiled(count).evaluate(device)))
     return Placements(tuple(rows), refusal)

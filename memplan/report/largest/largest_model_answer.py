@@ -217,7 +217,7 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
         )
     return (
         "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
-        "memplan fit --gpus plans them; bytes are one GPU's."
+        "memplan fit --gpus plans them; bytes are one GPU's, with the allocator's reserve as a share."
     )
 
 
