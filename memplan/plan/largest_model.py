@@ -14,7 +14,6 @@ from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
-from memplan.plan.reserve.simulation import Runs, simulated
 from memplan.training.resolved import TrainingSetup
 
 MOST_RANKS = 2**12
@@ -148,7 +147,12 @@ class Placements:
     most: int = MOST_RANKS
 
 
-def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: Sequence[Device]) -> Placements:
+def placements(
+    model: Model,
+    setup_of: Callable[[int], TrainingSetup],
+    devices: Sequence[Device],
+    simulated: Callable[[MemoryPlan], MemoryPlan],
+) -> Placements:
     """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
 
     One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
@@ -157,6 +161,7 @@ def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: 
         model: The model.
         setup_of: The setup for a number of GPUs, as ``memplan fit --gpus`` makes it.
         devices: One GPU of each kind.
+        simulated: Simulates the reserve of a plan for one GPU.
 
     Raises:
         CannotAnswerError: The config says itself how many GPUs it is for.
@@ -169,11 +174,11 @@ def placements(model: Model, setup_of: Callable[[int], TrainingSetup], devices: 
     alone = compiled(1)
     _refuse_parallel(alone.setup)
     refusal = _refusal(compiled)
-    rows, runs = [], Runs()
+    rows = []
     for device in able_devices(alone, devices_for(alone.setup, devices)):
         plan = alone.evaluate(device)
         if plan.allocated_bytes <= plan.usable_bytes:
-            plan = simulated(plan, least=False, runs=runs)
+            plan = simulated(plan)
         if plan.verdict == "fits":
             rows.append(Placement(device, 1, plan))
         elif refusal and (count := fewest_devices(alone, device)) is not None:

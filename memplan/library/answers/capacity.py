@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
@@ -228,12 +229,14 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
     inputs = job_inputs("where", model, options, refused={"gpus": "how many GPUs it takes is the question"})
     from memplan.library.lookup.prices import load_prices
     from memplan.plan.largest_model import placements
+    from memplan.plan.reserve.simulation import Runs, simulated
 
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
     setup = inputs.setup(known)
-    rows = placements(known, lambda count: inputs.setup(known, gpus=count), devices)
+    played = partial(simulated, least=False, runs=Runs())
+    rows = placements(known, lambda count: inputs.setup(known, gpus=count), devices, played)
     return Where(known, setup, rows, prices)
 
 
