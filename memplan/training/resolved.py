@@ -277,10 +277,11 @@ def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str
     entry = catalog.optimizers[name]
     if entry.takes == "matrices" and role not in MATRIX_ROLES and entry.rest is not None:
         return entry.rest
-    if config.adapter is None and entry.implementation == catalog.optimizers[default].implementation:
+    stack, alike = catalog.stack(config.stack), entry.implementation == catalog.optimizers[default].implementation
+    if config.adapter is None and alike and stack.full_floats != "as-is":
         names = {each: format_name(config, each) for each in ROLES}
-        cast = kbit_formats(config, catalog.stack(config.stack), names)[role]
-        return "adamw-fp32" if cast == "fp32" != names[role] else name  # states are as wide as what the stack has cast
+        wide = kbit_formats(config, stack, names)[role] == "fp32"
+        return "adamw-fp32" if wide else name  # states are as wide as what the stack has cast
     return name
 
 

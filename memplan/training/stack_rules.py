@@ -120,7 +120,8 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
 def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
     """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained."""
     flash = (config.kernels.attention or stack.kernels.attention) == "flash"
-    if stack.full_floats == "as-is" or config.adapter is not None or flash:
+    sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
+    if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded:
         return dict(names)
     ends = ("embedding", "head", "norm")
     return {role: "fp32" if role in ends and name in FLOATS else name for role, name in names.items()}

@@ -62,11 +62,15 @@ def linear_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], 
 
 
 def _chunk(builder: Builder, x: Value, weight: Weight, vocab_size: int) -> Sizes:
-    """Return what one chunk takes: its logits, and where autocast casts copies of its rows and of the head and its gradient."""
+    """Return what one chunk takes: its logits; copies of its rows and of the head where autocast casts; the head's gradient in fp32.
+
+    A gradient in 16 bits, or of logits in 16 bits, is added to where it is.
+    """
     compute = builder.compute if builder.settings.autocast else x.element_bytes
     logits = [(Quantity.CHUNK, vocab_size * compute)]
     if x.element_bytes == weight.element_bytes == compute:
-        return logits
+        again = weight.own_bytes if weight.trainable and compute == 4 else 0
+        return [*logits, (ONE, again)]
     cast = weight.rows * weight.columns * compute if weight.element_bytes != compute else 0
     return [*logits, (Quantity.CHUNK, x.width * compute), (ONE, cast)]
 
