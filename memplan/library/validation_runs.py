@@ -100,7 +100,9 @@ def _require_torch() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
-        raise CannotAnswerError("measuring needs torch, which is not installed: pip install 'memplan[torch]'")
+        raise CannotAnswerError(
+            "measuring needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+        )
 
 
 def _cuda() -> bool:

@@ -106,7 +106,9 @@ def trace_huggingface(directory: str | Path, setup: TrainingSetup) -> Trace:
     try:
         from memplan.trace.transformers_models import causal_model, without_packing
     except ImportError as error:
-        raise CannotAnswerError("transformers is not installed: pip install memplan[hf]") from error
+        raise CannotAnswerError(
+            "transformers is not installed: pip install '.[hf]' in a checkout of memplan"
+        ) from error
     with _explained(f"building the model of {directory}"), _NoInitialisation(), torch.device("meta"):
         module = causal_model(Path(directory), setup)
     _to_dtype(module, setup)

@@ -105,7 +105,9 @@ def check_torch() -> None:
         CannotAnswerError: There is none.
     """
     if find_spec("torch") is None:
-        raise CannotAnswerError("experiments need torch, which is not installed: pip install 'memplan[torch]'")
+        raise CannotAnswerError(
+            "experiments need torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+        )
 
 
 def _silent(done: int, note: str) -> None:

@@ -97,7 +97,9 @@ def _prepared_torch(request: TrainingRequest) -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
-        raise CannotAnswerError("training needs torch, which is not installed: pip install 'memplan[torch]'")
+        raise CannotAnswerError(
+            "training needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+        )
     from memplan.lab.training.device import prepare
 
     prepare(request.device, request.threads)

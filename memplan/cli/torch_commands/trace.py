@@ -66,7 +66,7 @@ def trace_command(
 ) -> int:
     """What would torch do, exactly? A real training step on tensors without memory; no GPU needed.
 
-    Shows formula beside trace. Without --config: bf16-adamw. Needs torch (pip install memplan[torch]).
+    Shows formula beside trace. Without --config: bf16-adamw. Needs torch (pip install '.[torch]' in a checkout).
     """
     if traced.history is not None:
         given = [model.model, traced.hf, traced.module, *model.shapes.given()]

@@ -193,7 +193,9 @@ def require_torch() -> None:
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
-        raise CannotAnswerError("tracing needs torch, which is not installed: pip install 'memplan[torch]'")
+        raise CannotAnswerError(
+            "tracing needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+        )
 
 
 def _say_nothing(_: str) -> None:

@@ -72,7 +72,7 @@ def _program(name: str) -> Any:
     except ImportError as error:
         missing = error.name or str(error)
         raise CannotAnswerError(
-            f"tracing stack {name} needs {missing.partition('.')[0]}: pip install 'memplan[stacks]'"
+            f"tracing stack {name} needs {missing.partition('.')[0]}: pip install '.[stacks]' in a checkout of memplan"
         ) from None
     finally:
         logging.disable(logging.NOTSET)
@@ -80,7 +80,9 @@ def _program(name: str) -> Any:
         try:
             version(package)
         except PackageNotFoundError:
-            raise CannotAnswerError(f"tracing stack {name} needs {package}: pip install 'memplan[stacks]'") from None
+            raise CannotAnswerError(
+                f"tracing stack {name} needs {package}: pip install '.[stacks]' in a checkout of memplan"
+            ) from None
     return program
 
 
