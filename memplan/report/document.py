@@ -27,6 +27,7 @@ STYLES = {
     r"\bNO(?=:|  )": "bold red",
     "[█▏▎▍▌▋▊▉]+": "cyan",
     "▒+": "yellow",
+    "(?<=┤)[█▒]+": "red",
     "<- .*": "bold",
 }
 """What a terminal with colours shows in one."""
