@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
     from memplan.library.lookup import Shapes
 
-MODEL, DEVICE, TRAINING, OUTPUT = "Model", "Device", "Training", "Output"
+MODEL, DEVICE, TRAINING, INFERENCE, OUTPUT = "Model", "Device", "Training", "Inference (--method inference)", "Output"
 """Headings of help."""
 
 
@@ -26,6 +26,13 @@ class OutputFormat(StrEnum):
     json = "json"
     csv = "csv"
     md = "md"
+
+
+class Engine(StrEnum):
+    """Who serves a model."""
+
+    serving = "serving"
+    transformers = "transformers"
 
 
 class Unit(StrEnum):
@@ -129,6 +136,32 @@ class DeviceOptions:
             help="Measured workspaces and context, from memplan validate --calibrate.",
         ),
     ] = None
+
+
+# ------------------------------------------------------------------ inference
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """What is done with the model: trained, or served."""
+
+    method: Annotated[
+        str | None,
+        option(TRAINING, "--method", metavar="NAME", help="sft or pretrain: the training step; or inference."),
+    ] = None
+    context: Annotated[
+        int,
+        option(INFERENCE, "--context", min=1, metavar="N", help="Tokens of a sequence, prompt and answer together."),
+    ] = 4096
+    concurrency: Annotated[int, option(INFERENCE, "--concurrency", min=1, metavar="N", help="Sequences at once.")] = 1
+    kv_dtype: Annotated[
+        str | None, option(INFERENCE, "--kv-dtype", metavar="NAME", help="Of the cache: bf16, fp16, fp8-e4m3, ...")
+    ] = None
+    weights: Annotated[
+        str | None, option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices; see memplan list formats.")
+    ] = None
+    engine: Annotated[
+        Engine,
+        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged cache, chunked prompts) or transformers."),
+    ] = Engine.serving
 
 
 # ------------------------------------------------------------------ output

@@ -18,6 +18,7 @@ class SchemaName(StrEnum):
 
     plan = "plan"
     fit = "fit"
+    inference = "inference"
     max = "max"
     where = "where"
     largest = "largest"

@@ -7,6 +7,7 @@ from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import (
     DetailOptions,
     DeviceOptions,
+    MethodOptions,
     ModelOptions,
     OutputOptions,
     PlotOptions,
@@ -14,6 +15,7 @@ from memplan.cli.option_groups import (
 )
 from memplan.cli.output import draw, emit, shows_screen
 from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.errors import CannotAnswerError, InvalidFileError
 
 
 @command(example="memplan fit llama-8b --gpu rtx4090 --qlora -b 2 -s 4k")
@@ -21,6 +23,7 @@ def fit_command(
     model: ModelOptions,
     device: DeviceOptions,
     training: TrainingOptions,
+    method: MethodOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
     detail: DetailOptions,
@@ -30,6 +33,8 @@ def fit_command(
 
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
     """
+    if _serves(method):
+        return _served(model, device, training, method, verdict, output)
     options = job_options(output, training, model, device)
     if options["config"] is None:
         every = memplan.fit(model.model, **options)
@@ -40,3 +45,49 @@ def fit_command(
     answer = memplan.plan(model.model, **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+
+
+def _serves(method: MethodOptions) -> bool:
+    """Tell whether serving is asked for.
+
+    Raises:
+        MemplanError: A method that is not planned, or an option of serving without it.
+    """
+    if method.method is not None:
+        from memplan.library.runs.served_model import refuse_method
+
+        refuse_method(method.method)
+    if method.method == "inference":
+        return True
+    given = [name for name in SERVING if getattr(method, name) != getattr(MethodOptions(), name)]
+    if given:
+        raise InvalidFileError([f"--{given[0].replace('_', '-')} counts with --method inference alone"])
+    return False
+
+
+def _served(
+    model: ModelOptions,
+    device: DeviceOptions,
+    training: TrainingOptions,
+    method: MethodOptions,
+    verdict: VerdictOptions,
+    output: OutputOptions,
+) -> int:
+    """Answer for a model that is served."""
+    from memplan.library.lookup import find_model
+    from memplan.library.runs.served_model import InferenceOptions, serve
+
+    if training != TrainingOptions():
+        raise InvalidFileError(
+            ["--method inference: no option of training counts; say --weights, --context, --concurrency"]
+        )
+    if device.gpus > 1:
+        raise CannotAnswerError("--method inference: serving on several GPUs is not modelled")
+    options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine.value)
+    catalog = output.catalog()
+    answer = serve(find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+
+
+SERVING = ("context", "concurrency", "kv_dtype", "weights", "engine")
+"""Options of serving."""

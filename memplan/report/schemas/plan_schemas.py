@@ -66,6 +66,28 @@ def _model() -> t.Schema:
     return t.object_schema({"name": t.TEXT, **counts, **t.same(t.TEXT, "architecture", "source")})
 
 
+def inference_schema() -> t.Schema:
+    """Return the schema of ``memplan fit --method inference``."""
+    gpu = t.object_schema({"name": t.TEXT, "count": t.COUNT, **t.same(t.BYTES, "memory_bytes", "usable_bytes")})
+    asked = t.object_schema(
+        {**t.same(t.COUNT, "context", "concurrency"), **t.same(t.TEXT, "kv_dtype", "weights", "engine")}
+    )
+    figures = t.same(t.BYTES, "device_bytes", "upper_bytes", "largest_context", "largest_concurrency")
+    return t.object_schema(
+        {
+            "schema": {"const": "memplan/inference/1"},
+            **t.same(t.TEXT, "memplan_version", "catalog_hash", "answer"),
+            "verdict": t.VERDICT,
+            "model": _model(),
+            "gpu": gpu,
+            "inference": asked,
+            "components": t.array_schema(t.object_schema({"name": t.TEXT, "bytes": t.BYTES})),
+            **figures,
+            "assumptions": t.array_schema(t.TEXT),
+        }
+    )
+
+
 def _suggestion() -> t.Schema:
     own = t.object_schema({"setting": t.TEXT, "own_key": t.TEXT_OR_NULL, "own_value": t.TEXT_OR_NULL})
     figures = {"saves_bytes": t.INTEGER, "flips_verdict": t.FLAG}

@@ -1,0 +1,212 @@
+"""``memplan fit --method inference``: does serving this model fit, and how far does it go?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import StorageFormat
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
+from memplan.library.answers.answer import Answer
+from memplan.library.lookup import find_device
+from memplan.library.lookup.released_keys import released_keys
+from memplan.model.inventory import ROLES, Role
+from memplan.model.model import Model
+from memplan.plan.inference.served_plan import Request, Served, ServedModel
+from memplan.plan.memory_plan import Device
+from memplan.step.kernels.on_card import on_card
+from memplan.training.resolved import FLOAT_BYTES, resolve
+
+if TYPE_CHECKING:
+    from memplan.report.document import Document
+
+METHODS = ("sft", "pretrain", "inference")
+"""Methods that are planned; the first two are the training step."""
+
+OTHER_METHODS = ("distillation", "dpo", "grpo", "kto", "orpo", "ppo", "reward", "simpo")
+"""Methods that people name and that are not modelled."""
+
+KEY_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
+"""Dtypes of a cache. FP8 keeps one scale for a whole tensor of it, if any (vllm/config/cache.py, ``cache_dtype``)."""
+
+PREFILL_TOKENS = 2048
+"""Tokens that a serving engine's forward takes at most where nothing is said
+(``DEFAULT_MAX_NUM_BATCHED_TOKENS`` of vllm/config/scheduler.py)."""
+
+MOST_CONCURRENCY = 65_536
+MOST_CONTEXT = 16_777_216
+
+KEPT_IN_FLOATS: tuple[Role, ...] = ("embedding", "head", "norm", "bias", "router")
+"""Roles whose weights stay in the compute dtype beside coded matrices, as bitsandbytes, GPTQ and AWQ leave them."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceOptions:
+    """What is served, and how.
+
+    Attributes:
+        context: Tokens of each sequence, prompt and answer together.
+        concurrency: Sequences at once.
+        kv_dtype: Dtype of cached keys and values; ``None`` for that of the computation.
+        weights: Weight format of the matrices; ``None`` for the released one where the catalog has it, or bf16.
+        engine: ``transformers``: its ``generate`` with a growing cache; ``serving``: a paged cache and chunked prompts.
+    """
+
+    context: int = 4096
+    concurrency: int = 1
+    kv_dtype: str | None = None
+    weights: str | None = None
+    engine: Literal["transformers", "serving"] = "serving"
+
+
+@dataclass(frozen=True)
+class Serving(Answer):
+    """What serving a model takes of a GPU.
+
+    Attributes:
+        weights: Name of the format of its matrices.
+        notes: What is taken for granted, one sentence each.
+    """
+
+    model: Model
+    device: Device
+    options: InferenceOptions
+    weights: str
+    kv_dtype: str
+    served: Served
+    planner: ServedModel
+    notes: tuple[str, ...]
+    catalog: Catalog
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits: ``fits``, ``tight`` or ``no``."""
+        return self.served.verdict
+
+    @cached_property
+    def largest_context(self) -> int:
+        """The longest context that fits at this concurrency, or 0."""
+        limit = self.model.spec.max_position_embeddings or MOST_CONTEXT
+        return self.planner.largest(
+            lambda tokens: _request(replace(self.options, context=tokens), self.kv_dtype), limit
+        )
+
+    @cached_property
+    def largest_concurrency(self) -> int:
+        """How many sequences of this context fit at once, or 0."""
+        return self.planner.largest(
+            lambda count: _request(replace(self.options, concurrency=count), self.kv_dtype), MOST_CONCURRENCY
+        )
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
+        """Return the answer as tables, sentences and JSON."""
+        from memplan.report.plans.inference_answer import ServedAnswer, inference_document
+
+        asked = asdict(self.options) | {"weights": self.weights, "kv_dtype": self.kv_dtype}
+        reach = self.largest_context, self.largest_concurrency
+        shown = ServedAnswer(self.model, self.device, asked, self.served, *reach, self.notes)
+        return inference_document(shown, self.catalog.hash if full else "", unit, strict=strict)
+
+
+def serve(
+    model: Model, options: InferenceOptions, catalog: Catalog, gpu: str | None, gpu_memory: str | None
+) -> Serving:
+    """Return whether a model can be served on a GPU.
+
+    Raises:
+        InvalidFileError: Numbers out of range, or an unknown dtype.
+        CannotAnswerError: No GPU is named or here, or the model's forward is not modelled.
+    """
+    _refuse(options)
+    device = find_device(gpu, gpu_memory, 1, catalog)
+    weights, about = _weights(model, options, catalog)
+    kv_dtype = options.kv_dtype or "bf16"
+    config = TrainingConfig(description="serving", stack="transformers", weights={"default": "bf16"})
+    setup = on_card(resolve(config, catalog, "inference"), model, device.gpu)
+    stored = _stored(weights, catalog)
+    keys, windows = _keys(model, catalog)
+    planner = ServedModel(model, keys, setup, stored, device)
+    served = planner.plan(_request(options, kv_dtype))
+    notes = (*about, *windows, *_engine_notes(options, device), *setup.card_notes, *model.notes)
+    return Serving(model, device, options, weights, kv_dtype, served, planner, notes, catalog)
+
+
+def _refuse(options: InferenceOptions) -> None:
+    problems = []
+    for name, most in (("context", MOST_CONTEXT), ("concurrency", MOST_CONCURRENCY)):
+        value = getattr(options, name)
+        if not 1 <= value <= most:
+            problems.append(f"--{name}: expected a whole number from 1 to {most:,}, got {value}")
+    if options.kv_dtype is not None and options.kv_dtype not in KEY_VALUE_BYTES:
+        known = f"; known: {', '.join(KEY_VALUE_BYTES)}"
+        problems.append(
+            f"--kv-dtype: unknown dtype {options.kv_dtype!r}{match_hint(options.kv_dtype, KEY_VALUE_BYTES, known)}"
+        )
+    if problems:
+        raise InvalidFileError(problems)
+
+
+def refuse_method(method: str) -> None:
+    """Refuse a method that is not planned.
+
+    Raises:
+        CannotAnswerError: It is known, and not modelled.
+        InvalidFileError: It is not known.
+    """
+    if method in OTHER_METHODS:
+        raise CannotAnswerError(
+            f"method {method} is not modelled: its other models, log-probabilities or rollouts are in no plan yet; "
+            f"planned are {', '.join(METHODS)}"
+        )
+    if method not in METHODS:
+        known = (*METHODS, *OTHER_METHODS)
+        hint = match_hint(method, known, f"; known: {', '.join(known)}")
+        raise InvalidFileError([f"unknown method {printable(method)!r}{hint}"])
+
+
+def _request(options: InferenceOptions, kv_dtype: str) -> Request:
+    paged = options.engine == "serving"
+    prefill = PREFILL_TOKENS if paged else options.concurrency * options.context
+    prefill = max(prefill, options.concurrency)
+    layout: Literal["dynamic", "paged"] = "paged" if paged else "dynamic"
+    return Request(options.context, options.concurrency, KEY_VALUE_BYTES[kv_dtype], prefill, layout)
+
+
+def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple[str, tuple[str, ...]]:
+    """Return the format of the matrices, and what is to be said of it."""
+    if options.weights is not None:
+        return catalog.formats.name_of(options.weights), ()
+    released = model.quantization
+    if released is None:
+        return "bf16", ()
+    if released in catalog.formats:
+        return catalog.formats.name_of(released), (f"weights in {released}, as released",)
+    return "bf16", (f"released in {released}, which is no format of the catalog: planned in bf16; say --weights",)
+
+
+def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
+    matrices, floats = catalog.formats[weights], catalog.formats[weights if weights in FLOAT_BYTES else "bf16"]
+    return {role: floats if role in KEPT_IN_FLOATS else matrices for role in ROLES}
+
+
+def _keys(model: Model, catalog: Catalog) -> tuple[dict[str, Any], tuple[str, ...]]:
+    try:
+        return dict(released_keys(model, catalog)), ()
+    except CannotAnswerError:
+        return {}, ("windows of attention are not known without a config.json: every layer caches the whole context",)
+
+
+def _engine_notes(options: InferenceOptions, device: Device) -> tuple[str, ...]:
+    if options.engine == "transformers":
+        return (
+            "transformers' generate: all prompts in one forward, a cache that grows by concatenation, logits of the last position",
+        )
+    return (
+        f"a serving engine: cache in blocks of 16 tokens, prompts in chunks of {PREFILL_TOKENS:,} tokens; engines differ in "
+        "CUDA graphs, in kernels that read coded weights as they are, and in prefix sharing",
+        f"vLLM takes a share of {device.name}, gpu_memory_utilization (0.9 by default), whatever the cache needs: what is left "
+        "of it besides weights and activations is cache",
+    )

@@ -1,0 +1,100 @@
+"""The cache of keys and values: what each layer keeps of a token, and of how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memplan.model.spec import LatentAttention, ModelSpec
+from memplan.units import round_up
+
+Layout = Literal["dynamic", "paged"]
+
+PAGE_TOKENS = 16
+"""Tokens of a block of a paged cache (``block_size`` of vllm/config/cache.py, CUDA's default)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """What one layer keeps.
+
+    Attributes:
+        key_elements: Numbers of one token's keys; with latent attention of what is compressed.
+        value_elements: Numbers of one token's values; with latent attention of the shared rotated keys.
+        window: The tokens that its attention looks back on, itself included; 0 for all.
+    """
+
+    key_elements: int
+    value_elements: int
+    window: int
+
+    def tokens(self, context: int, layout: Layout) -> int:
+        """Return how many tokens of a sequence it keeps.
+
+        Formula:
+            ``min(context, window - 1)`` as transformers' DynamicCache, which adds the token at hand when it attends;
+            whole blocks of ``min(context, window)`` in a paged cache.
+
+        Source:
+            transformers/cache_utils.py, DynamicSlidingWindowLayer.update (v5.23.0)
+        """
+        if layout == "dynamic":
+            return min(context, self.window - 1) if self.window else context
+        return round_up(min(context, self.window or context), PAGE_TOKENS)
+
+
+def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer, ...]:
+    """Return what every layer of a model keeps.
+
+    Args:
+        spec: The model.
+        keys: Keys of its ``config.json``, which state windows.
+
+    Latent attention keeps what is compressed, and the rotated part of the keys that all heads share (transformers 4 kept
+    the keys and values of every head).
+
+    Source:
+        transformers/models/deepseek_v3/modeling_deepseek_v3.py (v5.23.0); https://arxiv.org/abs/2405.04434, 2.1.2
+    """
+    windows = layer_windows(keys, spec.num_hidden_layers)
+    sizes = []
+    for run in spec.runs:
+        part = run.layer.attention
+        if not isinstance(part, LatentAttention):
+            own = (part.key_value_size, part.key_value_size)
+        else:
+            own = (part.kv_lora_rank, part.qk_rope_head_dim)
+        sizes += [own] * run.count
+    return tuple(CachedLayer(*size, window) for size, window in zip(sizes, windows, strict=True))
+
+
+def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the window of each layer's attention, 0 where it looks back on everything.
+
+    Args:
+        keys: Keys of a ``config.json``, ``model_type`` among them.
+        layers: Layers of the model.
+
+    Source:
+        ``layer_types`` of the configuration classes of transformers v5.23.0
+    """
+    kind, stated = str(keys.get("model_type")), keys.get("sliding_window")
+    window = stated if isinstance(stated, int) and not isinstance(stated, bool) else _DEFAULT_WINDOWS.get(kind, 0)
+    if "sliding_window" in keys and stated is None:
+        window = 0
+    listed = keys.get("layer_types")
+    if isinstance(listed, (list, tuple)):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in listed)
+    if kind in _EVERY_NTH_FULL:
+        nth = keys.get("sliding_window_pattern") or _EVERY_NTH_FULL[kind]
+        return tuple(window if (layer + 1) % nth else 0 for layer in range(layers))
+    if kind.startswith("qwen") or kind == "smollm3":
+        first = keys.get("max_window_layers", 28) if keys.get("use_sliding_window") is True else layers
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+    return (window,) * layers
+
+
+_DEFAULT_WINDOWS: Mapping[str, int] = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+_EVERY_NTH_FULL: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+"""Families whose layers alternate between windows and full attention; every so many is full."""

@@ -1,0 +1,200 @@
+"""The bytes of a model that answers several sequences at once, by component, against a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.catalog.entries import StorageFormat
+from memplan.model.inventory import Role
+from memplan.model.model import Model
+from memplan.plan.allowances import allowances_for
+from memplan.plan.inference.key_value_cache import CachedLayer, Layout, cached_layers
+from memplan.plan.memory_plan import Device, Verdict, verdict_of
+from memplan.step.instants import regime_of
+from memplan.step.model_on_tape import model_on_tape
+from memplan.step.states.model_states import model_states
+from memplan.step.states.optimizer_scratch import step_temporaries
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import quantities
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import round_up
+
+SAMPLING_BYTES = 4
+"""Bytes of a logit that is sampled from: the last position's logits are copied in fp32
+(transformers/generation/utils.py, ``_sample``, v5.23.0)."""
+
+LEAST_LARGE, LARGE_ROUND, SMALL_SEGMENT = 10 * 2**20, 2 * 2**20, 20 * 2**20
+"""Tensors from which segments are their own, what those are rounded to, and the segment that smaller ones share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is served.
+
+    Attributes:
+        context: Tokens of each sequence, prompt and answer together.
+        concurrency: Sequences at once.
+        key_value_bytes: Bytes of one number in the cache.
+        prefill: Tokens of prompts that one forward takes, all sequences together.
+        layout: How the cache is kept.
+    """
+
+    context: int
+    concurrency: int
+    key_value_bytes: int
+    prefill: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What serving takes of a device.
+
+    Attributes:
+        components: Component -> bytes, which add up to ``device_bytes``.
+        upper_bytes: Upper end of the interval.
+        layers: What each layer caches.
+    """
+
+    request: Request
+    components: Mapping[str, int]
+    device_bytes: int
+    upper_bytes: int
+    usable_bytes: int
+    verdict: Verdict
+    layers: tuple[CachedLayer, ...]
+
+
+class ServedModel:
+    """A model in its formats on a device, whose requests are planned.
+
+    Args:
+        model: The model.
+        keys: Keys of its ``config.json``, for windows.
+        setup: A setup of frozen weights in floats: which kernels run, and in what dtype.
+        stored: Format of each role's weights.
+        device: One GPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        keys: Mapping[str, Any],
+        setup: TrainingSetup,
+        stored: Mapping[Role, StorageFormat],
+        device: Device,
+    ) -> None:
+        self.model, self.keys, self.setup, self.device = model, keys, setup, device
+        sizes = [(_stored_bytes(t.shape, stored[t.role], setup), t.count) for t in model.inventory]
+        self.weight_bytes = sum(size * count for size, count in sizes)
+        self.segment_bytes = sum(segment_rest(size) * count for size, count in sizes)
+        coded = [t for t in model.inventory if stored[t.role].training != "float" and len(t.shape) > 1]
+        self.decoded_bytes = max((_elements(t.shape) * setup.compute_bytes for t in coded), default=0)
+        self.allowances = allowances_for(device.gpu, device.count, setup.reserve_share, setup.hardware)
+
+    def plan(self, request: Request) -> Served:
+        """Return what a request takes.
+
+        Formula:
+            ``weights + sum over layers of concurrency * tokens * (keys + values) * bytes + the fullest moment of one
+            layer's forward without gradients over the tokens of a prefill + a decoded matrix + logits of one position``
+        """
+        layers = cached_layers(self.model.spec, self.keys)
+        cache = cache_bytes(layers, request)
+        logits = request.concurrency * self.model.spec.vocab_size * (self.setup.compute_bytes + SAMPLING_BYTES)
+        forward = self._forward_bytes(request) + _grown_bytes(layers, request)
+        passing = forward + self.decoded_bytes + logits
+        kept = self.weight_bytes + cache
+        segments = self.segment_bytes + sum(2 * segment_rest(size) for size in layer_sizes(layers, request))
+        allowances, least = self.allowances, kept + passing + self.allowances.library_bytes
+        reserve = segments + passing * allowances.reserve_fraction // 1
+        device = least + reserve + allowances.context_bytes
+        upper = least + segments + SMALL_SEGMENT + passing * allowances.upper_reserve_fraction // 1
+        upper += allowances.upper_context_bytes
+        components = {
+            "weights": self.weight_bytes,
+            "kv_cache": cache,
+            "activations": forward,
+            "logits": logits,
+            "temporaries": self.decoded_bytes,
+            "library_workspaces": self.allowances.library_bytes,
+            "allocator_reserve": reserve,
+            "device_context": self.allowances.context_bytes,
+        }
+        usable = self.device.usable_bytes(0)
+        return Served(request, components, device, upper, usable, verdict_of(device, upper, usable), layers)
+
+    def largest(self, of: Callable[[int], Request], most: int) -> int:
+        """Return the largest number for which the request fits at the upper end, 0 where none does."""
+        low, high = 0, 1
+        while high < most and self.plan(of(high)).verdict == "fits":
+            low, high = high, high * 2
+        high = min(high, most)
+        if self.plan(of(high)).verdict == "fits":
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.plan(of(middle)).verdict == "fits" else (low, middle)
+        return low
+
+    def _forward_bytes(self, request: Request) -> int:
+        """Return the fullest moment of one layer, what it is given included, while nothing is saved for backward."""
+        tokens = min(request.prefill, request.concurrency * request.context)
+        length = min(tokens, request.context)
+        batch = -(-tokens // length)
+        states = model_states(self.setup, self.model.inventory, ())
+        regime = regime_of(self.model, self.setup, batch, length)
+        temporaries = step_temporaries(self.setup, states.tensors)
+        taped = model_on_tape(StepInputs(self.model.spec, self.setup, states, regime, 0, temporaries))
+        values = quantities(batch, length, 1, self.model.spec.vocab_size)
+        moments = (moment for section in taped.layers for moment in section.evaluated().forward)
+        return max(moment.form.total_bytes(values) for moment in moments)
+
+
+def cache_bytes(layers: tuple[CachedLayer, ...], request: Request) -> int:
+    """Return the bytes of all sequences' cached keys and values."""
+    numbers = sum(
+        (one.key_elements + one.value_elements) * one.tokens(request.context, request.layout) for one in layers
+    )
+    return request.concurrency * numbers * request.key_value_bytes
+
+
+def layer_sizes(layers: tuple[CachedLayer, ...], request: Request) -> list[int]:
+    """Return the bytes of the keys, or what is as large, that each layer keeps as one tensor."""
+    each = [one.key_elements * one.tokens(request.context, request.layout) for one in layers]
+    return [request.concurrency * elements * request.key_value_bytes for elements in each]
+
+
+def segment_rest(size: int) -> int:
+    """Return what a tensor leaves unused of a segment of its own.
+
+    Source:
+        kMinLargeAlloc and kRoundLarge of c10/core/AllocatorConfig.h (v2.13.0): one of 10 MiB and more has a segment
+        rounded up to 2 MiB; smaller ones share segments.
+    """
+    return round_up(size, LARGE_ROUND) - size if size >= LEAST_LARGE else 0
+
+
+def _grown_bytes(layers: tuple[CachedLayer, ...], request: Request) -> int:
+    """Return what a cache that grows by concatenation holds twice: one layer's keys while the longer ones are written."""
+    if request.layout == "paged":
+        return 0
+    largest = max(max(one.key_elements, one.value_elements) * one.tokens(request.context, "dynamic") for one in layers)
+    return request.concurrency * largest * request.key_value_bytes
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _stored_bytes(shape: tuple[int, ...], stored: StorageFormat, setup: TrainingSetup) -> int:
+    """Return the bytes of a tensor; vectors, and rows that do not divide into blocks, stay in the compute dtype."""
+    elements = _elements(shape)
+    if len(shape) == 1 or (stored.blocking == "row" and shape[-1] % stored.block_elements):
+        return elements * FLOAT_BYTES[setup.config.compute_dtype]
+    return stored.level_bytes(elements)

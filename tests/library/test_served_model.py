@@ -1,0 +1,96 @@
+"""Serving a model: what the cache takes by hand, what a request adds, and how far it goes."""
+
+import jsonschema
+import pytest
+
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.lookup import Shapes, find_model
+from memplan.library.runs.served_model import InferenceOptions, refuse_method, serve
+from memplan.report.json_schemas import schema_of
+
+
+@pytest.fixture
+def served(catalog):
+    def make(name, gpu="rtx4090", **options):
+        return serve(find_model(name, Shapes(), catalog), InferenceOptions(**options), catalog, gpu, None)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("llama-3.1-8b", {"context": 8192, "concurrency": 4}, 4 * 8192 * 32 * 2 * 8 * 128 * 2),
+        ("llama-3.1-8b", {"context": 8192, "kv_dtype": "fp8-e4m3"}, 8192 * 32 * 2 * 8 * 128),
+        ("llama-3.1-8b", {"context": 100}, 112 * 32 * 2 * 8 * 128 * 2),
+        ("llama-3.1-8b", {"context": 100, "engine": "transformers"}, 100 * 32 * 2 * 8 * 128 * 2),
+        ("deepseek-v2-lite", {"context": 1600}, 1600 * 27 * (512 + 64) * 2),
+        ("mistral-7b-v0.1", {"context": 8192}, 4096 * 32 * 2 * 8 * 128 * 2),
+        ("mistral-7b-v0.1", {"context": 8192, "engine": "transformers"}, 4095 * 32 * 2 * 8 * 128 * 2),
+        ("gpt-oss-20b", {"context": 1600}, (12 * 1600 + 12 * 128) * 2 * 8 * 64 * 2),
+        ("gemma-3-1b", {"context": 1600}, (4 * 1600 + 22 * 512) * 2 * 256 * 2),
+    ],
+)
+def test_the_cache_by_hand(served, name, options, expected):
+    assert served(name, **options).served.components["kv_cache"] == expected
+
+
+def test_weights_are_every_tensor_in_its_format(served):
+    assert served("llama-3.1-8b").served.components["weights"] == 8_030_261_248 * 2
+    coded = served("llama-3.1-8b", weights="nf4-dq").served.components
+    floats = (128_256 * 4096 * 2 + 65 * 4096) * 2
+    assert floats < coded["weights"] < floats + 7_000_000_000 * 0.6
+    assert coded["temporaries"] == 4096 * 14336 * 2
+
+
+def test_lines_add_up_and_the_largest_fits_while_the_next_does_not(served):
+    answer = served("llama-3.1-8b", context=8192, concurrency=4)
+    assert sum(answer.served.components.values()) == answer.served.device_bytes <= answer.served.upper_bytes
+    context, count = answer.largest_context, answer.largest_concurrency
+    assert served("llama-3.1-8b", context=context, concurrency=4).verdict == "fits"
+    assert served("llama-3.1-8b", context=context + 1, concurrency=4).verdict != "fits"
+    assert served("llama-3.1-8b", context=8192, concurrency=count).verdict == "fits"
+    assert served("llama-3.1-8b", context=8192, concurrency=count + 1).verdict != "fits"
+
+
+def test_a_released_format_is_taken_from_the_name(served):
+    answer = served("unsloth/Meta-Llama-3.1-8B-bnb-4bit")
+    assert answer.weights == "nf4"
+    assert any("as released" in note for note in answer.notes)
+
+
+def test_json_follows_its_schema(cli):
+    ran = cli("fit", "qwen3-8b", "--method", "inference", "--gpu", "rtx4090", "--concurrency", 4, "--json")
+    assert ran.exit_code == 0
+    jsonschema.validate(ran.data, schema_of("inference"))
+
+
+def test_what_does_not_fit_exits_with_1(cli):
+    assert cli("fit", "llama-70b", "--method", "inference", "--gpu", "rtx4090").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--method", "dpo"), 3, "method dpo is not modelled"),
+        (("--method", "inferenc"), 2, "did you mean 'inference'"),
+        (("--context", 9), 2, "--context counts with --method inference alone"),
+        (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),
+        (("--method", "inference", "--qlora"), 2, "no option of training counts"),
+        (("--method", "inference", "--gpus", 2), 3, "several GPUs is not modelled"),
+        (("--method", "inference", "--weights", "q9-0"), 2, "unknown weight format"),
+    ],
+)
+def test_what_is_refused(refused, arguments, code, message):
+    assert message in refused("fit", "llama-8b", "--gpu", "rtx4090", *arguments, code=code)
+
+
+def test_training_methods_are_the_training_step(cli):
+    for method in ("sft", "pretrain"):
+        assert cli("fit", "llama-8b", "--gpu", "rtx4090", "--qlora", "--method", method).exit_code == 0
+
+
+@pytest.mark.parametrize(("method", "error"), [("grpo", CannotAnswerError), ("nothing", InvalidFileError)])
+def test_a_method_that_is_not_planned_is_refused(method, error):
+    with pytest.raises(error):
+        refuse_method(method)
