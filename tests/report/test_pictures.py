@@ -9,8 +9,10 @@ import pytest
 
 import memplan
 from memplan.plan.components import COMPONENTS
+from memplan.plan.reserve.simulation import shares_reason
 from memplan.plan.reserve.step_timeline import STACKED, fullest_columns, step_timeline
 from memplan.report.pictures.component_colours import COLOURS
+from memplan.units import format_bytes
 
 pytest.importorskip("matplotlib")
 from memplan.report.figures import picture_of
@@ -27,11 +29,9 @@ JOBS = {
     "several GPUs": {"config": "bf16-adamw", "gpus": 4},
 }
 
-A_FEW_SCALARS = 8
-OTHERWISE_BOOKED = {
-    "muon": "a gradient that is used up is a temporary",
-    "accumulated": "the second loss is a scalar more",
-}
+TOLD = 250
+"""Events are short of the formula by one part in so many at most, as tests/step/test_events.py has it."""
+OTHERWISE_BOOKED = {"muon": "a gradient that is used up is a temporary"}
 """Jobs whose events book some bytes under another component than the formula does."""
 
 
@@ -45,23 +45,21 @@ def texts(figure):
 def test_the_fullest_moment_is_the_sum_at_the_peak(job):
     plan = memplan.plan(SMALL, **ON, **JOBS[job])
     timeline = step_timeline(plan.memory, columns=10**9)
-    fullest = [
-        dict(zip(timeline.components, column.sizes, strict=True))
-        for column in timeline.columns
-        if column.bytes == timeline.columns[timeline.peak].bytes
-    ]
-    expected = {name: int(plan.components[name]) for name in STACKED[:-1]}
-    breakdowns = [{name: moment.get(name, 0) for name in STACKED[:-1]} for moment in fullest]
-    assert abs(sum(breakdowns[0].values()) - plan.memory.requested_bytes) <= A_FEW_SCALARS
-    assert expected in breakdowns or job in OTHERWISE_BOOKED
-    assert plan.timeline.columns[plan.timeline.peak].bytes == timeline.columns[timeline.peak].bytes
-    assert timeline.told == (job != "several GPUs")
+    peak = timeline.columns[timeline.peak]
+    sizes = dict(zip(timeline.components, peak.sizes, strict=True))
+    off = {name: abs(sizes.get(name, 0) - plan.components[name]) for name in STACKED[:-1]}
+    few = plan.memory.requested_bytes // TOLD
+    assert job in OTHERWISE_BOOKED or {name: size for name, size in off.items() if size > few} == {}
+    assert abs(peak.bytes - sizes["library_workspaces"] - plan.memory.requested_bytes) <= few
+    assert plan.timeline.columns[plan.timeline.peak].bytes == peak.bytes
+    assert timeline.reason == shares_reason(plan.memory)
     assert bool(timeline.reason) != timeline.told
     assert all(size >= 0 for column in timeline.columns for size in column.sizes)
 
 
-def test_instants_that_are_columns_have_the_bytes_of_the_table():
+def test_instants_that_are_columns_have_the_bytes_of_the_table(monkeypatch):
     plan = memplan.plan(SMALL, **ON, config="bf16-adamw", gpus=4)
+    monkeypatch.setattr(sys.modules[step_timeline.__module__], "shares_reason", lambda plan: "not told")
     libraries = plan.memory.allowances.library_bytes
     assert {column.phase: column.bytes - libraries for column in plan.timeline.columns} == plan.instants
 
@@ -99,18 +97,25 @@ def test_a_step_shows_what_the_answer_says():
     assert f"live at the {plan.peak_instant}" in shown
     assert "FITS" in shown
     assert {"forward", "layers backward", "optimizer step"} <= texts(plan.figure())
-    assert any(text.startswith("usable 23.65 GiB") for text in texts(plan.figure()))
+    assert "usable 23.65 GiB (above)" in texts(plan.figure())
+    large = memplan.plan("gpt2", gpu_memory="2GiB", config="lora", sequence_length=64)
+    assert f"usable {format_bytes(large.usable_bytes)}" in texts(large.figure())
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("fit", "gpt2", "-g", "rtx4090", "--lora"),
-        ("fit", "gpt2", "-g", "rtx4090"),
-        ("compare", "gpt2", "-g", "t4", "-g", "h100", "-c", "lora"),
-        ("frontier", "gpt2", "-g", "t4", "-c", "lora"),
-        ("max", "gpt2", "--for", "batch", "-g", "t4"),
-        ("max", "-g", "t4", "-c", "tier3"),
+        *(
+            pytest.param(arguments, marks=pytest.mark.slow)
+            for arguments in (
+                ("fit", "gpt2", "-g", "rtx4090"),
+                ("compare", "gpt2", "-g", "t4", "-g", "h100", "-c", "lora"),
+                ("frontier", "gpt2", "-g", "t4", "-c", "lora"),
+                ("max", "gpt2", "--for", "batch", "-g", "t4"),
+                ("max", "-g", "t4", "-c", "tier3"),
+            )
+        ),
     ],
     ids=" ".join,
 )
@@ -154,8 +159,7 @@ def test_the_heat_map_says_everything_in_words_too():
 
 
 def test_names_are_text_and_no_formula():
-    plan = memplan.plan(SMALL, **ON, config={"description": "x", "optimizer": {"default": "adamw"}} | {})
-    figure = plan.figure()
+    figure = memplan.plan(SMALL, **ON, config="bf16-adamw").figure()
     figure.axes[0].set_title("$a_b$ <script> \x1b[31m")
     drawn = picture_of(figure, ".svg").decode()
     assert "<script>" not in drawn

@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING
 
 from memplan.errors import escaped
 from memplan.report.document import Document, Table
+from memplan.report.pictures.component_colours import COLOURS
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
 
-COLORS = {
-    "weights": "#4e79a7",
-    "master_weights": "#76b7b2",
-    "gradients": "#f28e2b",
-    "optimizer_states": "#e15759",
-    "buffers": "#9c755f",
-    "activations": "#59a14f",
-    "logits": "#edc948",
-    "temporaries": "#b07aa1",
-    "communication": "#ff9da7",
-}
-"""Colours of the components that tensors make up; what lies outside them is grey."""
-OTHER_COLOR = "#9d9d9d"
 VERDICT_COLORS = {"fits": "#2e7d32", "tight": "#b26a00", "no": "#c62828"}
 CELL = "padding:1px 8px 1px 0;border:0;text-align:"
 MARK = "position:absolute;top:0;bottom:0;width:0;border-left:2px"
@@ -54,7 +42,7 @@ def plan_html(plan: MemoryPlan, sentence: str) -> str:
 
 
 def _component_row(name: str, size: int, scale: int, usable: int) -> str:
-    return _bar_row(name, size, scale, COLORS.get(name, OTHER_COLOR), usable)
+    return _bar_row(name, size, scale, COLOURS[name], usable)
 
 
 def _bar_row(name: str, size: int, scale: int, color: str, usable: int) -> str:

@@ -22,6 +22,10 @@ LEAST_LABEL_SHARE = 0.08
 """Share of the width that a phase takes at least to be labelled."""
 
 
+FLAT = 4
+"""A job that takes less than one part in so many of the GPU is drawn by itself, and the GPU's line is said to lie above."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Lines across a picture, in bytes of the device.
@@ -54,11 +58,11 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
         limits: Lines across it.
     """
     figure, (axes,) = new_figure(width=9.0, height=4.8)
-    top = max(*limits.lines.values(), limits.context_bytes + timeline.columns[timeline.peak].bytes)
+    top = _top(limits, limits.context_bytes + timeline.columns[timeline.peak].bytes)
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     _stack(axes, timeline, limits.context_bytes, unit)
     _phases(axes, timeline)
-    _lines(axes, limits, unit, len(timeline.columns))
+    _lines(axes, limits, unit, len(timeline.columns), 1.18 * top / unit)
     _mark_peak(axes, timeline, peak, limits.context_bytes, unit)
     axes.set(title=title, ylabel=name, xlim=(0, len(timeline.columns)), ylim=(0, 1.18 * top / unit))
     axes.grid(visible=False, axis="x")
@@ -67,6 +71,13 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
         handles[::-1], labels[::-1], loc="outside right center", fontsize=8, title="at the peak", title_fontsize=8
     )
     return figure
+
+
+def _top(limits: Limits, peak_bytes: int) -> int:
+    """Return the highest that is drawn: what the GPU has, unless the job takes so little of it that it would be flat."""
+    job = max(peak_bytes, *(size for name, size in limits.lines.items() if name != limits.capacity))
+    capacity = limits.lines.get(limits.capacity, 0)
+    return job * 3 // 2 if capacity > FLAT * job else max(job, capacity)
 
 
 def _stack(axes: Axes, timeline: Timeline, context_bytes: int, unit: int) -> None:
@@ -101,16 +112,20 @@ def _phases(axes: Axes, timeline: Timeline) -> None:
     )
 
 
-def _lines(axes: Axes, limits: Limits, unit: int, count: int) -> None:
+def _lines(axes: Axes, limits: Limits, unit: int, count: int, highest: float) -> None:
+    """Draw what is expected and what the GPU has; a line that is higher than the picture is named at its top."""
     for name, size in limits.lines.items():
         usable = name == limits.capacity
         if size:
             style = {"color": "#b00020" if usable else "#222222", "linestyle": "-" if usable else "--"}
-            axes.axhline(size / unit, linewidth=1.4 if usable else 1.0, **style)  # type: ignore[arg-type]
-            text = f"{name} {format_bytes(size)}"
+            above = size / unit > highest
+            if not above:
+                axes.axhline(size / unit, linewidth=1.4 if usable else 1.0, **style)  # type: ignore[arg-type]
+            text = f"{name} {format_bytes(size)}{' (above)' if above else ''}"
             place = (0.995 if usable else 0.005) * count
             side = "right" if usable else "left"
-            axes.text(place, size / unit, text, ha=side, va="bottom", fontsize=8, color=style["color"])
+            height, edge = (0.99 * highest, "top") if above else (size / unit, "bottom")
+            axes.text(place, height, text, ha=side, va=edge, fontsize=8, color=style["color"])
 
 
 def _mark_peak(axes: Axes, timeline: Timeline, peak: str, context_bytes: int, unit: int) -> None:
