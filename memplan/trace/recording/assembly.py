@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -61,8 +62,13 @@ def _text(line: tuple[CodeType, int] | None) -> str:
     if line is None:
         return ""
     code, number = line
-    path = Path(code.co_filename)
-    return f"{path.parent.name}/{path.name}:{number}"
+    return f"{_shown_file(code.co_filename)}:{number}"
+
+
+@cache
+def _shown_file(name: str) -> str:
+    path = Path(name)
+    return f"{path.parent.name}/{path.name}"
 
 
 def _events(recorder: Recorder, storages: tuple[TracedStorage, ...]) -> tuple[Event, ...]:
