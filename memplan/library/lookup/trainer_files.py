@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, printable
-from memplan.importer.finished_job import finish
-from memplan.importer.imported_job import ImportedJob, Question, import_files
-from memplan.importer.sources.file_sources import read_source
-from memplan.importer.sources.given_keys import GivenKeys
-from memplan.importer.told_trainers import is_told
-from memplan.importer.trainer_mappings import TrainerMappings
+
+if TYPE_CHECKING:  # imported where a file is one
+    from memplan.importer.imported_job import ImportedJob
+    from memplan.importer.trainer_mappings import TrainerMappings
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
 OWN_KEYS = frozenset(("description", "schema", "model_type", "architectures", "hidden_size", "n_embd", "text_config"))
@@ -29,6 +27,8 @@ MODELLED = f"planned are {' and '.join(STAGES)}, in full or by LoRA"
 
 def trainer_mappings() -> TrainerMappings:
     """Return the shipped mappings."""
+    from memplan.importer.trainer_mappings import TrainerMappings
+
     return TrainerMappings(data_directory() / "configs" / "trainers")
 
 
@@ -45,6 +45,10 @@ def is_trainer_file(text: str) -> bool:
 
 
 def _has_trainers_keys(path: Path) -> bool:
+    from memplan.importer.sources.file_sources import read_source
+    from memplan.importer.sources.given_keys import GivenKeys
+    from memplan.importer.told_trainers import is_told
+
     source = read_source(path)
     if not isinstance(source, GivenKeys):
         return True
@@ -57,6 +61,9 @@ def trainer_job(text: str, beside: tuple[str, ...] = (), gpus: int | None = None
     Raises:
         InvalidFileError: It is no trainer's file, or no training job.
     """
+    from memplan.importer.finished_job import finish
+    from memplan.importer.imported_job import Question, import_files
+
     paths = [usable_path(text), *map(usable_path, beside)]
     job = finish(import_files(paths, Question(trainer_mappings(), gpus)))
     if job.role == "not_training":
