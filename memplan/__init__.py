@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from memplan.library.runs.history_replay import replay as replay
     from memplan.library.trainers.imported_file import Imported as Imported
     from memplan.library.trainers.imported_file import import_file as import_file
+    from memplan.library.trainers.written_back import Rewrite as Rewrite
+    from memplan.library.trainers.written_back import rewrite as rewrite
     from memplan.plan.memory_plan import Device as Device
     from memplan.plan.memory_plan import Suggestion as Suggestion
     from memplan.plan.memory_plan import Verdict as Verdict
@@ -103,6 +105,8 @@ _MODULES: dict[str, str] = {
     "Shapes": "memplan.library.lookup",
     "Imported": "memplan.library.trainers.imported_file",
     "import_file": "memplan.library.trainers.imported_file",
+    "Rewrite": "memplan.library.trainers.written_back",
+    "rewrite": "memplan.library.trainers.written_back",
     "Device": "memplan.plan.memory_plan",
     "Suggestion": "memplan.plan.memory_plan",
     "Verdict": "memplan.plan.memory_plan",

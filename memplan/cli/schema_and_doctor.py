@@ -28,6 +28,8 @@ class SchemaName(StrEnum):
     recommend = "recommend"
     check = "check"
     diff = "diff"
+    imported = "import"
+    rewrite = "rewrite"
     evidence = "evidence"
     literature = "literature"
     validation = "validation"

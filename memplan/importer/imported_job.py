@@ -32,12 +32,14 @@ class Question:
         gpus: GPUs that share the job, or None.
         trainer: The trainer where the user names it.
         version: Its version where the user names it.
+        text: What the first file is to hold, where that is not yet written.
     """
 
     mappings: TrainerMappings
     gpus: int | None = None
     trainer: str | None = None
     version: str = ""
+    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     """
     sources: list[GivenKeys] = []
     for path in paths:
-        source = read_source(path)
+        source = read_source(path, question.text if path == paths[0] else None)
         if isinstance(source, GivenKeys):
             sources.append(source)
         elif path == paths[0]:

@@ -21,6 +21,7 @@ from memplan.report.schemas.record_schemas import (
 )
 from memplan.report.schemas.schema_terms import TEXT, Schema, array_schema, object_schema
 from memplan.report.schemas.table_schemas import tables_schema
+from memplan.report.schemas.trainer_schemas import import_schema, rewrite_schema
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -42,6 +43,8 @@ ANSWERS: Mapping[str, Callable[[], Schema]] = {
     "why": plans.why_schema,
     "check": check_schema,
     "diff": diff_schema,
+    "import": import_schema,
+    "rewrite": rewrite_schema,
     "evidence": evidence_schema,
     "validation": validation_schema,
     "literature": literature_schema,

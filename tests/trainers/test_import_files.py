@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.importer.classified_keys import known_keys
+from memplan.library.lookup.trainer_files import trainer_mappings
 
 EXAMPLES = Path(__file__).parent / "examples"
 
@@ -343,3 +346,20 @@ def test_a_mapping_has_rules_of_the_kinds_that_there_are(path):
         assert rule.keys() & {"to", "table", "set", "need", "refuse", "value"}, rule
     assert all(isinstance(why, str) and why for why in data.get("not_modelled", {}).values())
     assert not set(data.get("irrelevant", ())) & set(data.get("not_modelled", {}))
+
+
+SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_every_key_of_a_released_schema_is_used_irrelevant_or_not_modelled(path):
+    mapped = trainer_mappings().body(path.stem)
+    known = known_keys(mapped)
+    missing = [
+        key
+        for key in path.read_text().split()
+        if key not in known
+        and not any("*" in name and fnmatchcase(key, name) for name in known)
+        and not any(name.startswith(f"{key}.") for name in known)
+    ]
+    assert missing == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import memplan
 from memplan.cli.grouped_command import command, without
@@ -17,6 +17,9 @@ from memplan.documents.opening import is_folder, shown_path
 from memplan.documents.writing import make_folder, say, write_file
 from memplan.errors import InvalidFileError
 from memplan.solver.search.axes import AXES
+
+if TYPE_CHECKING:
+    from memplan.library.job_options import JobOptions
 
 _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -72,6 +75,9 @@ class SearchOptions:
             help="Write the first config to a file, or all into a folder.",
         ),
     ] = None
+    write: Annotated[
+        bool, option(_SEARCH, "--write", help="Of a trainer's file: make the changes in it; the old one stays as .bak.")
+    ] = False
 
 
 @command(example="memplan suggest llama-8b --gpu rtx4090 --save best.yaml")
@@ -89,6 +95,9 @@ def suggest_command(
     """
     if search.save is not None:
         check_target(search.save)
+    options = job_options(output, training, model, device)
+    if model.model is not None and options["config"] == model.model and search.save is None:
+        return _rewrite(model.model, search.write, options, verdict, output)
     answer = memplan.suggest(
         model.model,
         keep=search.keep,
@@ -99,11 +108,22 @@ def suggest_command(
         experimental=search.experimental,
         strict=verdict.strict,
         most=search.most,
-        **job_options(output, training, model, device),
+        **options,
     )
     document = answer.document(output.unit, full=output.whole)
     if search.save is not None:
         save_configs(document.data["rows"], search.save)
+    return emit(document, output)
+
+
+def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:
+    """Answer in the keys of a trainer's own file, and write it where that is asked for."""
+    from memplan.library.trainers.written_back import write_back
+
+    answer = memplan.rewrite(file, **options)
+    document = answer.document(output.unit, strict=verdict.strict)
+    if write and document.exit_code == 0 and (copy := write_back(answer.rewritten)) is not None:
+        say(f"wrote {file}; as it was: {copy}")
     return emit(document, output)
 
 

@@ -21,13 +21,19 @@ MEGATRON = "MODEL_ARGS"
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
-def read_source(path: Path) -> GivenKeys | tuple[CommandLine, ...]:
+def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[CommandLine, ...]:
     """Return the keys of a file, or the commands that it lists.
+
+    Args:
+        path: The file.
+        text: What it is to hold, where that is not yet written.
 
     Raises:
         InvalidFileError: It cannot be read, is too large, or is none of the kinds that are read.
     """
-    text, name = read_text(path, instead=INSTEAD, suggestion="no trainer's configuration is"), shown_path(path)
+    name = shown_path(path)
+    if text is None:
+        text = read_text(path, instead=INSTEAD, suggestion="no trainer's configuration is")
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix == ".py":

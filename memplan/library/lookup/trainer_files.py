@@ -55,8 +55,10 @@ def _has_trainers_keys(path: Path) -> bool:
     return not OWN_KEYS & source.data.keys() and is_told(source, trainer_mappings().heads())
 
 
-def trainer_job(text: str, beside: tuple[str, ...] = (), gpus: int | None = None) -> ImportedJob:
-    """Return what a trainer's file says, with files that go with it.
+def trainer_job(
+    text: str, beside: Sequence[str] = (), gpus: int | None = None, content: str | None = None
+) -> ImportedJob:
+    """Return what a trainer's file says, with files that go with it; ``content`` is what it is to hold.
 
     Raises:
         InvalidFileError: It is no trainer's file, or no training job.
@@ -65,7 +67,7 @@ def trainer_job(text: str, beside: tuple[str, ...] = (), gpus: int | None = None
     from memplan.importer.imported_job import Question, import_files
 
     paths = [usable_path(text), *map(usable_path, beside)]
-    job = finish(import_files(paths, Question(trainer_mappings(), gpus)))
+    job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content)))
     if job.role == "not_training":
         raise InvalidFileError([f"{text}: {job.kind} of {job.head.title}, not a training job"])
     return job
@@ -85,13 +87,15 @@ def model_name(text: str) -> str:
     return str(given)
 
 
-def training_data(text: str, beside: Sequence[str], gpus: int | None, catalog: Catalog) -> dict[str, Any]:
+def training_data(
+    text: str, beside: Sequence[str], gpus: int | None, catalog: Catalog, content: str | None = None
+) -> dict[str, Any]:
     """Return the training config that a trainer's file stands for, as memplan's own files have it.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
-    job = trainer_job(text, tuple(beside), gpus)
+    job = trainer_job(text, beside, gpus, content)
     _refuse_unread(text, job)
     method = job.section("method")
     if method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS:

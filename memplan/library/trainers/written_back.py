@@ -1,0 +1,171 @@
+"""Changes that make a job fit, written in its trainer's own keys: ``memplan.rewrite``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from memplan.documents.opening import read_text, usable_path
+from memplan.errors import CannotAnswerError, MemplanError
+from memplan.importer.interpreter import STATED
+from memplan.importer.spliced_text import Edit, spliced
+from memplan.library.answers.answer import Answer
+from memplan.library.answers.planned_job import Plan
+from memplan.library.answers.planned_job import plan as planned
+from memplan.library.job_options import FilePath, JobOptions, catalog_of
+from memplan.library.lookup.trainer_files import trainer_job, training_data
+from memplan.plan.suggested.suggestions import Change, changes
+from memplan.report.document import Document
+from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
+from memplan.training.own_settings import is_settable, own_settings
+
+KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
+"""Keys that are not changed: what is trained, on what, and what other files or the environment say."""
+MOST_ROUNDS = 12
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Rewrite(Answer):
+    """A trainer's file as it is and as it could be.
+
+    Attributes:
+        rewritten: Both texts, both plans, and what was changed.
+    """
+
+    rewritten: Rewritten
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan suggest`` for a trainer's file."""
+        return rewrite_document(self.rewritten, unit, strict)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A trainer's file and what its job is planned with."""
+
+    path: str
+    options: JobOptions
+
+    def plan(self, content: str) -> Plan:
+        """Return the plan of the job that the file would describe."""
+        catalog = catalog_of(self.options.get("catalog"))
+        beside = tuple(map(str, self.options.get("beside") or ()))
+        data = training_data(self.path, beside, self.options.get("gpus"), catalog, content)
+        name = trainer_job(self.path, beside, self.options.get("gpus"), content).value("model.given")
+        options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
+        return planned(name, **options)
+
+
+def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
+    """Return the cheapest changes of a trainer's file with which its job fits, in the trainer's own keys.
+
+    The batch of a step stays: a smaller micro-batch has more accumulation steps.
+
+    Args:
+        file: A trainer's YAML or JSON file.
+        options: Keywords of :class:`memplan.JobOptions`: the GPU, and files beside it.
+
+    Raises:
+        CannotAnswerError: The job cannot be planned, or the file is of a kind whose text is not edited.
+    """
+    path = os.fspath(file)
+    if not path.endswith(SUFFIXES):
+        raise CannotAnswerError(f"{path}: only YAML and JSON files are edited; memplan fit says what to change")
+    one = _File(path, options)
+    text = read_text(usable_path(path))
+    before = one.plan(text)
+    after, content, made = _search(one, text, before) if before.verdict != "fits" else (before, text, ())
+    shown = Rewritten(path, text, content, before.memory, after.memory, tuple(change.cost for change in made))
+    return Rewrite(shown)
+
+
+def _search(one: _File, text: str, before: Plan) -> tuple[Plan, str, tuple[Change, ...]]:
+    """Return the first single change that makes a job fit, else the fewest of the cheapest one upon the other."""
+    for change in _steps(before):
+        tried = _tried(one, text, before, change)
+        if tried is not None and tried[0].verdict == "fits":
+            return (*tried, (change,))
+    plan, content = before, text
+    made: tuple[Change, ...] = ()
+    for _ in range(MOST_ROUNDS):
+        better = next(_better(one, content, plan), None)
+        if better is None:
+            break
+        plan, content, change = better
+        made = (*made, change)
+        if plan.verdict == "fits":
+            break
+    return plan, content, made
+
+
+def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, Change]]:
+    for change in _steps(plan):
+        tried = _tried(one, content, plan, change)
+        if tried is not None and tried[0].expected_bytes < plan.expected_bytes:
+            yield (*tried, change)
+
+
+def _steps(plan: Plan) -> Iterator[Change]:
+    """Yield changes that keep what is trained, the cheapest first."""
+    setup = plan.memory.setup
+    for change in changes(setup.config, setup.profile):
+        keys = [key for key, _ in change.settings]
+        if not any(key.split(".")[0] in KEPT for key in keys) and is_settable(setup.stack, change.settings):
+            yield change
+
+
+def _tried(one: _File, content: str, plan: Plan, change: Change) -> tuple[Plan, str] | None:
+    """Return the plan and text with a change made, or None where the file cannot say it."""
+    try:
+        for edit in _edits(one, content, plan, change):
+            content = spliced(content, one.path, edit)
+        return one.plan(content), content
+    except MemplanError:
+        return None
+
+
+def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edit]:
+    """Return a change as edits of the file's keys, the batch of a step kept by accumulation."""
+    config, stack = plan.memory.setup.config, plan.memory.setup.stack
+    settings = list(change.settings)
+    job = trainer_job(one.path, tuple(map(str, one.options.get("beside") or ())), one.options.get("gpus"), content)
+    sizes = [value for key, value in settings if key == "micro_batch_size"]
+    if sizes and job.value("let.global_batch_size") is None:
+        total = config.micro_batch_size * config.gradient_accumulation_steps
+        if total % sizes[0]:
+            raise CannotAnswerError(f"{one.path}: a step has {total} sequences, no multiple of {sizes[0]}")
+        settings.append(("gradient_accumulation_steps", total // sizes[0]))
+    edits, used = [], {key.key: key for key in job.reading.used.values()}
+    anchor = next(iter(used), "")
+    for own in own_settings(stack, settings):
+        result = job.reading.results.get(f"training.{own.setting.partition('=')[0]}")
+        said = result is not None and result.rank >= STATED and "." not in result.key and result.key in used
+        key = (
+            job.renamed.get(result.key, result.key)
+            if said and result is not None and "=" in own.setting
+            else own.own_key
+        )
+        key = own.own_key if key is None or own.own_key in used else key
+        edits.append(Edit(str(key), str(own.own_value), job.renamed.get(anchor, anchor)))
+    return edits
+
+
+def write_back(rewritten: Rewritten) -> Path | None:
+    """Write a file's new text, the old one beside it as ``.bak``; return where that is, or None where nothing changed.
+
+    Raises:
+        InvalidFileError: It cannot be written; the file is as it was then.
+    """
+    from memplan.documents.writing import write_file
+
+    if rewritten.after_text == rewritten.before_text:
+        return None
+    path = usable_path(rewritten.path)
+    copy = path.with_name(f"{path.name}.bak")
+    write_file(copy, rewritten.before_text)
+    write_file(path, rewritten.after_text)
+    return copy

@@ -1,0 +1,74 @@
+"""Write the keys of trainers' released schemas to ``tests/trainers/schemas``: ``python tests/trainers/extract_schemas.py FOLDER``.
+
+``FOLDER`` holds unpacked packages, as ``pip download --no-deps`` and ``unzip`` leave them. Their source is parsed, never run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SCHEMAS = Path(__file__).parent / "schemas"
+ANY = ".*"
+
+PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "axolotl": (
+        ("axolotl/utils/schemas/config.py", "AxolotlInputConfig", ""),
+        ("axolotl/utils/schemas/(model|training|peft|integrations|multimodal|deprecated).py", "(?!LoftQ|SpecialTokens|RoleBoundary|MixLora|LrGroup|SelectiveC).*Config|DeprecatedParameters", ""),
+        ("axolotl/integrations/(liger|cut_cross_entropy|kd|spectrum|grokfast|densemixer|expert_parallel|kernels|mora)/args.py", ".*Args", ""),
+        ("axolotl/utils/schemas/fsdp.py", "FSDPConfig", "fsdp_config."),
+        ("axolotl/utils/schemas/trl.py", "TRLConfig", "trl."),
+        ("axolotl/utils/schemas/vllm.py", "VllmConfig", "vllm."),
+    ),
+    "llamafactory": (
+        ("llamafactory/hparams/(data|finetuning|model|training)_args.py", ANY, ""),
+        ("llamafactory/v1/config/(model|training|data|sample)_args.py", ANY, ""),
+        ("transformers/training_args.py", "TrainingArguments", ""),
+    ),
+    "trl": (
+        ("trl/trainer/(base|sft|dpo|grpo|kto|reward|rloo|distillation|model)_config.py", ANY, ""),
+        ("trl/scripts/utils.py", "ScriptArguments", ""),
+        ("transformers/training_args.py", "TrainingArguments", ""),
+    ),
+    "accelerate": (("accelerate/commands/config/config_args.py", "(Base|Cluster|SageMaker)Config", ""),),
+    "deepspeed": (("deepspeed/runtime/zero/config.py", "DeepSpeedZeroConfig", "zero_optimization."),),
+    "litgpt": (("litgpt/args.py", "TrainArgs", "train."), ("litgpt/args.py", "EvalArgs", "eval.")),
+}  # fmt: skip
+"""Mapping -> files of packages, the classes in them whose fields are keys, and what stands in front of these."""
+
+
+def schema_keys(folder: Path, trainer: str) -> list[str]:
+    """Return the keys of a trainer's schema, sorted."""
+    keys = set()
+    for pattern, classes, prefix in PACKAGES[trainer]:
+        paths = [path for path in folder.rglob("*.py") if re.search(rf"(^|/){pattern}$", str(path))]
+        assert paths, f"{trainer}: no file like {pattern} below {folder}"
+        keys |= {f"{prefix}{name}" for path in paths for name in fields(path, classes)}
+    return sorted(key for key in keys if (name := key.rsplit(".", 1)[-1]).islower() and name[0] != "_")
+
+
+def fields(path: Path, classes: str) -> Iterator[str]:
+    """Yield the annotated fields of classes in a file, but for constants."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and re.fullmatch(classes, node.name):
+            for item in node.body:
+                text = ast.unparse(item)
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "init=False" not in text:
+                    yield item.target.id
+
+
+def main() -> None:
+    """Write one file for each trainer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    SCHEMAS.mkdir(exist_ok=True)
+    for trainer in PACKAGES:
+        (SCHEMAS / f"{trainer}.txt").write_text("".join(f"{key}\n" for key in schema_keys(folder, trainer)))
+
+
+if __name__ == "__main__":
+    main()

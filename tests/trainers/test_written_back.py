@@ -1,0 +1,96 @@
+"""Changes written back into a trainer's own file: exactly the intended lines, exactly the promised bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memplan
+from memplan.documents.loading import parse_document
+from memplan.errors import CannotAnswerError
+from memplan.importer.spliced_text import Edit, spliced
+
+EXAMPLES = Path(__file__).parent / "examples"
+JOBS = ("axolotl.yaml", "axolotl-full.yaml", "trl.yaml", "llama-factory.yaml")
+
+
+def changed_lines(before, after):
+    return [line for line in after.splitlines() if line not in before.splitlines()]
+
+
+QUICK = [("trl.yaml", "rtx4090"), ("axolotl-full.yaml", "rtx4090")]
+CASES = [
+    (name, gpu) if (name, gpu) in QUICK else pytest.param(name, gpu, marks=pytest.mark.slow)
+    for name in JOBS
+    for gpu in ("rtx4090", "rtx3060")
+]
+
+
+@pytest.mark.parametrize(("name", "gpu"), CASES)
+def test_what_is_written_needs_exactly_the_bytes_that_were_promised(tmp_path, cli, name, gpu):
+    path = tmp_path / name
+    text = (EXAMPLES / name).read_text()
+    path.write_text(text)
+    answer = cli("suggest", path, "--gpu", gpu, "--write", "--json").data
+    assert memplan.plan(path, gpu=gpu).expected_bytes == answer["after"]["device_bytes"]
+    before, after = (memplan.import_file(one).to_dict()["training"] for one in (EXAMPLES / name, path))
+    steps = [one["micro_batch_size"] * one["gradient_accumulation_steps"] for one in (before, after)]
+    assert steps[0] == steps[1]
+    if path.read_text() != text:
+        assert answer["after"]["verdict"] == "fits"
+        assert path.with_name(f"{name}.bak").read_text() == text
+
+
+def test_only_the_lines_of_the_intended_keys_change():
+    answer = memplan.rewrite(EXAMPLES / "axolotl-full.yaml", gpu="rtx4090").rewritten
+    keys = {line.partition(":")[0] for line in changed_lines(answer.before_text, answer.after_text)}
+    assert keys <= {"chunked_cross_entropy", "micro_batch_size", "gradient_accumulation_steps"}
+
+
+def test_a_job_that_fits_is_left_alone(cli):
+    ran = cli("suggest", EXAMPLES / "trl.yaml", "--gpu", "a100-80gb")
+    assert (ran.exit_code, ran.out.splitlines()[-1]) == (0, "It fits as it is.")
+
+
+@pytest.mark.parametrize(
+    ("text", "edit", "wanted"),
+    [
+        ("a: 1 # one\nb: 2\n", Edit("a", "4", "a"), "a: 4 # one\nb: 2\n"),
+        ("a:   1\n\nb: x\n", Edit("c", "true", "a"), "a:   1\nc: true\n\nb: x\n"),
+        ("a: # none yet\nb: 2\n", Edit("a", "3", "b"), "a: 3 # none yet\nb: 2\n"),
+        ('{\n  "a": 1,\n  "b": {"c": 2}\n}\n', Edit("d", "adamw", "a"), '{\n  "a": 1,\n  "d": "adamw",\n  "b": {"c": 2}\n}\n'),
+        ('{"a": "x"}', Edit("a", "y", "a"), '{"a": "y"}'),
+        ("a: 'x'\r\nb: 2\r\n", Edit("b", "3", "a"), "a: 'x'\r\nb: 3\r\n"),
+    ],
+)  # fmt: skip
+def test_a_value_is_replaced_at_its_marks(text, edit, wanted):
+    assert spliced(text, "job.yaml", edit) == wanted
+
+
+@pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "b: &x 1\na: *x\n", "a: ${b}\nb: 1\n", "a: [1]\n", "a: {b: 1}\n"])
+def test_values_that_stand_for_others_are_not_edited(text):
+    with pytest.raises(CannotAnswerError, match="stands for something else"):
+        spliced(text, "job.yaml", Edit("a", "2", "b"))
+
+
+WORDS = st.text("abcdefgh_", min_size=1, max_size=8)
+VALUES = st.integers(0, 10**6) | st.sampled_from(
+    ["bf16", "adamw_torch", "true", "2e-5", "'no'", "[1, 2]", "{x: 1}", ""]
+)
+LINES = st.lists(st.tuples(WORDS, VALUES, st.sampled_from(["", "  # why", "\n\n# next"])), min_size=1, max_size=8, unique_by=lambda line: line[0])  # fmt: skip
+
+
+@given(LINES, st.data())
+def test_an_edit_changes_one_key_and_no_other_line(lines, data):
+    text = "".join(f"{key}: {value}{rest}\n" for key, value, rest in lines)
+    key = data.draw(st.sampled_from([key for key, _, _ in lines]) | st.just("new_key"))
+    try:
+        changed = spliced(text, "job.yaml", Edit(key, "7", lines[0][0]))
+    except CannotAnswerError:
+        return
+    before, after = (parse_document(one, "job.yaml").data for one in (text, changed))
+    assert after == {**before, key: 7}
+    assert len(changed_lines(text, changed)) <= 1
