@@ -107,16 +107,6 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
         )
 
 
-def _refuse_dora_under_autocast(setup: TrainingSetup) -> None:
-    """Raise for DoRA on quantised weights under autocast, whose result PEFT leaves in the widest dtype of its parts."""
-    adapter, hidden = setup.config.adapter, setup.format_names["hidden_matrix"]
-    casts = setup.stack.projections.adapter_sum == "wide" and setup.autocast
-    if adapter is not None and adapter.kind == "dora" and hidden not in FLOAT_BYTES and casts:
-        raise CannotAnswerError(
-            f"{setup.name}: adapter.kind: dora on {hidden} under autocast, as {setup.stack.name} runs it, is not modelled; use lora"
-        )
-
-
 def _refuse_fused_adapters(setup: TrainingSetup) -> None:
     """Raise for adapters fused with projections beyond what the tape has of them."""
     adapter = setup.config.adapter
@@ -159,7 +149,6 @@ class CompiledPlan:
         self.setup = setup
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
-        _refuse_dora_under_autocast(setup)
         _refuse_fused_adapters(setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}

@@ -33,6 +33,7 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
         scores = _masked(builder, scores)
         if part is not None and part.sinks:
             shifted, weights = with_sinks(builder, scores, heads)
+            weights = builder.cast(weights, value.element_bytes, foreign=value.foreign)
             tape.touch(scores)
         else:
             shifted = weights = _probabilities(builder, scores, own)
