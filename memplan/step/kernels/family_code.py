@@ -50,6 +50,7 @@ class FamilyCode:
         masks_always: Whether scaled-dot-product attention is always given a mask.
         rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
+        half_tables: Whether a pair of dimensions shares its entries of the rotary tables.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
     """
 
@@ -83,6 +84,7 @@ class FamilyCode:
     masks_always: bool = False
     rotates_together: bool = False
     norms_at_once: bool = False
+    half_tables: bool = False
     names_passed: bool = False
 
 
@@ -120,7 +122,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
     "qwen3": replace(TRANSFORMERS, norms_at_once=True),
     "olmo2": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True),
-    "gpt_oss": replace(TRANSFORMERS, wide_scale=True, masks=2, masks_from=2),
+    "gpt_oss": replace(TRANSFORMERS, wide_scale=True, masks=2, masks_from=2, half_tables=True),
     "gemma2": replace(TRANSFORMERS, masks=2, masks_from=2),
     "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
     "mixtral": replace(TRANSFORMERS, adapts_experts=True),

@@ -71,7 +71,7 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup) -> Form:
     element_bytes = 4 if code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
     entries = sum(widths) if tables.each == "layer" else max(widths) * bases
-    row_bytes = entries * element_bytes * (1 if tables.halved or code.complex_rotary else 2)
+    row_bytes = entries * element_bytes * (1 if tables.halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)
