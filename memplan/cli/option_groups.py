@@ -83,6 +83,23 @@ class ModelOptions:
         option(MODEL, "--with", metavar="FILE", help="A launcher's file beside a trainer's; repeatable."),
     ] = None
 
+    online: Annotated[
+        bool,
+        option(
+            MODEL, "--online", help="Fetch the config.json of a model that is not known here from Hugging Face's hub."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Fetch a config that is asked for."""
+        if self.online and self.model is not None:
+            from memplan.library.lookup import open_catalog
+            from memplan.library.lookup.model_names import is_known
+            from memplan.library.lookup.online_config import fetched_config
+
+            if not is_known(self.model, open_catalog(None)):
+                object.__setattr__(self, "model", str(fetched_config(self.model)))
+
     @property
     def shapes(self) -> "Shapes":
         """The shapes that were given."""
@@ -156,7 +173,8 @@ class MethodOptions:
         str | None, option(INFERENCE, "--kv-dtype", metavar="NAME", help="Of the cache: bf16, fp16, fp8-e4m3, ...")
     ] = None
     weights: Annotated[
-        str | None, option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices; see memplan list formats.")
+        str | None,
+        option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices, or by role: expert_matrix=mxfp4."),
     ] = None
     engine: Annotated[
         Engine,

@@ -43,6 +43,12 @@ def test_weights_are_every_tensor_in_its_format(served):
     assert coded["temporaries"] == 4096 * 14336 * 2
 
 
+def test_formats_are_given_by_role_too(served):
+    plain, experts = served("gpt-oss-20b").served, served("gpt-oss-20b", weights="expert_matrix=mxfp4").served
+    numbers = 24 * 32 * 3 * 2880 * 2880
+    assert plain.components["weights"] - experts.components["weights"] == numbers * 2 - numbers * 17 // 32
+
+
 def test_lines_add_up_and_the_largest_fits_while_the_next_does_not(served):
     answer = served("llama-3.1-8b", context=8192, concurrency=4)
     assert sum(answer.served.components.values()) == answer.served.device_bytes <= answer.served.upper_bytes
@@ -79,6 +85,7 @@ def test_what_does_not_fit_exits_with_1(cli):
         (("--method", "inference", "--qlora"), 2, "no option of training counts"),
         (("--method", "inference", "--gpus", 2), 3, "several GPUs is not modelled"),
         (("--method", "inference", "--weights", "q9-0"), 2, "unknown weight format"),
+        (("--method", "inference", "--weights", "experts=mxfp4"), 2, "unknown role 'experts'"),
     ],
 )
 def test_what_is_refused(refused, arguments, code, message):

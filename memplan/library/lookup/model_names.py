@@ -21,7 +21,8 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MOST_BASES = 3
 """Adapters upon adapters that are followed to their base."""
 
-_REPOSITORY = re.compile(r"[\w-][\w.-]{0,95}(?:/[\w-][\w.-]{0,95})?", re.ASCII)
+REPOSITORY = re.compile(r"[\w-][\w.-]{0,95}(?:/[\w-][\w.-]{0,95})?", re.ASCII)
+"""An id of a repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ def resolve_model_name(text: str, catalog: Catalog) -> ResolvedName:
         UnknownNameError: Nothing is known by that name, and nothing may be guessed.
     """
     return _resolved(text, catalog, MOST_BASES)
+
+
+def is_known(text: str, catalog: Catalog) -> bool:
+    """Tell whether a name means something for sure, on this machine or in the catalog."""
+    if path_kind(usable_path(text)) != "nothing":
+        return True
+    return _local(text) is not None or cached_config(text) is not None or _listed(text, catalog) is not None
 
 
 def _resolved(text: str, catalog: Catalog, bases: int) -> ResolvedName:
@@ -141,7 +149,7 @@ def cached_config(repository: str) -> Path | None:
 
     Of several snapshots the one that ``refs/main`` names goes first, then the last by name.
     """
-    if not _REPOSITORY.fullmatch(repository):
+    if not REPOSITORY.fullmatch(repository):
         return None
     folder = hub_cache() / f"models--{repository.replace('/', '--')}"
     snapshots = folder / "snapshots"

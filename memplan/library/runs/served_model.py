@@ -178,7 +178,7 @@ def _request(options: InferenceOptions, kv_dtype: str) -> Request:
 def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple[str, tuple[str, ...]]:
     """Return the format of the matrices, and what is to be said of it."""
     if options.weights is not None:
-        return catalog.formats.name_of(options.weights), ()
+        return options.weights, ()
     released = model.quantization
     if released is None:
         return "bf16", ()
@@ -188,8 +188,24 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
 
 
 def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
-    matrices, floats = catalog.formats[weights], catalog.formats[weights if weights in FLOAT_BYTES else "bf16"]
-    return {role: floats if role in KEPT_IN_FLOATS else matrices for role in ROLES}
+    """Return the format of each role: of all matrices, or of roles by name as in ``expert_matrix=mxfp4``.
+
+    Raises:
+        InvalidFileError: An unknown role.
+        UnknownNameError: An unknown format.
+    """
+    stored: dict[Role, StorageFormat] = dict.fromkeys(ROLES, catalog.formats["bf16"])
+    for part in weights.split(","):
+        given, _, name = part.rpartition("=")
+        if given and given.strip() not in ROLES:
+            raise InvalidFileError([f"--weights: unknown role {printable(given)!r}{match_hint(given, ROLES)}"])
+        own = catalog.formats[name.strip()]
+        floats = catalog.formats.name_of(name.strip()) in FLOAT_BYTES
+        roles = [
+            role for role in ROLES if role == given.strip() or (not given and (floats or role not in KEPT_IN_FLOATS))
+        ]
+        stored |= dict.fromkeys(roles, own)
+    return stored
 
 
 def _keys(model: Model, catalog: Catalog) -> tuple[dict[str, Any], tuple[str, ...]]:
