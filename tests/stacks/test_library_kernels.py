@@ -1,0 +1,79 @@
+"""What libraries' own kernels change in a plan, and where nothing runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.lookup import Shapes, find_model
+from memplan.step.blocks.fused_linear_loss import linear_chunk
+
+MODEL, TOKENS = "llama-3.2-1b", 2048
+LIGER = ("kernels.norm=in-place", "kernels.rotary=in-place", "kernels.activation=in-place", "kernels.loss=fused-linear")
+INT8 = ("weights.hidden_matrix=llm-int8",)
+
+
+def plan(*settings, stack="transformers", config="lora", model=MODEL, gpu="a100-80gb"):
+    return memplan.plan(model, config=config, gpu=gpu, stack=stack, set=list(settings))
+
+
+@pytest.mark.parametrize("key", LIGER)
+def test_each_of_ligers_kernels_needs_no_more_than_what_it_replaces(key):
+    none = "activation_checkpointing=none"
+    assert plan(key, none, config="bf16-adamw").expected_bytes < plan(none, config="bf16-adamw").expected_bytes
+
+
+def test_a_chunk_of_the_fused_linear_loss_is_a_power_of_two_or_all_tokens():
+    spec = find_model(MODEL, Shapes(), Catalog(data_directory())).spec
+    assert linear_chunk(TOKENS, spec) == 32  # 2048 tokens over ceil(128256 / 2048) = 63 shares
+    assert linear_chunk(1, spec) == 1
+
+
+def test_axolotls_fused_adapters_save_less_than_pefts():
+    fused = plan("activation_checkpointing=none", stack="axolotl", config="qlora")
+    apart = plan("activation_checkpointing=none", "kernels.adapters=composite", stack="axolotl", config="qlora")
+    assert fused.components["weights"] == apart.components["weights"]
+    assert fused.components["activations"] < apart.components["activations"]
+
+
+def test_axolotl_trains_embedding_and_norms_in_fp32_but_with_flash_attention():
+    auto, flash = (
+        plan(f"kernels.attention={kernel}", stack="axolotl", config="bf16-adamw") for kernel in ("auto", "flash")
+    )
+    assert auto.components["weights"] > flash.components["weights"]
+
+
+def test_integer_products_keep_their_inputs_whatever_checkpointing_says():
+    full = "activation_checkpointing=full"
+    assert plan(*INT8, full).components["activations"] > 3 * plan(full).components["activations"]
+    assert plan(*INT8).components["weights"] < plan().components["weights"]
+
+
+def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
+    own, next_ = (plan(stack=stack, config="mixed-adamw", model="gpt2") for stack in ("bundled", "nanogpt"))
+    assert next_.components["buffers"] - own.components["buffers"] == 16 * 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "reason"),
+    [
+        (LIGER[:1], {"stack": "bundled"}, "is Liger's, which runs on models of transformers"),
+        (
+            LIGER[:1],
+            {"model": "qwen3-30b-a3b", "config": "bf16-adamw"},
+            "of qwen3_moe, as Liger runs it, is not modelled",
+        ),
+        (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
+        (INT8, {"gpu": "v100-16gb"}, "needs compute capability 7.5"),
+    ],
+)
+def test_what_nothing_runs_so_is_refused(settings, options, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        plan(*settings, **options)
+
+
+def test_trl_keeps_its_own_fused_head():
+    with pytest.raises(InvalidFileError, match="trl keeps its own fused head"):
+        plan("kernels.loss=fused-linear", stack="trl")
