@@ -1,5 +1,5 @@
 """``python -m memplan``: the command."""
 
-from memplan.cli.main import run
+from memplan.cli.completion import run
 
 run()

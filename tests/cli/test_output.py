@@ -94,3 +94,19 @@ def test_the_kernel_profile_is_part_of_the_answer(cli):
     text = cli(*PLAN, "-v").out
     for choice in ("attention flash", "norm fused", "optimizer foreach", "loss bf16"):
         assert choice in text
+
+
+def test_progress_says_how_long_the_rest_takes(monkeypatch, capsys):
+    from memplan.cli import progress
+
+    clock = iter([0.0, 1.0, 30.0, 400.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    bar = progress.Progress("runs", 5)
+    for done in (1, 2, 3):
+        bar(done)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("memplan: runs: ") for line in lines] == [
+        "1/5",
+        "2/5, about 45 s left",
+        "3/5, about 4 min left",
+    ]

@@ -1,0 +1,57 @@
+"""Shells complete names of models, GPUs, configs and stacks, and that imports nothing that takes time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from memplan.cli import completion
+
+ASKED = [
+    ("memplan fit llama-3.1-8", {"llama-3.1-8b"}),
+    ("memplan fit --qlora --gpu rtx409", {"rtx4090", "rtx4090-laptop"}),
+    ("memplan fit gpt2 -g h20", {"h200", "h200-sxm-141gb", "h200-nvl-141gb"}),
+    ("memplan fit gpt2 --config ql", {"qlora"}),
+    ("memplan compare gpt2 -c tier", {"tier1", "tier2", "tier3"}),
+    ("memplan fit gpt2 --stack torch", {"torchtitan", "torchtune"}),
+    ("memplan explain LLAMA-8", {"llama-8b"}),
+    ("memplan fit no-such-model", set()),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), ASKED, ids=[line for line, _ in ASKED])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_name_is_completed(monkeypatch, capsys, shell, line, expected):
+    monkeypatch.setenv(completion.VARIABLE, f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    completion.run()
+    out = capsys.readouterr().out
+    found = out.removeprefix("_arguments '*: :((").removesuffix("))'\n").replace('"', "").replace("_files", "").split()
+    assert set(found) >= expected
+    assert bool(found) == bool(expected)
+    assert all(name.lower().startswith(line.split()[-1].lower()) for name in found)
+
+
+@pytest.mark.parametrize(
+    "line", ["memplan", "memplan fi", "memplan fit gpt2 --gp", "memplan fit gpt2 ", "memplan list "]
+)
+def test_what_is_no_name_is_left_to_the_command(line):
+    words = line.split(" ")[1:]
+    assert completion.completed(words[:-1], words[-1] if words else "") is None
+
+
+def test_the_names_are_the_catalogs_own(catalog):
+    known = {"models": catalog.models, "gpus": catalog.gpus, "configs": catalog.configs, "stacks": catalog.stacks}
+    for kind, section in known.items():
+        assert set(section.entries) <= completion.names(kind)
+        assert all(name in section for name in completion.names(kind))
+
+
+def test_completing_imports_the_standard_library_alone():
+    script = "import sys, memplan.cli.completion; print({'typer', 'pydantic', 'yaml', 'rich'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
