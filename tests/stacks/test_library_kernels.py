@@ -27,7 +27,7 @@ def test_each_of_ligers_kernels_needs_no_more_than_what_it_replaces(key):
 
 def test_a_chunk_of_the_fused_linear_loss_is_a_power_of_two_or_all_tokens():
     spec = find_model(MODEL, Shapes(), Catalog(data_directory())).spec
-    assert linear_chunk(TOKENS, spec) == 32  # 2048 tokens over ceil(128256 / 2048) = 63 shares
+    assert linear_chunk(TOKENS, spec) == 64  # 33 of 2048 tokens for each of ceil(128256 / 2048) = 63 shares
     assert linear_chunk(1, spec) == 1
 
 
