@@ -34,6 +34,8 @@ def fit_command(
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
     """
     if _serves(method):
+        if plot.plot is not None:
+            raise InvalidFileError(["--plot: serving has no picture; leave it out"])
         return _served(model, device, training, method, verdict, output)
     options = job_options(output, training, model, device)
     if options["config"] is None:

@@ -118,10 +118,10 @@ class Fit(Answer):
         return tuple(row for row in self.rows if row.verdict == "fits")
 
     def figure(self) -> Figure:
-        """Return a bar for each config."""
+        """Return a bar for each method, with checkpointing and without."""
         from memplan.report.pictures.plan_bars import plan_bars
 
-        return plan_bars([row.memory for row in self.rows])
+        return plan_bars([method.plan for method in self.methods])
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan fit`` without ``--config``."""

@@ -38,14 +38,21 @@ def plan_bars(plans: Sequence[MemoryPlan]) -> Figure:
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     for row, plan in enumerate(plans):
         _ends(axes, row, plan, last=row == len(plans) - 1)
-    axes.set_yticks(
-        range(len(plans)), [f"{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans]
-    )
+    axes.set_yticks(range(len(plans)), _names(plans, several=several))
     axes.set(ylim=(len(plans) - 0.4, -0.6), xlabel="GiB on each device", title=_title(plans, several=several))
     axes.margins(x=0.16)
     axes.grid(visible=False, axis="y")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
+
+
+def _names(plans: Sequence[MemoryPlan], *, several: bool) -> list[str]:
+    """Return what each bar is called: its config, its GPU where there are several, and what else tells it apart."""
+    names = [f"{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans]
+    return [
+        f"{name}, checkpointing {plan.setup.config.activation_checkpointing}" if names.count(name) > 1 else name
+        for name, plan in zip(names, plans, strict=True)
+    ]
 
 
 def _title(plans: Sequence[MemoryPlan], *, several: bool) -> str:

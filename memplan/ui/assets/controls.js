@@ -52,13 +52,13 @@
     if (working) { waiting = true; return; }
     working = true;
     const mine = newest;
-    history.replaceState(null, "", `/?token=${token}&${query()}`);
     try {
       for (const path of ["/step", "/full"]) {
         const answer = await ask(path);
         if (mine !== newest || !place(answer)) break;
         window.memplanChart(answer.timeline);
         if (path === "/full") {
+          history.replaceState(null, "", `/?token=${token}&${query()}`);
           document.getElementById("said").textContent = document.getElementById("sentence").textContent;
           document.body.dataset.full = String(mine);
         }
