@@ -42,6 +42,8 @@ class EntryText:
 
     def listed(self, key: str) -> list[str]:
         """Return the names that the text lists under a key, in one line or one a line."""
+        if f"{key}: " not in self.text and f"{key}:\n" not in self.text:
+            return []
         match = re.search(rf"^ *{key}: *(?:\[([^]]+)\]|((?:\n *- .+)+)|([^\s\[].*))", self.text, re.MULTILINE)
         if not match:
             return []
