@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from memplan.catalog.stacks import Stack
     from memplan.training.resolved import TrainingSetup
 
+BY_SHARE = "The allocator's reserve is a share of the allocated bytes here; fit simulates it, and may differ by a few per cent."
+"""What answers of a search say, which plan many jobs."""
+
 
 def stack_data(stack: Stack) -> dict[str, str]:
     """Return a stack as answers name it in JSON."""

@@ -9,6 +9,7 @@ from typing import Any
 import memplan
 from memplan.budget.evaluation import WORST_FIRST, Finding, Result, exit_code
 from memplan.report.document import Document, Table
+from memplan.report.stack_words import BY_SHARE
 from memplan.units import format_bytes
 
 WORDS = {"over": "OVER", "cannot": "UNKNOWN", "warn": "WARN", "within": "WITHIN"}
@@ -26,7 +27,7 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
         unit: Unit of bytes in tables.
     """
     reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
-    blocks = (results_table(results, unit), reasons, answer(results))
+    blocks = (results_table(results, unit), reasons, BY_SHARE, answer(results))
     return Document(check_data(results, file, catalog_hash), blocks, exit_code(results))
 
 

@@ -9,7 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.report.plans.frontier_answer import answer_text
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _row(row: Largest, unit: str) -> tuple[str, ...]:
 
 
 def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
-    notes = []
+    notes = [BY_SHARE]
     if any(row.device.count > 1 for row in rows):
         notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
     if any(row.fits.bounded for row in rows):

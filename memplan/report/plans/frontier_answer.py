@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def answer_text(answer: Answer) -> str:
 def _note(grid: Frontier) -> tuple[str, ...]:
     lines = [
         "Bytes are what nvidia-smi would show. T: TIGHT, fits as expected but not at the upper end; x: does not fit. "
-        "The next batch, or the next longer sequence, no longer fits."
+        "The next batch, or the next longer sequence, no longer fits.",
+        BY_SHARE,
     ]
     if grid.device.count > 1:
         lines.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")

@@ -23,7 +23,7 @@ HOW = (
     "qlora and lora train adapters alone, on 4-bit and on 16-bit weights. established: of the configs that work or are "
     "proven, the one that holds the largest model with all of its weights trained. experimental: one that holds a larger "
     "model still and trained within 5 % of fp32's loss, in a tiny model only (memplan show CONFIG). Every model was planned "
-    "whole and FITS at the upper end."
+    "whole and FITS at the upper end, with the allocator's reserve as a share, which memplan fit simulates."
 )
 
 FIVE = 5

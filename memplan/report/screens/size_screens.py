@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memplan.report.document import Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
 from memplan.report.plans.recommend_answer import Released, model_words
+from memplan.report.stack_words import BY_SHARE
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def max_screen(
     table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines])
     left = len({row.device.name for row in models}) - len(usual)
     more = f"{left} more GPUs, and the bounds of all: --all." if left else "The bounds besides: -v."
-    words = [*_meanings(list(setups.values())), more, sentence]
+    words = [*_meanings(list(setups.values())), more, BY_SHARE, sentence]
     return (*_folded([head], canvas), table, *_folded(words, canvas))
 
 
@@ -121,7 +122,7 @@ def values_screen(rows: Sequence[Largest], canvas: Canvas, what: str, head: str,
     return (
         *_folded([head], canvas),
         _aligned(list(zip(cells, bars, strict=True))),
-        *_folded([*more, sentence], canvas),
+        *_folded([*more, BY_SHARE, sentence], canvas),
     )
 
 
@@ -228,7 +229,11 @@ def recommend_screen(
     columns = _room(cells, canvas)
     table = _aligned(list(zip(cells, ["", *(canvas.bar(size, most, columns) for size in sizes)], strict=True)))
     left = len(rows) - len(shown)
-    return (*_folded([head], canvas), table, *_folded([f"{left} more GPUs: --all." if left else "", *words], canvas))
+    return (
+        *_folded([head], canvas),
+        table,
+        *_folded([f"{left} more GPUs: --all." if left else "", BY_SHARE, *words], canvas),
+    )
 
 
 def _choices(row: SuggestedConfigs) -> list[tuple[str, LargestModel]]:
