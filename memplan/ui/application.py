@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import partial
+from functools import cache, partial
 from hmac import compare_digest
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.documents.escaping import escaped_json
 from memplan.errors import MemplanError
 from memplan.report.page.elements import section
-from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded
+from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded, hashes
 from memplan.ui.answers import Answer, catalog_of, full_answer, quick_answer, step_answer
 from memplan.ui.controls import form
 from memplan.ui.question import MOST_CHARACTERS, Question, question_of
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; style-src ",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -36,6 +36,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+"""What is put on every answer; the page's own styles are added to its policy."""
 WAITING = {"step": "The step", "changes": "What if", "formulas": "Every formula"}
 """Sections that come with the full answer."""
 TOKEN = "x-memplan-token"
@@ -60,7 +61,7 @@ def application(token: str, catalog_path: Path | None = None, executor: Executor
             Route(path, partial(_answered, token, catalog_path, function, where))
             for path, (function, where) in answers.items()
         ),
-        *(Route(f"/{name}", partial(_file, name)) for name in (*STYLES, *SCRIPTS, "controls.css", "controls.js")),
+        *(Route(f"/{name}", partial(_file, name)) for name in (*SCRIPTS, "controls.js")),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard)])
 
@@ -81,7 +82,7 @@ class Guard:
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] += headers()
             await send(message)
 
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
@@ -93,6 +94,23 @@ class Guard:
         elif len(scope["query_string"]) > MOST_CHARACTERS:
             refusal = PlainTextResponse("the query is too long", 414)
         await (refusal or self._app)(scope, receive, sent)
+
+
+@cache
+def _styles() -> tuple[str, ...]:
+    """Return the page's styles, which stand in it so that it is painted at once."""
+    return (*(asset(name) for name in STYLES), _own("controls.css"))
+
+
+@cache
+def headers() -> list[tuple[bytes, bytes]]:
+    """Return the headers of every answer."""
+    styles = {"content-security-policy": HEADERS["content-security-policy"] + hashes(_styles())}
+    return [(name.encode(), value.encode()) for name, value in (HEADERS | styles).items()]
+
+
+def _own(name: str) -> str:
+    return files("memplan.ui").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 async def _page(token: str, path: Path | None, request: Request) -> Response:
@@ -110,7 +128,7 @@ async def _page(token: str, path: Path | None, request: Request) -> Response:
         return PlainTextResponse(str(error), 422)
     sections = {name: section(name, title, "<p>Working it out.</p>") for name, title in WAITING.items()}
     shown = [answer["sections"]["answer"], sections.pop("step"), answer["sections"]["components"], *sections.values()]
-    head = "".join(f'<link rel="stylesheet" href="/{name}">' for name in (*STYLES, "controls.css"))
+    head = "".join(f"<style>{style}</style>" for style in _styles())
     scripts = "".join(f'<script defer src="/{name}"></script>' for name in (*SCRIPTS, "controls.js"))
     main = form(question, catalog) + f'<div id="sections">{"".join(shown)}</div>'
     return HTMLResponse(document(answer["title"], head, main, embedded("token", token) + scripts, answer["footer"]))
@@ -143,9 +161,7 @@ async def _answered(
 
 
 async def _file(name: str, request: Request) -> Response:  # noqa: ARG001
-    """Return a style or a script."""
+    """Return a script."""
     from starlette.responses import Response
 
-    own = name.startswith("controls.")
-    content = files("memplan.ui").joinpath("assets", name).read_text(encoding="utf-8") if own else asset(name)
-    return Response(content, media_type="text/css" if name.endswith(".css") else "text/javascript")
+    return Response(_own(name) if name == "controls.js" else asset(name), media_type="text/javascript")

@@ -34,7 +34,7 @@ def one_file(title: str, main: str, data: Any, footer: str) -> str:
         footer: What stands below, as text.
     """
     styles, scripts = [asset(name) for name in STYLES], [asset(name) for name in SCRIPTS]
-    policy = f"default-src 'none'; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; base-uri 'none'; form-action 'none'"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' + "".join(
         f"<style>{style}</style>" for style in styles
     )
@@ -59,5 +59,6 @@ def embedded(identity: str, data: Any) -> str:
     return f'<script type="application/json" id="{identity}">{content}</script>'
 
 
-def _hashes(contents: Sequence[str]) -> str:
+def hashes(contents: Sequence[str]) -> str:
+    """Return what a content security policy calls styles and scripts that stand in a page."""
     return " ".join(f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'" for content in contents)
