@@ -14,7 +14,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 FLOORS = [
-    {"errors"},
+    {"errors", "values"},
     {"documents", "units"},
     {"allocator", "catalog", "hardware", "host", "importer", "model"},
     {"muon", "training"},

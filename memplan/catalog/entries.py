@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from fractions import Fraction
 from typing import Any, Literal
 
 from memplan.catalog.kernel_profiles import Feature
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 Kind = Literal["exact", "derived", "stated", "measured"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Literal
+
+from memplan.values import dataclass
 
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex", "auto"]
 NormKernel = Literal["fused", "composite", "in-place"]

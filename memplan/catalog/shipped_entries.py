@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, is_file, is_folder, read_text
 from memplan.documents.schemas import build
+from memplan.values import dataclass
 
 T = TypeVar("T")
 

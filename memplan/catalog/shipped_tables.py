@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 from memplan.catalog.entries import Source
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts
 from memplan.errors import CannotAnswerError
+from memplan.values import dataclass
 
 T = TypeVar("T")
 

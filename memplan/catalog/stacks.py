@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from memplan.catalog.entries import Source
@@ -11,6 +11,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import Checkpointing
 from memplan.documents.schemas import build
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]

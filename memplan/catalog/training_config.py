@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import Kernels
+from memplan.values import dataclass
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.documents.opening import read_text, shown_path
 from memplan.errors import InvalidFileError, printable
+from memplan.values import dataclass
 
 MAXIMUM_NODES = 200_000
 MAXIMUM_DEPTH = 60

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+
+from memplan.values import dataclass
 
 SCALES: dict[str, Fraction] = {
     "K": Fraction(10**3),

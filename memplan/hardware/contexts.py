@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from memplan.catalog.entries import Gpu
 from memplan.hardware.hardware_tables import ContextEntry, ContextMeasurement, HardwareTables, capability, entry_name
 from memplan.units import GIB, format_bytes, parse_bytes
+from memplan.values import dataclass
 
 FILE = "configs/hardware/contexts.yaml"
 ENOUGH = 3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from memplan.catalog.entries import Gpu, Source
 from memplan.catalog.shipped_tables import table_of
+from memplan.values import dataclass
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -20,6 +19,7 @@ from memplan.model.spec import (
     Norm,
     TensorNames,
 )
+from memplan.values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from memplan.model.inventory import Inventory, inventory_of
 from memplan.model.spec import ModelSpec
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ reference model of the lab are all derived from these values and from nothing el
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
+
+from memplan.values import dataclass
 
 Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "clamped-swiglu"]
 Placement = Literal["pre", "post", "sandwich", "parallel"]

@@ -5,13 +5,14 @@ Each is a named line of its own in every answer, with its source; none is hidden
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import ReserveShare
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
+from memplan.values import dataclass
 
 HANDLES = 2
 """Handles of cuBLAS in a training process: forward and backward run on two threads with a handle each."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.step.tapes.linear_forms import QUANTITIES, Form, Part, Quantity, constant_form
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan

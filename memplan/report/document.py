@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.documents.escaping import csv_cell, json_text, markdown
 from memplan.errors import escaped
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.report.canvas import Canvas

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ evaluating a batch and a sequence length is arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from memplan.model.model import Model
@@ -37,6 +36,7 @@ from memplan.step.tapes.section import SavedTensor
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
 """For each run of layers, what one of them saves for backward."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import block_settings
 from memplan.step.end_settings import EndSettings, end_settings
@@ -17,6 +15,7 @@ from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.values import dataclass
 
 Stream = tuple[bool, int]
 """Of the residual stream that a part is given: whether it needs a gradient, and the bytes of an element."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from memplan.model.spec import LayerRun
 from memplan.step.tapes.linear_forms import Form
+from memplan.values import dataclass
 
 
 def last_places(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.kernels.family_code import family_code
@@ -22,6 +20,7 @@ from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 LOSS_SCALE_BYTES = 8
 """Scale and growth tracker, which stay; unscaling makes an inverse and a flag for overflow besides.

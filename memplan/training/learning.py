@@ -6,7 +6,7 @@ Nothing that only moves memory or time counts here: batch, length, checkpointing
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from memplan.catalog.recorded_rows import Records
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
+from memplan.values import dataclass
 
 ORDER: tuple[Status, ...] = ("proven", "works", "experimental", "untried", "diverges")
 """From the best to the worst."""

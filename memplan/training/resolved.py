@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 
 from memplan.catalog.catalog import Catalog
@@ -35,6 +35,7 @@ from memplan.training.stack_rules import (
     with_stack_defaults,
 )
 from memplan.units import parse_bytes
+from memplan.values import dataclass
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Formats that a product can read as they are; all others are decoded first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from memplan.model.model import Model
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.resolved import Path as KeyPath
 from memplan.training.resolved import TrainingSetup, config_problems, resolve
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.training_config import Parallel, TrainingConfig

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, family_code
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

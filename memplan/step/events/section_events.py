@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
@@ -13,6 +13,7 @@ from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.step.tapes.taped_weight import Mode
+from memplan.values import dataclass
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""

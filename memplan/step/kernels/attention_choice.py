@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
 from memplan.hardware.capabilities import is_native
 from memplan.hardware.hardware_tables import HardwareTables
+from memplan.values import dataclass
 
 ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
 

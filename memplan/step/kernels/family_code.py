@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.stacks import ModelCode
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -15,6 +15,7 @@ from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kerne
 from memplan.training.adapters import is_saved, libraries_inventory, originals
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

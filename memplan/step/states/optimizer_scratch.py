@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.model.inventory import Role
@@ -21,6 +21,7 @@ from memplan.step.states.muon_scratch import (
 from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

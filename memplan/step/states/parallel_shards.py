@@ -8,7 +8,7 @@ whose shards are full.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import StorageFormat
@@ -16,6 +16,7 @@ from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 FULLY_SHARDED = 3
 """The ZeRO stage that shards weights, gradients and optimizer states (https://arxiv.org/abs/1910.02054)."""

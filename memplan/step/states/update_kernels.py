@@ -6,7 +6,6 @@ The formula and the trace both ask here, so that they plan and run the same upda
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.catalog.update_classes import (
@@ -21,6 +20,7 @@ from memplan.catalog.update_classes import (
 )
 from memplan.errors import CannotAnswerError
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.values import dataclass
 
 Stepper = str
 """Path of the class that steps, or ``untraced`` or ``none`` as an entry says."""

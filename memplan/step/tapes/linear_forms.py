@@ -7,11 +7,11 @@ such sizes stay closed forms, so a model is worked out once and evaluated for an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from operator import add, mul
 
 from memplan.units import round_up
+from memplan.values import dataclass
 
 
 class Quantity(IntEnum):

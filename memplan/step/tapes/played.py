@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import ge, itemgetter
 
 from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.taped_operations import Reduction
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

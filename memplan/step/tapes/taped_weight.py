@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from memplan.step.tapes.linear_forms import Part, Quantity, Storage
+from memplan.values import dataclass
 
 DECODER_PIECE_BYTES = 2**19
 """Most that one of a decoder's tensors takes, rows in fp32 aside (memplan/muon/weights/weight_formats.py)."""
