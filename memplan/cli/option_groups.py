@@ -155,33 +155,6 @@ class DeviceOptions:
     ] = None
 
 
-# ------------------------------------------------------------------ inference
-@dataclass(frozen=True, slots=True)
-class MethodOptions:
-    """What is done with the model: trained, or served."""
-
-    method: Annotated[
-        str | None,
-        option(TRAINING, "--method", metavar="NAME", help="sft or pretrain: the training step; or inference."),
-    ] = None
-    context: Annotated[
-        int,
-        option(INFERENCE, "--context", min=1, metavar="N", help="Tokens of a sequence, prompt and answer together."),
-    ] = 4096
-    concurrency: Annotated[int, option(INFERENCE, "--concurrency", min=1, metavar="N", help="Sequences at once.")] = 1
-    kv_dtype: Annotated[
-        str | None, option(INFERENCE, "--kv-dtype", metavar="NAME", help="Of the cache: bf16, fp16, fp8-e4m3, ...")
-    ] = None
-    weights: Annotated[
-        str | None,
-        option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices, or by role: expert_matrix=mxfp4."),
-    ] = None
-    engine: Annotated[
-        Engine,
-        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged cache, chunked prompts) or transformers."),
-    ] = Engine.serving
-
-
 # ------------------------------------------------------------------ output
 @dataclass(frozen=True, slots=True)
 class VerdictOptions:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.cli.option_groups import TRAINING, DeviceOptions, ModelOptions, OutputOptions, option
+from memplan.cli.option_groups import INFERENCE, TRAINING, DeviceOptions, Engine, ModelOptions, OutputOptions, option
 from memplan.errors import InvalidFileError, printable
 
 if TYPE_CHECKING:
@@ -199,6 +199,38 @@ def _contradiction(name: str, other_name: str, other_key: str) -> str:
     if name == other_name:
         return f"{printable(name)}: given more than once, and only one counts"
     return f"{printable(name)} contradicts {printable(other_name)}: both set {printable(other_key)}; give one of them"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """What is done with the model: trained, or served."""
+
+    method: Annotated[
+        str | None,
+        option(TRAINING, "--method", metavar="NAME", help="sft or pretrain: the training step; or inference."),
+    ] = None
+    context: Annotated[
+        int,
+        option(
+            INFERENCE,
+            "--context",
+            parser=_tokens,
+            metavar="N",
+            help="Tokens of a sequence, prompt and answer; 4k is 4096.",
+        ),
+    ] = 4096
+    concurrency: Annotated[int, option(INFERENCE, "--concurrency", min=1, metavar="N", help="Sequences at once.")] = 1
+    kv_dtype: Annotated[
+        str | None, option(INFERENCE, "--kv-dtype", metavar="NAME", help="Of the cache: bf16, fp16, fp8-e4m3, ...")
+    ] = None
+    weights: Annotated[
+        str | None,
+        option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices, or by role: expert_matrix=mxfp4."),
+    ] = None
+    engine: Annotated[
+        Engine,
+        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged cache, chunked prompts) or transformers."),
+    ] = Engine.serving
 
 
 def job_options(

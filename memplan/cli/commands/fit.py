@@ -7,14 +7,13 @@ from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import (
     DetailOptions,
     DeviceOptions,
-    MethodOptions,
     ModelOptions,
     OutputOptions,
     PlotOptions,
     VerdictOptions,
 )
 from memplan.cli.output import draw, emit, shows_screen
-from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.cli.training_options import MethodOptions, TrainingOptions, job_options
 from memplan.errors import CannotAnswerError, InvalidFileError
 
 
