@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from memplan.library.runs.failed_run import why as why
     from memplan.library.runs.history_replay import Replay as Replay
     from memplan.library.runs.history_replay import replay as replay
+    from memplan.library.trainers.emitted_file import emit as emit
     from memplan.library.trainers.imported_file import Imported as Imported
     from memplan.library.trainers.imported_file import import_file as import_file
     from memplan.library.trainers.written_back import Rewrite as Rewrite
@@ -103,6 +104,7 @@ _MODULES: dict[str, str] = {
     "why": "memplan.library.runs.failed_run",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",
+    "emit": "memplan.library.trainers.emitted_file",
     "Imported": "memplan.library.trainers.imported_file",
     "import_file": "memplan.library.trainers.imported_file",
     "Rewrite": "memplan.library.trainers.written_back",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from memplan.plan.components import COMPONENTS
 from memplan.units import parse_bytes
 
 LONGEST_NAME = 100
+TRAINER_FILES = (".yaml", ".yml", ".toml")
+"""How files end that are model and config at once: a trainer's own."""
 LONGEST_MATRIX = 200
 
 _PERCENTAGE = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*")
@@ -126,6 +128,8 @@ def job_of(entry: JobEntry, defaults: Defaults, place: Place) -> tuple[Job | Non
         place: Where it stands.
     """
     values = merged(defaults, entry)
+    if values.config is None and values.model is not None and values.model.endswith(TRAINER_FILES):
+        values = replace(values, config=values.model)
     own = frozenset(field.name for field in fields(Defaults) if getattr(entry, field.name) is not None)
     problems = list(_problems(entry.name, values, place, own))
     limit, limit_problems = _sizes({"limit": values.limit} if values.limit is not None else {}, place, (), own)

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "trace": "torch_commands.trace",
     "validate": "torch_commands.validate",
     "import": "trainers.import_files",
+    "emit": "trainers.emit_file",
     "check": "commands.check",
     "diff": "commands.check",
     "tables": "commands.tables",

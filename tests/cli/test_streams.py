@@ -49,6 +49,7 @@ ASKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trace": (("trace", "--layers", "1", "--hidden", "64", "--heads", "2", "--vocab", "64", "-q"), TABLES),
     "validate": (("validate", "--calibrate", str(RECORDS)), TABLES),
     "import": (("import", str(EXAMPLES / "axolotl.yaml")), TABLES),
+    "emit": (("emit", "gpt2", "--as", "trl", "--config", "bf16-adamw", "--gpu", "a100-80gb"), ()),
     "check": (("check", "budget.yaml"), CHECKS),
     "diff": (("diff", "base.json", "moved.json"), TABLES),
     "tables": (("tables", "s000.t15"), TABLES),

@@ -1,0 +1,121 @@
+"""A training config as a starting file for a trainer, which reads back to the same bytes: ``memplan.emit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Unpack
+
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import CannotAnswerError, MemplanError, unknown_name
+from memplan.library.answers.planned_job import Plan
+from memplan.library.answers.planned_job import plan as planned
+from memplan.library.job_options import JobOptions, ModelGiven, catalog_of
+from memplan.library.lookup.trainer_files import trainer_mappings, training_data
+from memplan.training.own_settings import own_settings
+
+ALL_LINEAR = "all-linear"
+NAME = "emitted.yaml"
+
+
+def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptions]) -> str:
+    """Return a starting file for a trainer, as YAML text; its data set is a placeholder.
+
+    The text is read back as :func:`memplan.import_file` reads it, and refused where its plan would need other bytes.
+
+    Args:
+        model: As :func:`memplan.plan` takes it.
+        trainer: ``axolotl``, ``trl`` or ``llama-factory``.
+        options: Keywords of :class:`memplan.JobOptions`; the config is run by that trainer's stack, whatever it names.
+
+    Raises:
+        UnknownNameError: No starting file is written for that trainer.
+        CannotAnswerError: The config cannot be said in that trainer's keys.
+
+    Example:
+        >>> import memplan
+        >>> print(memplan.emit("llama-3.2-1b", "trl", config="lora", gpu="rtx4090").splitlines()[0])
+        model_name_or_path: meta-llama/Llama-3.2-1B
+    """
+    mappings = trainer_mappings()
+    writable = {mappings.body(name).stack: name for name in mappings.names() if mappings.body(name).writes}
+    if trainer not in writable:
+        raise unknown_name("trainer to write for", trainer, writable)
+    writes = mappings.body(writable[trainer]).writes
+    catalog = catalog_of(options.get("catalog"))
+    wanted: dict[str, Any] = {**options, "catalog": catalog, "stack": trainer}
+    plan = planned(model, **wanted)
+    keys = _keys(plan, str(model), writes)
+    text = "".join(f"{key}: {value}\n" for key, value in keys.items())
+    _read_back(text, plan, wanted)
+    return text
+
+
+def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
+    """Return a plan's config in a trainer's keys, each with its value as YAML writes it."""
+    model, setup = plan.memory.model, plan.memory.setup
+    known = model.source.removeprefix("catalog:")
+    name = plan.catalog.models.entries[known].hf_id if model.source.startswith("catalog:") else given
+    keys = {writes["model"]: name, **writes["fixed"]}
+    for own in own_settings(setup.stack, _settings(setup.config, writes)):
+        if own.own_key is not None and own.own_value is not None:
+            keys[own.own_key] = own.own_value
+    adapter = setup.config.adapter
+    if adapter is not None:
+        every = ALL_LINEAR in adapter.targets
+        keys |= writes["all_linear"] if every else {writes["targets"]: f"[{', '.join(adapter.targets)}]"}
+        keys[writes["dropout"]] = str(adapter.dropout or 0.0)
+    return keys
+
+
+def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a config that starting files say, later ones over those before."""
+    yield "compute_dtype", config.compute_dtype
+    yield "micro_batch_size", config.micro_batch_size
+    yield "gradient_accumulation_steps", config.gradient_accumulation_steps
+    yield "sequence_length", config.sequence_length
+    yield "activation_checkpointing", config.activation_checkpointing
+    if config.kernels.attention is not None:
+        yield "kernels.attention", config.kernels.attention
+    weights = config.weights.get("default", config.compute_dtype)
+    said = writes.get("plain_weights")
+    if (said == "always" or (said and config.adapter is None)) and weights in ("bf16", "fp16", "fp32"):
+        yield "weights.default", weights
+    if config.adapter is not None:
+        yield "adapter.kind", config.adapter.kind
+        yield "adapter.rank", config.adapter.rank
+    coded = config.weights.get("hidden_matrix", weights)
+    if coded not in ("bf16", "fp16", "fp32"):
+        yield "weights.hidden_matrix", coded
+    if "default" in config.optimizer:
+        yield "optimizer", config.optimizer["default"]
+    if config.kernels.optimizer is not None and "default" not in config.optimizer:
+        yield "kernels.optimizer", config.kernels.optimizer
+    if config.clip_gradients is not None:
+        yield "clip_gradients", config.clip_gradients
+
+
+def _read_back(text: str, plan: Plan, options: Mapping[str, Any]) -> None:
+    """Refuse a text whose job would need other bytes.
+
+    Raises:
+        CannotAnswerError: With the keys in which it differs.
+    """
+    try:
+        data = training_data(NAME, (), options.get("gpus"), options["catalog"], text)
+        given: dict[str, Any] = {
+            **dict.fromkeys(options),
+            **{key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")},
+        }
+        again = planned(plan.memory.model, **{**given, "config": data})
+    except MemplanError as error:
+        raise CannotAnswerError(
+            f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: {error}"
+        ) from None
+    if again.memory.device_bytes != plan.memory.device_bytes:
+        before, after = plan.training, again.training
+        other = sorted(
+            key for key in before if before[key] != after.get(key) and key not in ("description", "evidence", "status")
+        )
+        raise CannotAnswerError(
+            f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: read back, it differs in {', '.join(other)}"
+        )

@@ -1,0 +1,39 @@
+"""Starting files for trainers: they read back to the same bytes, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError, UnknownNameError
+
+JOBS = [
+    ("axolotl", "qlora"),
+    ("trl", "lora"),
+    ("trl", "mixed-adamw"),
+    ("llama-factory", "qlora"),
+    ("llama-factory", "bf16-adamw"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "config"), JOBS)
+def test_a_starting_file_reads_back_to_the_same_bytes(tmp_path, trainer, config):
+    options = {"config": config, "gpu": "a100-80gb", "micro_batch_size": 2, "sequence_length": 512}
+    path = tmp_path / "start.yaml"
+    path.write_text(memplan.emit("llama-3.2-1b", trainer, **options))
+    said = memplan.plan("llama-3.2-1b", stack=trainer, **options)
+    assert memplan.plan(path, gpu="a100-80gb").expected_bytes == said.expected_bytes
+    assert memplan.import_file(path).to_dict()["keys"]["unknown"] == []
+
+
+def test_what_a_trainer_has_no_keys_for_is_refused():
+    with pytest.raises(CannotAnswerError, match="cannot be said in axolotl's keys"):
+        memplan.emit("llama-3.2-1b", "axolotl", config="mixed-adamw", gpu="a100-80gb")
+    with pytest.raises(UnknownNameError, match="llama-factory"):
+        memplan.emit("llama-3.2-1b", "llama-factori", config="lora", gpu="a100-80gb")
+
+
+def test_a_budget_job_may_name_a_trainers_file(tmp_path, cli):
+    (tmp_path / "job.yaml").write_text(memplan.emit("llama-3.2-1b", "trl", config="lora", gpu="a100-80gb"))
+    (tmp_path / "budget.yaml").write_text("version: 1\nbudgets:\n  - {name: one, model: job.yaml, gpu: a100-80gb}\n")
+    assert cli("check", tmp_path / "budget.yaml").exit_code == 0
