@@ -84,7 +84,7 @@ def test_wheel_holds_the_licence_and_the_command(wheel):
         paths = [name for name in archive.namelist() if "dist-info" in name]
         text = {path.split("/", 1)[1]: archive.read(path).decode() for path in paths}
     assert "The memplan authors" in text["licenses/LICENSE"]
-    assert "memplan = memplan.cli.main:run" in text["entry_points.txt"]
+    assert "memplan = memplan.cli.completion:run" in text["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in text["METADATA"]
 
 
