@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from memplan.cli.option_groups import DetailOptions, OutputOptions, PlotOptions
 from memplan.documents.writing import write_answer, write_file
-from memplan.report.canvas import Canvas
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
 
 if TYPE_CHECKING:
     from memplan.library.answers.answer import Answer
+    from memplan.report.canvas import Canvas
 
 SCREEN_WIDTH = 80, 100
 """Columns of a screen where no terminal is, and the most that it takes of one."""
@@ -81,6 +81,8 @@ def deliver(text: str, output: Path | None) -> None:
 
 def _canvas(*, terminal: bool) -> Canvas:
     """Return what a screen is drawn on; what is piped or saved is the same everywhere."""
+    from memplan.report.canvas import Canvas
+
     piped, widest = SCREEN_WIDTH
     return Canvas(min(widest, _width()), _shows_blocks()) if terminal else Canvas(piped)
 
