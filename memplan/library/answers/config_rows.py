@@ -100,7 +100,22 @@ class Fit(Answer):
     @cached_property
     def methods(self) -> tuple[Method, ...]:
         """The methods that people choose from, and the best experimental one, with checkpointing and without."""
+        plans = [(simulated(way.plan, least=False), way.batch) for way in self._ways]
+        return tuple(Method(plan, _batch(plan, batch)) for plan, batch in plans)
+
+    @cached_property
+    def _ways(self) -> tuple[Method, ...]:
+        """The same planned with shares, as they are sought."""
         return _methods(self.inputs, self.known, self.device)
+
+    def refuse_nothing(self) -> None:
+        """Raise where nothing can be planned.
+
+        Raises:
+            MemplanError: The last config's reason.
+        """
+        if not self._ways and not self._planned[0]:
+            raise CannotAnswerError("no shipped config can be planned")
 
     @property
     def verdict(self) -> Verdict:
@@ -213,13 +228,12 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     every = "it plans every shipped one; memplan.plan() plans one"
     inputs = job_inputs("fit", model, options, refused={"config": every})
     answer = Fit(inputs, inputs.model(), inputs.device())
-    if not answer.methods and not answer.rows:
-        raise CannotAnswerError("no shipped config can be planned")
+    answer.refuse_nothing()
     return answer
 
 
 def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, ...]:
-    """Return the methods of a model on a device, those that can be planned."""
+    """Return the methods of a model on a device, those that can be planned, with the allocator's share."""
     from memplan.solver.largest_per_device import largest_values
 
     kinds = () if ("activation_checkpointing",) in keys_set(inputs) else CHECKPOINTING
@@ -230,8 +244,7 @@ def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, .
             with suppress(MemplanError):
                 plan = CompiledPlan(model, _suited(name, way, model, device)[0]).evaluate(device)
                 (largest,) = largest_values("batch", model, plan.setup, [device])
-                plan = simulated(plan, least=False)
-                methods.append(Method(plan, _batch(plan, largest.fits.value)))
+                methods.append(Method(plan, largest.fits.value))
     return tuple(methods)
 
 
