@@ -83,3 +83,21 @@ def version_parts(text: str) -> tuple[int, ...]:
         ValueError: It is neither.
     """
     return tuple(int(float(part)) if part else 0 for part in text.split("."))
+
+
+def as_number(value: Any) -> int | float | None:
+    """Return a number, or one written as text, as YAML 1.1 leaves ``2e-5``; None for anything else.
+
+    Example:
+        >>> as_number("5e8"), as_number("1_000"), as_number(True), as_number("auto")
+        (500000000.0, 1000.0, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError:
+        return None
+    return number if abs(number) < 1e18 else None

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from memplan.errors import match_hint, printable
-from memplan.importer.conditions import holds, is_on, word
+from memplan.importer.conditions import as_number, holds, is_on, word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
 SECTIONS = ("method", "model", "launcher", "let")
@@ -297,21 +297,3 @@ class _Step:
             effects = self.reading.used[self.keys.name, one].effects
             if effect not in effects:
                 effects.append(effect)
-
-
-def as_number(value: Any) -> int | float | None:
-    """Return a number, or one written as text, as YAML 1.1 leaves ``2e-5``; None for anything else.
-
-    Example:
-        >>> as_number("5e8"), as_number("1_000"), as_number(True), as_number("auto")
-        (500000000.0, 1000.0, None, None)
-    """
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return value
-    try:
-        number = float(str(value).replace("_", ""))
-    except ValueError:
-        return None
-    return number if abs(number) < 1e18 else None

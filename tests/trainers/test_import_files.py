@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import memplan
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.importer.classified_keys import known_keys
 from memplan.library.lookup.trainer_files import trainer_mappings
 
@@ -363,3 +365,42 @@ def test_every_key_of_a_released_schema_is_used_irrelevant_or_not_modelled(path)
         and not any(name.startswith(f"{key}.") for name in known)
     ]
     assert missing == []
+
+
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        "",
+        "${a.b}",
+        "$x",
+        "2e-5",
+        [],
+        [1],
+        {},
+        {"a": {"b": 1}},
+        [{"a": 1}],
+        "auto",
+        10**30,
+        "*",
+        "\x1b[",
+    ]
+)
+WHOLE = {path.name: yaml.safe_load(path.read_text()) for path in sorted(EXAMPLES.glob("*.y*ml"))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(WHOLE)), st.data())
+def test_odd_values_are_read_or_refused_in_words(tmp_path_factory, name, data):
+    keys = dict(WHOLE[name])
+    for key in data.draw(st.lists(st.sampled_from(sorted(keys)), max_size=3)):
+        keys[key] = data.draw(ODD)
+    path = written(tmp_path_factory.mktemp("odd"), yaml.safe_dump(keys))
+    try:
+        answer = memplan.import_file(path, gpus=data.draw(st.sampled_from([None, 1, 8])))
+    except MemplanError:
+        return
+    assert answer.to_dict()["schema"] == "memplan/import/1"
