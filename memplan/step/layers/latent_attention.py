@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.model.spec import LatentAttention
-from memplan.step.blocks.builder import Builder
+from memplan.step.blocks.builder import Builder, promoted
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended
@@ -24,8 +24,10 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             latent, key_turned = _split(builder, down, part.kv_lora_rank, part.qk_rope_head_dim)
             latent = normalised(builder, latent, part.norm, f"{prefix}.{names.key_value_down_norm}", part.kv_lora_rank)
             turned, key_turned = _turned(builder, turned, key_turned, part.qk_rope_head_dim)
-            ways = [(plain, SAME), (turned, SAME)]
-            query = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), traits=SAVES_NOTHING)
+            width = promoted(plain, turned)
+            ways = [(plain, SAME if plain.element_bytes == width else NEW), (turned, SAME)]
+            joined = builder.fresh(plain, heads * part.qk_head_dim, width)
+            query = tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
             risen = linear(builder, latent, f"{prefix}.{names.key_value_up}", inner)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)

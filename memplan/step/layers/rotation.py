@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.builder import TOKENS, Builder, promoted
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
@@ -34,6 +34,8 @@ def _turned_together(
         first = rotary(builder, query, part.head_dim, part.rotary_dim)
         with tape.alive(first):
             second = rotary(builder, key, part.head_dim, part.rotary_dim)
+        if not code.wide_rotary:  # what a wider table has widened stays so
+            return first, second, ()
         with tape.alive(first, second):
             first = builder.cast(first, query.element_bytes, foreign=query.foreign)
             with tape.alive(first):
@@ -100,9 +102,10 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
 def _joined(builder: Builder, x: Value, rotated: Value) -> Value:
     """Return the rotated dimensions of ``x`` joined with those that are not."""
     passed = builder.sliced(x, x.width - rotated.width)
-    joined = builder.fresh(x)
+    joined = builder.fresh(x, element_bytes=promoted(rotated, passed))
     joined.apart = False
-    return builder.tape.apply("cat", [(rotated, SAME), (passed, SAME)], joined, traits=SAVES_NOTHING)
+    ways = [(rotated, SAME), (passed, SAME if passed.element_bytes == joined.element_bytes else NEW)]
+    return builder.tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
 
 
 def _turned_pairs(builder: Builder, x: Value) -> Value:
@@ -132,7 +135,7 @@ def _turned_pairs(builder: Builder, x: Value) -> Value:
 def _rotated(builder: Builder, x: Value) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are."""
     tape, half = builder.tape, x.width // 2
-    width = 4 if builder.settings.code.wide_rotary else x.element_bytes
+    width = max(x.element_bytes, _table_bytes(builder))
     negative = builder.pointwise("neg", builder.sliced(x, half))
     first = builder.sliced(x, half)
     turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
@@ -140,6 +143,12 @@ def _rotated(builder: Builder, x: Value) -> Value:
         by_cos = _by_table(builder, "mul cos", x, width)
         by_sin = _by_table(builder, "mul sin", turned, width)
         return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+
+
+def _table_bytes(builder: Builder) -> int:
+    """Return the bytes of a table's entry where it may be wider than what it multiplies: as wide as the residual stream, or fp32."""
+    code = builder.settings.code
+    return 4 if code.wide_rotary else builder.settings.residual_bytes if code.forms_tables else 0
 
 
 def _by_table(builder: Builder, name: str, x: Value, width: int) -> Value:
