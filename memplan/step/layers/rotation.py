@@ -139,7 +139,7 @@ def _rotated(builder: Builder, x: Value) -> Value:
     negative = builder.pointwise("neg", builder.sliced(x, half))
     first = builder.sliced(x, half)
     turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
-    with tape.alive(x, turned):
+    with tape.alive(x, *(() if builder.settings.code.forms_tables else (turned,))):
         by_cos = _by_table(builder, "mul cos", x, width)
         by_sin = _by_table(builder, "mul sin", turned, width)
         return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
