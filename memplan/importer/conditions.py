@@ -15,6 +15,9 @@ Lookup = Callable[[str], Any]
 OFF = frozenset(("false", "none", "no", "off", "null", "0", "0.0", "", "[]", "{}", "disabled", "disable"))
 """Words that switch a feature off in one trainer or another."""
 
+LARGEST = 10**18
+"""No size or count is as large."""
+
 _COMPARED = re.compile(r"(<=|>=|<|>)\s*([0-9.]+)")
 
 
@@ -82,7 +85,10 @@ def version_parts(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: It is neither.
     """
-    return tuple(int(float(part)) if part else 0 for part in text.split("."))
+    try:
+        return tuple(int(float(part)) if part else 0 for part in text.split("."))
+    except OverflowError:
+        raise ValueError(text) from None
 
 
 def as_number(value: Any) -> int | float | None:
@@ -94,10 +100,8 @@ def as_number(value: Any) -> int | float | None:
     """
     if isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
-        return value
     try:
-        number = float(str(value).replace("_", ""))
+        number = value if isinstance(value, int | float) else float(str(value).replace("_", ""))
     except ValueError:
         return None
-    return number if abs(number) < 1e18 else None
+    return number if abs(number) < LARGEST else None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
-from memplan.importer.interpreter import DEFAULTED, STATED, Result
+from memplan.importer.interpreter import DEFAULTED, STATED, Reading, Result
+from memplan.importer.needed_results import MODEL, need_of
 
 DEGREES = ("tensor", "pipeline", "context")
 
@@ -37,13 +39,18 @@ def finish(job: ImportedJob) -> ImportedJob:
         _accumulate(job, 1)
     else:
         _share_out(job, int(gpus))
-    if job.value("model.given") is None and not job.section("model"):
-        reading.need("the model: no key names it; give --model NAME|config.json")
+    if job.value(MODEL) is None and not job.section("model"):
+        _need(reading, MODEL, "no key names it; memplan fit MODEL --config FILE takes it besides")
     for key in ("sequence_length", "micro_batch_size"):
-        flag = "--sequence-length N" if key == "sequence_length" else "--micro-batch-size N"
-        if job.value(f"training.{key}") is None and not any(need.startswith(flag) for need in reading.needs):
-            reading.need(f"{flag}: no key says the {key.replace('_', ' ')}")
+        if job.value(f"training.{key}") is None:
+            _need(reading, key, f"no key says the {key.replace('_', ' ')}")
     return job
+
+
+def _need(reading: Reading, name: str, why: str) -> None:
+    """Note that a result is missing, where no key of the file has said so."""
+    if not any(need.startswith(need_of(name)) for need in reading.needs):
+        reading.need(f"{need_of(name)}: {why}")
 
 
 def _fill_in(job: ImportedJob) -> None:
@@ -63,7 +70,7 @@ def _shards(job: ImportedJob) -> str:
     """Return what is shared out among GPUs, in words; nothing where every GPU is alike."""
     stage = job.value("training.parallel.zero_stage") or 0
     if job.value("let.unread") and "training.parallel.zero_stage" not in job.reading.results:
-        return f"the shards of {job.value('let.unread')}"
+        return f"the shards of {printable(job.value('let.unread'), 60)}"
     degrees = [name for name in DEGREES if (job.value(f"training.parallel.{name}") or 1) > 1]
     if isinstance(stage, int) and stage > 0 and not job.value("training.parallel.data"):
         return f"ZeRO stage {stage}'s shards"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
-from memplan.importer.conditions import word
+from memplan.importer.conditions import version_parts, word
 from memplan.importer.interpreter import DEFAULTED, FLAGGED, LAUNCHED, STATED, Reading, Result, follow
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_source
@@ -164,7 +164,7 @@ def _joined(
         raise InvalidFileError([f"files of {names}: give one trainer's and its launcher's"])
     mapped = question.mappings.body(main.head.trainer)
     version, betraying = betrayed_version(main.keys, mapped)
-    version = question.version or version or mapped.version
+    version = _stated_version(question.version) or version or mapped.version
     inputs = {"gpus": question.gpus, "version": version, "form": main.keys.form, "program": " ".join(main.keys.words)}
     reading = Reading({name: value for name, value in inputs.items() if value not in (None, "")})
     job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), tuple(sources))
@@ -184,6 +184,21 @@ def _joined(
     if reading.problems:
         raise InvalidFileError(reading.problems)
     return job
+
+
+def _stated_version(version: str) -> str:
+    """Return a version that the user says.
+
+    Raises:
+        InvalidFileError: It is none.
+    """
+    try:
+        version_parts(version)
+    except ValueError:
+        raise InvalidFileError(
+            [f"--trainer-version {printable(version)}: expected numbers with dots, such as 0.19"]
+        ) from None
+    return version
 
 
 def _told(

@@ -9,11 +9,14 @@ from math import prod
 from typing import Any
 
 from memplan.errors import match_hint, printable
-from memplan.importer.conditions import as_number, holds, is_on, word
+from memplan.importer.conditions import LARGEST, as_number, holds, is_on, word
+from memplan.importer.needed_results import MODEL, SECTIONS, need_of
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
-SECTIONS = ("method", "model", "launcher", "let")
-"""Results that are no keys of a training config."""
+COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank")
+"""Results of which there is at least one."""
+FEW = 6
+"""Values that a message lists; of more it names the nearest."""
 
 ARITHMETIC = ("product", "quotient", "sum")
 
@@ -188,7 +191,8 @@ class _Step:
     def _from_key(self, key: str) -> None:
         rule, value = self.rule, self.keys.value(key)
         if isinstance(value, str) and REFERENCE.search(value):
-            self.reading.need(f"the value of {key}, which is {printable(value, 40)!r} in {self.keys.where(key)}")
+            said = f"{key} is {printable(value, 40)!r} in {self.keys.where(key)}"
+            self.reading.need(f"{need_of(rule['to'])}: {said}" if "to" in rule else f"the value of {key}: {said}")
             return
         if "table" in rule:
             self._from_table(key, value)
@@ -204,9 +208,10 @@ class _Step:
         by_word = {word(name): meaning for name, meaning in table.items()}
         meaning = by_word.get(word(value), by_word.get("*", MISSING))
         if meaning is MISSING:
-            known = [str(name) for name in table]
-            text = self.rule.get("refuse", "no such value is modelled")
-            self._refuse(key, f"{text}{match_hint(word(value), known)}")
+            known = [word(name) for name in table]
+            few = f", modelled are {', '.join(known)}" if len(known) <= FEW else ""
+            text = self.rule.get("refuse", f"{printable(repr(value), 60)}{few}")
+            self._refuse(key, f"{text}{'' if few else match_hint(word(value), known)}")
         elif isinstance(meaning, Mapping) and "refuse" in meaning:
             self._refuse(key, meaning["refuse"])
         elif isinstance(meaning, Mapping):
@@ -219,21 +224,26 @@ class _Step:
         kind = self.rule.get("as", "text")
         if kind == "flag":
             return is_on(value)
+        if self.rule["to"] == MODEL and not isinstance(value, str):
+            self._problem(key, "a model's name", value)
+            return MISSING
         if kind in ("list", "targets"):
             return self._list(key, value, kind)
         if kind in ("whole", "number"):
             number = as_number(value)
-            if number is None or (kind == "whole" and number != int(number)):
+            least = 1 if self.rule["to"] in COUNTS else -LARGEST
+            if number is None or (kind == "whole" and number != int(number)) or number < least:
                 wanted = "a whole number" if kind == "whole" else "a number"
-                self.reading.problems.append(
-                    f"{self.keys.where(key)}: expected {wanted}, got {printable(repr(value), 60)}"
-                )
+                self._problem(key, f"{wanted}, at least 1" if least == 1 else wanted, value)
                 return MISSING
             return int(number) if kind == "whole" else number
         if "match" in self.rule:
             found = re.fullmatch(self.rule["match"], str(value))
             return found[1] if found else str(value)
         return value if isinstance(value, bool | int | float | dict | list) else str(value)
+
+    def _problem(self, key: str, wanted: str, value: Any) -> None:
+        self.reading.problems.append(f"{self.keys.where(key)}: expected {wanted}, got {printable(repr(value), 60)}")
 
     def _list(self, key: str, value: Any, kind: str) -> Any:
         """Return names as a list; adapters' targets by the last part of each, all linear layers by one word."""

@@ -177,7 +177,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
             document = Document(document.name, document.data["configs"][canonical], {})
     elif is_trainer_file(name):
         gpus = overrides.gpus if overrides.gpus > 1 else None
-        document = Document(name, training_data(name, overrides.beside, gpus, catalog), {})
+        document = Document(name, training_data(name, overrides.beside, gpus, catalog, given=_said(overrides)), {})
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
@@ -187,6 +187,13 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         return validate(TrainingConfig, wanted), document
     except InvalidFileError as error:
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
+
+
+def _said(overrides: Overrides) -> list[str]:
+    """Return the dotted keys of a training config that the command line says."""
+    sizes = {"micro_batch_size": overrides.batch, "sequence_length": overrides.length}
+    keys = [key for key, size in sizes.items() if size is not None]
+    return [*keys, *(".".join(path) for path, _ in _settings(overrides.settings))]
 
 
 def without_preset(document: Document) -> Document:

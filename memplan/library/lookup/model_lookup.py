@@ -10,7 +10,7 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.errors import GuessedNameWarning, InvalidFileError
 from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
-from memplan.library.lookup.trainer_files import is_trainer_file, model_name
+from memplan.library.lookup.trainer_files import is_trainer_file, model_name, refuse_no_model
 from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
@@ -60,6 +60,8 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
     if is_trainer_file(text):
         text = model_name(text)
+    else:
+        refuse_no_model(text)
     return named_model(resolve_model_name(text, catalog), catalog)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
-from memplan.documents.opening import is_file, usable_path
+from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, printable
 
 if TYPE_CHECKING:  # imported where a file is one
@@ -17,8 +17,11 @@ if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.trainer_mappings import TrainerMappings
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
-OWN_KEYS = frozenset(("description", "schema", "model_type", "architectures", "hidden_size", "n_embd", "text_config"))
-"""Keys of memplan's own files, and of a model's ``config.json``."""
+MODELLESS = (".yaml", ".yml", ".toml", ".py")
+OWN_KEYS = frozenset(("description", "schema"))
+"""Keys of memplan's own files."""
+MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config"))
+"""Keys of a model's ``config.json``; trainers' files have ``model_type`` too, for something else."""
 
 STAGES = ("sft", "pretraining")
 TUNINGS = ("full", "lora", "qlora")
@@ -52,7 +55,29 @@ def _has_trainers_keys(path: Path) -> bool:
     source = read_source(path)
     if not isinstance(source, GivenKeys):
         return True
-    return not OWN_KEYS & source.data.keys() and is_told(source, trainer_mappings().heads())
+    own = OWN_KEYS | MODEL_KEYS if path.suffix == ".json" else OWN_KEYS
+    return not own & source.data.keys() and is_told(source, trainer_mappings().heads())
+
+
+def refuse_no_model(text: str) -> None:
+    """Refuse a file of a kind that only training configs have, saying what is wrong with it.
+
+    Raises:
+        InvalidFileError: It cannot be read, has no trainer's keys, or is a training config of memplan's own.
+    """
+    path = usable_path(text)
+    if path.suffix not in MODELLESS or (path_kind(path) == "nothing" and "/" not in text and path.suffix == ".py"):
+        return
+    from memplan.importer.sources.file_sources import read_source
+    from memplan.importer.sources.given_keys import GivenKeys
+
+    require_file(path)
+    source = read_source(path)
+    if isinstance(source, GivenKeys) and OWN_KEYS & source.data.keys():
+        expected = "give the model, and this file with --config"
+        raise InvalidFileError([f"{shown_path(path)}: a training config, which names no model; {expected}"])
+    expected = "expected a config.json, a GGUF or safetensors file, or a trainer's file (see: memplan import)"
+    raise InvalidFileError([f"{shown_path(path)}: no model, and no trainer's keys that are known; {expected}"])
 
 
 def trainer_job(
@@ -80,23 +105,37 @@ def model_name(text: str) -> str:
         CannotAnswerError: It names none.
     """
     job = trainer_job(text)
-    _refuse_unread(text, job)
     given = job.value("model.given")
+    if job.head.missing or job.role == "launcher":
+        _refuse_unread(text, job)
     if given is None:
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
     return str(given)
 
 
 def training_data(
-    text: str, beside: Sequence[str], gpus: int | None, catalog: Catalog, content: str | None = None
+    text: str,
+    beside: Sequence[str],
+    gpus: int | None,
+    catalog: Catalog,
+    content: str | None = None,
+    given: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the training config that a trainer's file stands for, as memplan's own files have it.
+
+    Args:
+        text: The file's path.
+        beside: Files that go with it.
+        gpus: GPUs that share the job, or None.
+        catalog: Where its stack is looked up.
+        content: What the file is to hold, where that is not yet written.
+        given: Keys of a training config that are said besides, so that the file need not say them.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
     job = trainer_job(text, beside, gpus, content)
-    _refuse_unread(text, job)
+    _refuse_unread(text, job, given)
     method = job.section("method")
     if method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS:
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
@@ -110,8 +149,8 @@ def training_data(
     return {"description": f"{job.head.title} {job.version}".strip(), **_known(data, TrainingConfig), "stack": stack}
 
 
-def _refuse_unread(text: str, job: ImportedJob) -> None:
-    """Refuse what cannot be planned, whatever else is given.
+def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> None:
+    """Refuse what cannot be planned with what else is given: the model, and keys of a training config.
 
     Raises:
         CannotAnswerError: It lacks something, or is of a trainer that is only told by name.
@@ -123,8 +162,11 @@ def _refuse_unread(text: str, job: ImportedJob) -> None:
         raise CannotAnswerError(
             f"{text}: a {job.head.title} file, which is recognised and not read: {job.head.missing}"
         )
-    if job.reading.needs:
-        raise CannotAnswerError(f"{text}: cannot be planned without {'; '.join(job.reading.needs)}")
+    from memplan.importer.needed_results import MODEL, need_of
+
+    answered = tuple(need_of(key) for key in (MODEL, *given))
+    if needs := [need for need in job.reading.needs if not need.startswith(answered)]:
+        raise CannotAnswerError(f"{text}: cannot be planned without {'; '.join(needs)}")
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:

@@ -54,7 +54,8 @@ class _File:
         """Return the plan of the job that the file would describe."""
         catalog = catalog_of(self.options.get("catalog"))
         beside = tuple(map(str, self.options.get("beside") or ()))
-        data = training_data(self.path, beside, self.options.get("gpus"), catalog, content)
+        given = [key for key in ("micro_batch_size", "sequence_length") if self.options.get(key) is not None]
+        data = training_data(self.path, beside, self.options.get("gpus"), catalog, content, given)
         name = trainer_job(self.path, beside, self.options.get("gpus"), content).value("model.given")
         options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
         return planned(name, **options)

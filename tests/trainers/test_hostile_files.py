@@ -1,0 +1,83 @@
+"""What nobody should write in a trainer's file, and what planning says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError, InvalidFileError
+
+EXAMPLES = Path(__file__).parent / "examples"
+
+
+def written(folder, text):
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+JOB = "base_model: Qwen/Qwen2.5-0.5B\nmicro_batch_size: 1\nsequence_len: 128\nbf16: true\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "base_model: [a]",
+        "base_model: 1.5",
+        "micro_batch_size: -1",
+        "micro_batch_size: 1e30",
+        "sequence_len: 0",
+        "sequence_len: .inf",
+        "lora_r: 0",
+        "gradient_accumulation_steps: [1]",
+    ],
+)
+def test_an_impossible_value_is_refused_with_the_key_and_line_that_hold_it(tmp_path, line):
+    key = line.partition(":")[0]
+    text = "".join(f"{one}\n" for one in JOB.splitlines() if not one.startswith(key)) + f"adapter: lora\n{line}\n"
+    with pytest.raises(InvalidFileError, match=rf"job\.yaml:\d: {key}: expected "):
+        memplan.import_file(written(tmp_path, text))
+
+
+def test_a_version_that_is_none_is_refused():
+    with pytest.raises(InvalidFileError, match=r"--trainer-version x\.y: expected numbers"):
+        memplan.import_file(EXAMPLES / "axolotl.yaml", trainer_version="x.y")
+
+
+def test_a_way_of_sharding_that_is_not_known_is_not_passed_over(tmp_path):
+    answer = memplan.import_file(written(tmp_path, f"{JOB}fsdp: [1, 2]\n")).to_dict()
+    assert [one["key"] for one in answer["keys"]["not_modelled"]] == ["fsdp"]
+
+
+def test_a_file_with_the_class_of_a_model_is_a_trainers_all_the_same(tmp_path):
+    path = written(tmp_path, f"{JOB}model_type: LlamaForCausalLM\n")
+    assert memplan.plan(str(path), gpu="h100").training["stack"] == "axolotl"
+
+
+def test_what_a_file_does_not_say_is_taken_from_the_options(tmp_path):
+    text = JOB.replace("micro_batch_size: 1", "micro_batch_size: ${size}").replace("sequence_len: 128\n", "")
+    with pytest.raises(CannotAnswerError, match="without --micro-batch-size N: micro_batch_size is"):
+        memplan.plan(str(written(tmp_path, text)), gpu="h100")
+    training = memplan.plan(str(written(tmp_path, text)), gpu="h100", micro_batch_size=2).training
+    assert training["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("job.yaml", b"", "empty"),
+        ("job.yaml", b"base_model: [", "not valid YAML"),
+        ("job.yaml", b"\xff\xfe\x00", "not UTF-8"),
+        ("job.py", b"f(", "not Python"),
+        ("job.toml", b"a = ", "not valid TOML"),
+        ("job.yaml", b"a: 1", "no trainer's keys"),
+        ("job.yaml", b"description: mine", "a training config, which names no model"),
+    ],
+)
+def test_planning_says_what_is_wrong_with_a_file_that_names_no_model(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InvalidFileError, match=said):
+        memplan.plan(str(path), gpu="h100")
