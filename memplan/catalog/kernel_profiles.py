@@ -16,6 +16,7 @@ LossKernel = Literal[
     "fp32",
     "chunked",
     "token-chunks",
+    "token-chunks-fp32",
     "fused-head",
     "fused-linear",
     "in-place",
@@ -62,7 +63,7 @@ class KernelProfile:
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
             ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
-            own; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
+            own, and so are ``token-chunks-fp32``, whose rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
             ``fused-linear``, which forms gradients in forward; ``in-place`` works in the fp32 copy.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter.

@@ -22,6 +22,7 @@ from memplan.plan.allowances import (
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.fused_linear_loss import linear_chunk
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.instants import StepForms, compile_step, regime_of
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
@@ -241,6 +242,8 @@ class CompiledPlan:
             raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
         spec, profile = self.model.spec, self.setup.profile
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
+        if profile.loss in TOKEN_CHUNKS:
+            chunk = min(TOKEN_CHUNK, batch * (length - 1))
         return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk)
 
     def requested_bytes(self, batch: int, length: int) -> int:

@@ -12,6 +12,7 @@ from memplan.step.blocks.cross_entropy import cross_entropy, tiled_cross_entropy
 from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
 from memplan.step.end_settings import EndSettings, head_weights
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import Section
@@ -22,7 +23,7 @@ from memplan.units import ceil_div
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
 
-FUSED_LOSSES = {"fused-head": tiled_cross_entropy, "fused-linear": linear_cross_entropy}
+FUSED_LOSSES = ("fused-head", "fused-linear", *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
 
 Named = tuple[tuple[str, Weight], ...]
@@ -121,7 +122,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
     own = head_weights(settings, builder.weights)
     if settings.loss in FUSED_LOSSES:
-        loss = FUSED_LOSSES[settings.loss](builder, normed, own, settings.vocab_size)
+        loss = _fused_loss(builder, settings, normed, own)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
     if settings.loss in ("chunked", "chunked-backward", "chunked-logits"):
         section = Section(builder.tape, entry, normed)
@@ -139,10 +140,20 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
     if settings.loss in FUSED_LOSSES:
         own = head_weights(settings, builder.weights)
-        return Section(builder.tape, entry, FUSED_LOSSES[settings.loss](builder, normed, own, settings.vocab_size))
+        return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
     with builder.tape.alive(normed):
         loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
         return Section(builder.tape, entry, loss)
+
+
+def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:
+    """Record a loss that multiplies by the head itself; return it."""
+    if settings.loss in TOKEN_CHUNKS:
+        wide = settings.loss == "token-chunks-fp32"
+        bounded = settings.bounded_logits
+        return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, wide=wide, bounded=bounded)
+    loss = tiled_cross_entropy if settings.loss == "fused-head" else linear_cross_entropy
+    return loss(builder, x, weights, settings.vocab_size)
 
 
 def _final_norm(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.end_settings import EndSettings
 from memplan.step.ends_on_tape import FUSED_LOSSES, Head
@@ -52,14 +54,21 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     if not taped.settings.tied or not weight.trainable or weight.coded or taped.settings.backward_at_once:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
-    chunked = taped.head.chunk is not None and not inputs.regime.one_chunk
-    summed = chunked or taped.settings.loss in FUSED_LOSSES
-    if not taped.head.weights[0].converted and not summed:
+    if not joined_in_place(inputs.regime, taped.head, taped.settings):
         form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
         yield Instant("end of backward", "sum of the tied gradients", form)
     if extra := weight.storing_bytes(mode):
         form = around + constant_form(Part.GRADIENTS, extra + others)
         yield Instant("end of backward", f"{weight.name} gradient", form)
+
+
+def joined_in_place(regime: Regime, head: Head, settings: EndSettings) -> bool:
+    """Tell whether a tied head's gradient is a tensor of its own, to which the embedding's is added where it is."""
+    weight, loss = head.weights[0], settings.loss
+    if loss in TOKEN_CHUNKS and regime.one_chunk:  # that of a head that is not copied first is its transpose's, turned
+        return weight.element_bytes != (4 if loss == "token-chunks-fp32" else head.normed.element_bytes)
+    chunked = head.chunk is not None and not regime.one_chunk
+    return weight.converted or chunked or loss in FUSED_LOSSES
 
 
 def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -> Iterator[Instant]:

@@ -14,6 +14,7 @@ from functools import partial
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
 from memplan.step.kernels.family_code import family_code, refuse_liger, refuse_unquantised
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
@@ -80,12 +81,13 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_sequence=batch == 1
         and (
             profile.attention in ("math", "eager")
-            or profile.loss == "chunked-backward"
+            or profile.loss in ("chunked-backward", *TOKEN_CHUNKS)
             or learned
             or steps_through_scores(spec)
         ),
         one_token=length == 1,
-        one_chunk=profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens,
+        one_chunk=(profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
+        or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,

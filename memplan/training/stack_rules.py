@@ -153,7 +153,7 @@ def unmodelled(stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str
     name = stack.name
     if profile.attention == "eager" and stack.model_code != "transformers":
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
-    if profile.loss in ("token-chunks", "in-place"):
+    if profile.loss == "in-place":
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
     if stack.not_modelled:
         yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
 TILE_COLUMNS = 32_768
 """Columns of the vocabulary in a tile of logits; its rows are :data:`Quantity.TILE_TOKENS`.
@@ -74,7 +73,7 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
         )
         logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
         logs.gradient_coefficient = 4
-        own = [_in_fp32(weight) for weight in weights]
+        own = [summed_as_stored(weight) for weight in weights]
         results = tape.value(predicted, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
         tape.apply("tiles of logits", [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
@@ -98,10 +97,3 @@ def _wide_weight(weight: Weight) -> Sizes:
     """Return the head's gradient in fp32 that another is cast from."""
     elements = weight.rows * weight.columns
     return [(ONE, 4 * elements)] if weight.trainable and weight.element_bytes != 4 else []
-
-
-def _in_fp32(weight: Weight) -> Weight:
-    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in, and stored as it is."""
-    formed = weight.own_bytes if weight.trainable else 0
-    converted = weight.converted and weight.gradient_bytes != formed
-    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=formed, converted=converted)

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from memplan.step.ends_on_tape import FUSED_LOSSES, evaluated_head
+from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss
 from memplan.step.events.model_tensors import ModelTensors, numbered
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
+from memplan.step.head_instants import joined_in_place
 from memplan.step.instants import embedded_leaf
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
@@ -229,11 +230,9 @@ class StepPlayer:
 
     def _add_tied(self, weight: Weight, first: int, second: int, mode: Mode) -> None:
         """Add up the gradients of a tied embedding and head, and store the sum."""
-        chunked = self.taped.head.chunk is not None and not self.inputs.regime.one_chunk
-        summed = chunked or self.taped.settings.loss in FUSED_LOSSES
         total = first
         self.stream.of("gradients")
-        if not (self.taped.head.weights[0].converted or summed):
+        if not joined_in_place(self.inputs.regime, self.taped.head, self.taped.settings):
             total = self.stream.allocate(weight.formed_bytes)
             self.stream.free(first)
         self.stream.free(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from memplan.step.tapes.linear_forms import Part, Quantity, Storage
@@ -132,3 +133,10 @@ class Weight:
             update -= self.own_bytes if cast else self.formed_bytes
         extra = stored + max(added, update)
         return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if cast else extra
+
+
+def summed_as_stored(weight: Weight) -> Weight:
+    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in, and stored as it is."""
+    formed = weight.own_bytes if weight.trainable else 0
+    converted = weight.converted and weight.gradient_bytes != formed
+    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=formed, converted=converted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import datasets
 import tokenizers
 import transformers
 import trl
-import trl.kernels.chunked_logprob as chunked_logprob
+import trl.trainer.sft_trainer as sft_trainer
 import trl.trainer.utils as trl_utils
+from torch import Tensor
 
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -32,7 +34,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     config = inputs.setup.config
     with (
         pretended_machine(inputs.compute_capability),
-        _triton_kernels(),
+        _pretended_kernels(inputs),
         tempfile.TemporaryDirectory() as folder,
     ):
         model = loaded_model(inputs)
@@ -78,26 +80,47 @@ def _tokenizer() -> Any:
 
 
 @contextmanager
-def _triton_kernels() -> Iterator[None]:
-    """Let TRL's fused head run as on a GPU: its Triton kernels write into what they are given and allocate nothing.
+def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
+    """Let TRL's loss run as on a GPU: Triton kernels write into what they are given and allocate nothing.
+
+    Before 1.15 it goes over chunks, whose end it reads from the device: of all tokens but the last of each row.
 
     Source:
-        trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``.
+        trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``;
+        trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
-    replaced: list[tuple[Any, str, Any]] = [
-        (chunked_logprob, "_forward_tile", _nothing),
-        (chunked_logprob, "_backward_tile", _nothing),
-        (chunked_logprob, "_addmm_fp32", _nothing),
-        (trl_utils, "_use_triton", lambda _: True),
-    ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    replaced = _chunk_loop(inputs) if hasattr(sft_trainer, "_chunked_cross_entropy_loss") else _triton_kernels()
+    saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)
     try:
         yield
     finally:
         for owner, name, original in saved:
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _chunk_loop(inputs: StackInputs) -> list[tuple[Any, str, Any]]:
+    config = inputs.setup.config
+    tokens = config.micro_batch_size * (config.sequence_length - 1)
+
+    def counted(start: int, stop: Any, step: int = 1) -> range:
+        return range(start, tokens if isinstance(stop, Tensor) else stop, step)
+
+    return [(sft_trainer, "range", counted)]
+
+
+def _triton_kernels() -> list[tuple[Any, str, Any]]:
+    chunked_logprob = import_module("trl.kernels.chunked_logprob")
+    return [
+        (chunked_logprob, "_forward_tile", _nothing),
+        (chunked_logprob, "_backward_tile", _nothing),
+        (chunked_logprob, "_addmm_fp32", _nothing),
+        (trl_utils, "_use_triton", lambda _: True),
+    ]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
