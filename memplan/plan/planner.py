@@ -30,7 +30,7 @@ from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
 from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
 from memplan.step.tapes.played import Instant, dominant
-from memplan.training.adapters import adapter_tensors
+from memplan.training.adapters import adapter_tensors, adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.stack_models import built_by
 from memplan.units import round_up
@@ -99,13 +99,21 @@ EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj
 
 
 def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
-    """Raise for adapters that a library puts on stacked experts, which no tape of ours has."""
+    """Raise for adapters that a library puts on stacked experts, where no tape has them or PEFT itself refuses."""
     adapter, code = setup.config.adapter, family_code(setup.stack.model_code, model.spec.architecture)
-    if adapter is not None and code.adapts_experts and not EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
-        raise CannotAnswerError(
-            f"{setup.name}: adapter.targets: {setup.stack.name} puts adapters on the stacked experts of {model.spec.name}, "
-            "which is not modelled; target projections of attention, such as q_proj"
-        )
+    if adapter is None or not code.adapts_experts or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
+        return
+    what, last = (
+        f"{setup.stack.name} puts adapters on the stacked experts of {model.spec.name}",
+        "which is not modelled",
+    )
+    if adapts_experts(model, setup):
+        if adapter.kind == "lora" and not adapter.dropout:
+            return
+        last = f"which PEFT refuses with {'dropout' if adapter.dropout else adapter.kind}"
+    raise CannotAnswerError(
+        f"{setup.name}: adapter.targets: {what}, {last}; target projections of attention, such as q_proj"
+    )
 
 
 def _refuse_fused_adapters(setup: TrainingSetup) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.training.resolved import TrainingSetup
+
+ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
+"""Families whose stacked experts and routers have adapters where all linear layers have.
+
+Source:
+    ``_convert_peft_config_moe`` in peft/utils/transformers_weight_conversion.py, ``ParamWrapper`` in
+    peft/tuners/lora/layer.py (0.21.2).
+"""
 
 
 def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor, ...]:
@@ -40,7 +49,28 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
         if adapter.kind == "dora":
             name = f"{stem}.lora_magnitude_vector.weight"
             tensors.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
-    return tuple(tensors)
+    return (*tensors, *_adapters_of_parameters(model, setup))
+
+
+def adapts_experts(model: Model, setup: TrainingSetup) -> bool:
+    """Tell whether PEFT puts adapters on a mixture's stacked experts and on its router."""
+    adapter = setup.config.adapter
+    named = adapter is not None and "all-linear" in adapter.targets
+    return named and setup.stack.model_code == "transformers" and model.spec.architecture in ADAPTED_EXPERTS
+
+
+def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[ParameterTensor]:
+    """Yield the matrices that adapters add to parameters which are no linear layers: a rank for each expert, two where gate and up are one."""
+    adapter = setup.config.adapter
+    if adapter is None or not adapts_experts(model, setup):
+        return
+    for tensor in model.inventory:
+        if tensor.role not in ("expert_matrix", "router"):
+            continue
+        stem, (*experts, rows, columns) = tensor.name.removesuffix(".weight"), tensor.shape
+        ranks = adapter.rank * prod(experts) * (2 if stem.endswith("gate_up_proj") else 1)
+        for part, shape in (("lora_A", (ranks, columns)), ("lora_B", (rows, ranks))):
+            yield ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first)
 
 
 def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:

@@ -46,7 +46,6 @@ def device(name: str, count: int = 1) -> Device:
         for name, config, gpu in product(
             ["pythia-160m", "llama-8b", "llama-70b", "mixtral-8x7b", "llama-405b"], CONFIGS, GPUS
         )
-        if (name, config) != ("mixtral-8x7b", "qlora")  # adapters on stacked experts are refused
     ],
 )
 def test_the_fewest_gpus_fit_and_one_fewer_does_not(model, config, gpu):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.folded_adapters import folded_weight
 from memplan.step.blocks.projections import linear, plain_linear
 from memplan.step.layers.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
@@ -84,6 +85,13 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
 def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> Value:
     """Return the router's product; in fp32 it reads copies of its input and of its weight, and saves both."""
     tape, weight = builder.tape, builder.weight(f"{name}.weight")
+    if f"{name}.lora_A.weight" in builder.weights:
+        with tape.alive(x):
+            folded, _ = folded_weight(builder, name, weight)
+        logits = tape.value(TOKENS, part.num_experts, builder.compute)
+        return tape.apply(
+            f"linear {name}", [(x, NEW), (folded, NEW)], logits, [x, folded], [weight], Traits(product=True)
+        )
     if not part.fp32_router or builder.settings.autocast or weight.coded:
         recast = part.fp32_router and builder.settings.code.grouped_uncast and weight.element_bytes == 2
         copies = (
@@ -160,10 +168,10 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
     row_order = tape.make("order // used", _indices(builder, used), order)
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
     with tape.alive(rows, experts, order):
-        offsets = _offsets(builder, experts, part)
+        offsets, held = _offsets(builder, experts, part), list[Value]()
         width = 2 * inner * used
         biases = _gathered_biases(builder, f"{name}.gate_up_proj_bias", width, experts)
-        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets)
+        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets, held)
         gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
         tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
         renames = builder.settings.code.grouped_uncast
@@ -175,8 +183,10 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
                 biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
             with tape.alive(*biases, *(() if renames else (hidden,))):
                 with tape.alive(hidden):
-                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets)
-                return _combined(builder, out, weights, order, x)
+                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, held)
+                result = _combined(builder, out, weights, order, x)
+                tape.touch(*held)
+                return result
 
 
 def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) -> list[Value]:
@@ -219,8 +229,10 @@ def _combined(builder: Builder, out: Value, weights: Value, order: Value, x: Val
         return builder.cast(total, like.element_bytes)
 
 
-def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value) -> Value:
-    """Return each row times the matrix of its expert.
+def _grouped(
+    builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value, held: list[Value]
+) -> Value:
+    """Return each row times the matrix of its expert; what adapters fold into it is added to what is held.
 
     Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
 
@@ -239,7 +251,13 @@ def _grouped(builder: Builder, rows: Value, name: str, width: int, experts: Valu
     used = experts.width
     out = _aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
     rows.gradient_coefficient = used * _row_bytes(rows, used)
-    tape.apply(f"grouped {name}", [(rows, NEW)], out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
+    reads = [(rows, NEW)]
+    if f"{name}.lora_A.weight" in builder.weights:
+        with tape.alive(rows, experts, offsets):
+            folded, copies = folded_weight(builder, name, weight)
+        held += (folded, *copies)
+        reads, saves = [*reads, (folded, NEW)], [offsets, rows, folded]
+    tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
     tape.touch(*([copy] if copy is not None else []))
     bias = builder.weights.get(f"{name}_bias")
     if bias is None:

@@ -1,0 +1,46 @@
+"""Adapters that PEFT puts on stacked experts, held against requested peaks of the trace of TRL's SFTTrainer with PEFT 0.21.2."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.errors import CannotAnswerError
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.survey.drawn_jobs import Job
+
+SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+SMALL |= {"num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, **SMALL}
+QWEN3 = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384, **SMALL}
+QWEN3 |= {"head_dim": 64}
+QLORA = {"default": "bf16", "hidden_matrix": "nf4"}
+
+
+def plan(catalog, model, weights, checkpointing, dtype, **adapter):
+    training = {"description": "", "stack": "trl", "compute_dtype": "bf16", "weights": weights, "sequence_length": 256}
+    training |= {"optimizer": {"default": "adamw-bf16" if dtype == "bf16" else "adamw-fp32"}, "micro_batch_size": 1}
+    training |= {"activation_checkpointing": checkpointing}
+    training["adapter"] = {"kind": "lora", "rank": 16, "dtype": dtype, **adapter}
+    return planned(StackJob(Job(model, training), "9.0", reentrant=False), catalog)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "checkpointing", "dtype", "peak", "persistent"),
+    [
+        (MIXTRAL, {"default": "bf16"}, "none", "fp32", 166_303_831, 84_911_216),
+        (MIXTRAL, {"default": "bf16"}, "full", "fp32", 126_746_684, 84_911_216),
+        (MIXTRAL, QLORA, "full", "bf16", 109_017_658, 67_968_624),
+        (QWEN3, {"default": "bf16"}, "full", "fp32", 107_345_244, 73_397_872),
+        (QWEN3, QLORA, "none", "fp32", 139_907_735, 71_137_392),
+    ],
+)
+def test_weights_with_their_adapters_folded_in(catalog, model, weights, checkpointing, dtype, peak, persistent):
+    answer = plan(catalog, model, weights, checkpointing, dtype)
+    assert answer.requested_bytes == pytest.approx(peak, rel=5e-4)
+    assert answer.persistent_bytes == persistent
+
+
+@pytest.mark.parametrize(("key", "value", "word"), [("kind", "dora", "dora"), ("dropout", 0.1, "dropout")])
+def test_what_peft_refuses_on_experts_is_refused(catalog, key, value, word):
+    with pytest.raises(CannotAnswerError, match=f"which PEFT refuses with {word}"):
+        plan(catalog, QWEN3, {"default": "bf16"}, "full", "fp32", **{key: value})
