@@ -89,16 +89,22 @@ class Canvas:
         return [f"{left}{' ' * gap}{right}"] if gap >= 2 else [left, *self.folded(right, indent)]
 
     def columns(self, rows: Sequence[tuple[str, str, Sequence[str]]], indent: int = 2) -> list[str]:
-        """Return rows of a head, words, and parts of a setting: beside each other where every row is one line, else below."""
+        """Return rows of a head, words, and parts of a setting: beside each other where every row is one line, else below.
+
+        Options of a command follow each other on a line; keys of a file have a line each.
+        """
         heads, words = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
         whole = [f"{' ' * indent}{head:<{heads}}  {text:<{words}}  {', '.join(parts)}" for head, text, parts in rows]
-        if all(len(line) <= self.width for line in whole):
+        one_line = [len(parts) == 1 or parts[0].startswith("--") for _, _, parts in rows if parts]
+        if all(one_line) and all(len(line) <= self.width for line in whole):
             return whole
         lines: list[str] = []
         hanging = indent + heads + 2
         for head, text, parts in rows:
             lines += self.folded(f"{head:<{heads}}  {text}", indent, hanging)
-            lines += [" " * hanging + line for line in Canvas(self.width - hanging).joined(parts, " ")]
+            options = bool(parts) and parts[0].startswith("--")
+            below = Canvas(self.width - hanging).joined(parts, " ") if options else parts
+            lines += [" " * hanging + line for line in below]
         return lines
 
 

@@ -94,3 +94,11 @@ def test_an_edit_changes_one_key_and_no_other_line(lines, data):
     before, after = (parse_document(one, "job.yaml").data for one in (text, changed))
     assert after == {**before, key: 7}
     assert len(changed_lines(text, changed)) <= 1
+
+
+def test_the_cost_of_a_smaller_micro_batch_says_how_many_times_it_was_divided(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text((EXAMPLES / "axolotl.yaml").read_text().replace("sequence_len: 4096", "sequence_len: 24576"))
+    rewritten = memplan.rewrite(path, gpu="rtx4090").rewritten
+    assert rewritten.after.setup.config.micro_batch_size == 1
+    assert "four times the accumulation steps for the same batch" in rewritten.costs

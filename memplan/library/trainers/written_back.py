@@ -17,7 +17,7 @@ from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import FilePath, JobOptions, catalog_of
 from memplan.library.lookup.trainer_files import trainer_job, training_data
-from memplan.plan.suggested.suggestions import Change, changes
+from memplan.plan.suggested.suggestions import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
 from memplan.training.own_settings import is_settable, own_settings
@@ -80,8 +80,16 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     text = read_text(usable_path(path))
     before = one.plan(text)
     after, content, made = _search(one, text, before) if before.verdict != "fits" else (before, text, ())
-    shown = Rewritten(path, text, content, before.memory, after.memory, tuple(change.cost for change in made))
+    shown = Rewritten(path, text, content, before.memory, after.memory, _costs(before, after, made))
     return Rewrite(shown)
+
+
+def _costs(before: Plan, after: Plan, made: Sequence[Change]) -> tuple[str, ...]:
+    """Return what changes cost, one upon the other: of a micro-batch that was halved several times, all of it."""
+    sizes = [plan.memory.setup.config.micro_batch_size for plan in (before, after)]
+    smaller = {change.cost for change in made if any(key == "micro_batch_size" for key, _ in change.settings)}
+    costs = [accumulation_cost(*sizes) if change.cost in smaller else change.cost for change in made]
+    return tuple(dict.fromkeys(costs))
 
 
 def _search(one: _File, text: str, before: Plan) -> tuple[Plan, str, tuple[Change, ...]]:

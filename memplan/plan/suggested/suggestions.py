@@ -76,7 +76,7 @@ def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))
     if config.micro_batch_size > 1:
         half = config.micro_batch_size // 2
-        yield Change("twice the accumulation steps for the same batch", (("micro_batch_size", half),))
+        yield Change(accumulation_cost(config.micro_batch_size, half), (("micro_batch_size", half),))
     if config.activation_checkpointing == "none":
         yield Change(
             "norms and elementwise operations are recomputed in backward", (("activation_checkpointing", "selective"),)
@@ -85,6 +85,19 @@ def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
         cost = "every layer's forward is recomputed in backward, about a third more compute"
         yield Change(cost, (("activation_checkpointing", "full"),))
     yield from _costly_changes(config)
+
+
+def accumulation_cost(before: int, after: int) -> str:
+    """Return what a smaller micro-batch costs.
+
+    Example:
+        >>> accumulation_cost(4, 2)
+        'twice the accumulation steps for the same batch'
+        >>> accumulation_cost(16, 1)
+        '16 times the accumulation steps for the same batch'
+    """
+    times = {2: "twice", 3: "three times", 4: "four times"}.get(before // after, f"{before // after} times")
+    return f"{'more than ' if before % after else ''}{times} the accumulation steps for the same batch"
 
 
 def _released(config: TrainingConfig) -> tuple[Setting, ...]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from memplan.plan.inference.served_plan import Served
     from memplan.plan.memory_plan import Device
 
+WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
+
 
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
@@ -40,9 +42,12 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     served, spec = answer.served, answer.model.spec
     total = served.device_bytes
     head = (
-        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))} parameters) on {answer.device.name}: weights "
-        f"{answer.asked['weights']}, cache {answer.asked['kv_dtype']}, context {answer.asked['context']:,}, "
-        f"concurrency {answer.asked['concurrency']:,}, engine {answer.asked['engine']}"
+        f"{WORDS[served.verdict]:<6} {format_bytes(total, unit)} expected, {format_bytes(served.upper_bytes, unit)} "
+        f"worst case, {format_bytes(served.usable_bytes, unit)} usable",
+        f"       {answer.device.name}, served, engine {answer.asked['engine']}",
+        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.asked['weights']}, "
+        f"cache {answer.asked['kv_dtype']},",
+        f"       context {answer.asked['context']:,}, concurrency {answer.asked['concurrency']:,}",
     )
     rows = [*served.components.items(), ("device", total)]
     table = Table(
@@ -54,7 +59,7 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
         f"largest concurrency at context {answer.asked['context']:,}: {answer.largest_concurrency:,} sequences",
     )
     failed = served.verdict == "no" or (strict and served.verdict == "tight")
-    blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes), inference_sentence(answer, unit))
+    blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes))
     return Document(_data(answer, catalog_hash), blocks, 1 if failed else 0)
 
 
@@ -62,9 +67,8 @@ def inference_sentence(answer: ServedAnswer, unit: str = "") -> str:
     """Return the verdict in one sentence."""
     served = answer.served
     needs, usable = format_bytes(served.device_bytes, unit), format_bytes(served.usable_bytes, unit)
-    words = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}[served.verdict]
     return (
-        f"{words}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
+        f"{WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
         f"(upper end {format_bytes(served.upper_bytes, unit)})."
     )
 

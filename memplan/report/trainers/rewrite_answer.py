@@ -81,5 +81,9 @@ def _side(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _row(name: str, plan: MemoryPlan, unit: str) -> tuple[str, ...]:
-    sizes: Sequence[int] = (plan.device_bytes, plan.upper_bytes, plan.usable_bytes)
+    """Return a plan's sizes; where it fits because the allocator gives back what is free, those with which it does."""
+    expected, most = plan.device_bytes, plan.upper_bytes
+    if plan.verdict == "fits" and most > plan.usable_bytes:
+        expected, most = plan.least_bytes, plan.usable_bytes
+    sizes: Sequence[int] = (expected, most, plan.usable_bytes)
     return (name, plan.verdict.upper(), *(format_bytes(size, unit) if unit else format_bytes(size) for size in sizes))
