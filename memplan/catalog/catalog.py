@@ -175,6 +175,11 @@ class Catalog:
         name, version = split_name(given)
         return chosen_stack(self.stacks.entries, self.stacks.name_of(name), version)
 
+    def release_months(self) -> dict[str, str | None]:
+        """Return model -> its month, None for a user's own without one; ours without a known month are left out."""
+        own = {name: Path(origin).is_relative_to(self.root) for name, origin in self.models.origins.items()}
+        return {name: e.released for name, e in self.models.entries.items() if e.released or not own[name]}
+
     def shipped_config(self, name: str) -> TrainingConfig | None:
         """Return the config of that name as it ships, or None where none does or a user's own took its place."""
         entry = self.configs.entries.get(name)

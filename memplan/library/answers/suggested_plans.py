@@ -214,7 +214,7 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     devices = inputs.devices(inputs.gpus)
     names = [name for name, config in catalog.configs.entries.items() if config.adapter is None]
     setups = [find_setup(name, inputs.overrides(), catalog) for name in names]
-    recent, since = recent_models({name: entry.released for name, entry in catalog.models.entries.items()})
+    recent, since = recent_models(catalog.release_months())
     models = [(name, catalog_model(name, catalog)) for name in recent]
     given, adapters = inputs.overrides(), []
     for name in ADAPTERS:
