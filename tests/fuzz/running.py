@@ -114,7 +114,7 @@ def check(ran: Outcome, peak_before: int) -> None:
     lines = ran.err.split("\n")
     assert lines.pop() == "", said
     if ran.exit_code in (2, 3):
-        assert ran.out == "" or ran.exit_code == 3, said
+        assert ran.out == "" or ran.exit_code == 3 or "import" in ran.arguments, said
         assert lines or ran.out, said
         assert all(line.startswith(("memplan: ", "Usage: ")) or ran.err.startswith("Usage:") for line in lines), said
     assert all(line.isprintable() for line in lines), said

@@ -20,6 +20,7 @@ from memplan.library.budget_plans import Workshop
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
 from memplan.library.lookup.card_profile import with_profile
 from memplan.library.lookup.prices import load_prices
+from memplan.library.trainers.imported_file import import_file
 from memplan.measure.records.measurement_records import read_data, read_record
 from memplan.measure.records.prediction import planned
 from memplan.model.readers.safetensors import stored_tensors
@@ -212,6 +213,16 @@ TRAINING = {
     "clip_gradients": False, "reserve": "500 MiB", "allocator": "native", "evaluation": True,
 }  # fmt: skip
 
+TRAINERS = Path(__file__).parents[1] / "trainers" / "examples"
+TRAINER_COMMANDS = (("import", "{}", "--gpus", "8"), ("fit", "{}", *GPU))
+UNSLOTH = """\
+from unsloth import FastLanguageModel
+size = 2 * 1024
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen2.5-7B", max_seq_length=size, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=16, target_modules=["q_proj", "v_proj"])
+arguments = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="adamw_8bit")
+"""
+
 PROFILE = {
     "schema": "memplan/profile/1", "records": 3, "device": "NVIDIA H200", "torch_version": "2.11.0",
     "context_bytes": 778043392, "upper_context_bytes": 851443712, "library_bytes": 67108864, "alloc_conf": [""],
@@ -275,6 +286,11 @@ def seeds(folder: Path) -> list[Seed]:
              {"budget.yaml": BASED.encode()}),
         _text("prices.yaml", "currency: USD\nprices: {h100-sxm-80gb: 2.49, rtx4090: 0.39}\n", lambda path: load_prices(path, SHIPPED),
               ("where", "gpt2", *CONFIG, "--price", "{}")),
+        *(_text(f"{name}.yaml", (TRAINERS / f"{name}.yaml").read_text(), import_file, *(TRAINER_COMMANDS if name == "axolotl-full" else TRAINER_COMMANDS[:1]))
+          for name in ("axolotl", "axolotl-full", "llama-factory", "trl", "litgpt", "torchtune", "megatron", "accelerate")),
+        _of("ds_z3.json", json.loads((TRAINERS / "ds_z3.json").read_text()), import_file, TRAINER_COMMANDS[0]),
+        Seed("torchtitan.toml", (TRAINERS / "torchtitan.toml").read_bytes(), TRAINER_COMMANDS[:1], import_file),
+        Seed("unsloth.py", UNSLOTH.encode(), TRAINER_COMMANDS[:1], import_file),
         _of("profile.json", PROFILE, _profiled, ("fit", "gpt2", "--gpu", "h100", *CONFIG, "--profile", "{}")),
         _of("record.json", record, _record, ("validate", "--calibrate", "{}")),
         _of("history.json", HISTORY, _history, ("trace", "--history", "{}")),
