@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from memplan.allocator.settings import (
     LARGE_ROUNDING_BYTES,
@@ -18,6 +17,7 @@ from memplan.allocator.settings import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
+from memplan.values import dataclass
 
 _ADDRESS_BITS = 48
 _ADDRESS = 2**_ADDRESS_BITS - 1
@@ -53,14 +53,39 @@ class _Block:
 
 
 class _Pool:
-    """Free blocks of one size class, ordered by size and address, and the least that is worth splitting off."""
+    """Free blocks of one size class, ordered by size and address, and the least that is worth splitting off.
 
-    __slots__ = ("blocks", "keys", "least_rest")
+    With expandable segments there is one segment, which grows by pages: ``tail`` stands for what is not mapped yet.
+    """
 
-    def __init__(self, least_rest: int) -> None:
+    __slots__ = ("blocks", "keys", "least_rest", "page_bytes", "tail")
+
+    def __init__(self, least_rest: int, page_bytes: int = 0) -> None:
         self.keys: list[int] = []
         self.blocks: dict[int, _Block] = {}
         self.least_rest = least_rest
+        self.page_bytes = page_bytes
+        self.tail = _Block(0, 0)
+
+    def best(self, place: int) -> int:
+        """Return the place of the free block to take, from one that is large enough: the one that could grow comes last."""
+        block = self.blocks[self.keys[place] & _ADDRESS]
+        return place + 1 if block.following is self.tail and place + 1 < len(self.keys) else place
+
+    def grown(self, size: int) -> tuple[_Block, int]:
+        """Return a block for a request, the segment's last if that is free, grown by pages; and the bytes of those."""
+        block, tail = self.tail.previous, self.tail
+        if block is not None and block.free:
+            self.take_out(block)
+        else:
+            block, last = _Block(tail.address, 0), block
+            block.previous, block.following, tail.previous = last, tail, block
+            if last is not None:
+                last.following = block
+        mapped = -(-(size - block.size) // self.page_bytes) * self.page_bytes
+        block.size += mapped
+        tail.address += mapped
+        return block, mapped
 
     def take_out(self, block: _Block) -> None:
         """Take a free block out of the list."""
@@ -81,6 +106,7 @@ def stream_peaks(
     capacity_bytes: int | None = None,
     *,
     downwards: bool = False,
+    expandable: bool = False,
     alike_from: Sequence[int] = (),
 ) -> StreamPeaks:
     """Return what a stream does to the allocator with torch's default settings, until it ends or fails.
@@ -90,6 +116,7 @@ def stream_peaks(
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it; storages of no bytes take nothing.
         capacity_bytes: What the process can get of the card; None for no limit.
         downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
+        expandable: Whether segments are expandable; there is no limit then, and no choice of addresses.
         alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages:
             once such a stretch leaves everything where it was, later ones do what it did, and are not played.
 
@@ -97,7 +124,9 @@ def stream_peaks(
         >>> stream_peaks([600, 2**21], [0, 2, 1, 3])
         StreamPeaks(allocated_bytes=2098176, reserved_bytes=23068672, survives=True, retries=0)
     """
-    small, large = _Pool(MINIMUM_BLOCK_BYTES), _Pool(SMALL_BYTES + 1)
+    assert not expandable or capacity_bytes is None
+    small = _Pool(MINIMUM_BLOCK_BYTES, SMALL_SEGMENT_BYTES)
+    large = _Pool(MINIMUM_BLOCK_BYTES if expandable else SMALL_BYTES + 1, LARGE_SEGMENT_BYTES)
     rounded = [-(-size // MINIMUM_BLOCK_BYTES) * MINIMUM_BLOCK_BYTES for size in sizes]
     live: dict[int, _Block] = {}
     allocated = allocated_peak = reserved = reserved_peak = retries = 0
@@ -125,8 +154,11 @@ def stream_peaks(
         keys = pool.keys
         place = bisect_left(keys, size << _ADDRESS_BITS)
         if place < len(keys):
-            block = pool.blocks.pop(keys.pop(place) & _ADDRESS)
+            block = pool.blocks.pop(keys.pop(pool.best(place) if expandable else place) & _ADDRESS)
             block.free = False
+        elif expandable:
+            block, segment = pool.grown(size)
+            reserved_peak = reserved = reserved + segment
         else:
             segment = _segment_bytes(size)
             if capacity_bytes is not None and reserved + segment > capacity_bytes:

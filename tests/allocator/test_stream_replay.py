@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from memplan.allocator.caching_allocator import replay
+from memplan.allocator.settings import AllocatorSettings
 from memplan.allocator.stream_replay import stream_peaks
 
 SIZES = (1, 600, 2**19, 2**20, 2**20 + 1, 3 * 2**20, 9_999_999, 10 * 2**20, 17 * 2**20 + 5, 40 * 2**20, 0)
@@ -48,6 +49,14 @@ def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_one(seed):
         )
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_peaks_are_those_of_the_simulator_with_expandable_segments(seed):
+    sizes, codes = drawn(seed, 1200)
+    whole = replay(events(sizes, codes), AllocatorSettings(expandable_segments=True))
+    quick = stream_peaks(sizes, codes, expandable=True)
+    assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
+
+
 def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
     results = {
         (up.reserved_bytes, down.reserved_bytes)
@@ -68,5 +77,5 @@ def test_stretches_that_are_alike_are_played_until_they_change_nothing(seed):
         codes += [2 * (storage + (turn - 1) * len(sizes)) + 1 for storage in left]
         codes += [code + 2 * turn * len(sizes) for code in stretch]
     whole = stream_peaks(sizes * 6, codes)
-    for ways in ({}, {"downwards": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
+    for ways in ({}, {"downwards": True}, {"expandable": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
         assert stream_peaks(sizes * 6, codes, alike_from=places, **ways) == stream_peaks(sizes * 6, codes, **ways)

@@ -5,7 +5,7 @@ Searches use shares of the allocated bytes instead (configs/allocator_reserve.ya
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import replay
@@ -16,6 +16,7 @@ from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.step_inputs import StepInputs
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,9 +104,9 @@ class Simulation:
 
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
         events = self._events
-        if not self._expandable:
-            alike = events.steps[1:]
-            return stream_peaks(events.sizes, events.codes, capacity_bytes, downwards=downwards, alike_from=alike)
+        if capacity_bytes is None or not self._expandable:
+            ways = {"downwards": downwards, "expandable": self._expandable}
+            return stream_peaks(events.sizes, events.codes, capacity_bytes, **ways, alike_from=events.steps[1:])
         settings = AllocatorSettings(expandable_segments=True)
         result = replay(_named(events), settings, capacity_bytes)
         peaks = result.allocated_peak_bytes, result.reserved_peak_bytes
