@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from memplan.errors import (
     normalised_name,
     unknown_name,
 )
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.stacks import Stack

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from memplan.catalog.entries import Form, Optimizer
 from memplan.errors import nearest_match
+from memplan.values import dataclass
 
 BUNDLED = "memplan.muon.Muon"
 TORCH_ADAMW = "torch.optim.AdamW"

@@ -1,6 +1,5 @@
 """Options that several commands share, declared once: in frozen groups, whose fields are the options."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +8,7 @@ import typer
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
 from memplan.errors import InvalidFileError
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog

@@ -1,7 +1,6 @@
 """The group of options for a training config, and what the groups of a command ask the library with."""
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +8,7 @@ import typer
 
 from memplan.cli.option_groups import INFERENCE, TRAINING, DeviceOptions, Engine, ModelOptions, OutputOptions, option
 from memplan.errors import InvalidFileError, printable
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog

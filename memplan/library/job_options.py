@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
 
@@ -26,6 +25,7 @@ from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 FilePath = str | os.PathLike[str]
 ModelGiven = FilePath | Shapes | Model | None

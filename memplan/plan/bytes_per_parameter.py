@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from memplan.model.inventory import Role
 from memplan.step.states.model_states import slot_bytes
 from memplan.step.states.parallel_shards import share
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.values import dataclass
 
 MATRIX_SIDE = 2**14
 """Side of the matrix that states are counted on: large enough that every block is whole."""

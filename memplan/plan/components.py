@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.catalog.entries import Kind
@@ -12,6 +11,7 @@ from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.linear_forms import Part
 from memplan.units import format_fraction
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan

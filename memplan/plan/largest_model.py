@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
@@ -15,6 +14,7 @@ from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 MOST_RANKS = 2**12
 """GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
 
@@ -34,6 +33,7 @@ from memplan.training.adapters import adapter_tensors, adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.stack_models import built_by
 from memplan.units import round_up
+from memplan.values import dataclass
 
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""

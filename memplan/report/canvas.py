@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from textwrap import wrap
+
+from memplan.values import dataclass
 
 NARROWEST, WIDEST_BAR = 10, 44
 EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memplan.plan.allowances import Allowances
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
 from memplan.plan.planner import allowances_of
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

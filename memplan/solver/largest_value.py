@@ -9,7 +9,7 @@ so it is bisected.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import mul
 
 from memplan.catalog.training_config import MAXIMUM_TOKENS
@@ -18,6 +18,7 @@ from memplan.model.model import Model
 from memplan.model.spec import ModelSpec, layer_runs
 from memplan.plan.planner import CompiledPlan
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
+from memplan.values import dataclass
 
 MOST_BATCH = 2**24
 MOST_LENGTH = 2**30

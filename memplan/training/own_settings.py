@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from memplan.catalog.stacks import Stack
 from memplan.documents.loading import setting_text
+from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

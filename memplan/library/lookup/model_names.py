@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from memplan.documents.opening import is_file, is_folder, path_kind, read_text, 
 from memplan.documents.strict_json import parse_object
 from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError, match_hint, normalised_name, printable
 from memplan.model.readers import is_model_file
+from memplan.values import dataclass
 
 How = Literal["catalog", "mirror", "folder", "cache", "guess"]
 

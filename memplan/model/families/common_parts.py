@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
@@ -15,6 +14,7 @@ from memplan.model.spec import (
     Norm,
     layer_runs,
 )
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

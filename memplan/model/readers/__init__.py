@@ -6,10 +6,10 @@ A reader is a function and an entry of :data:`READERS`; its module is imported w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from memplan.model.model import Model
+from memplan.values import dataclass
 
 Layouts = Callable[[], Mapping[int, tuple[str, int, int]]]
 """Returns the block formats by their id in GGUF files: name, elements and bytes of a block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Status
@@ -12,6 +12,7 @@ from memplan.plan.largest_model import LargestModel, largest_models
 from memplan.plan.memory_plan import Device
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
 
 ESTABLISHED: tuple[Status, ...] = ("proven", "works")
 TRIED: tuple[Status, ...] = ("experimental",)

@@ -7,7 +7,7 @@ events under other names, so that a step of a large model takes a few millisecon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from memplan.step.ends_on_tape import evaluated_head
@@ -24,6 +24,7 @@ from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.units import MIB
+from memplan.values import dataclass
 
 STEPS = 3
 """The first makes what stays; of 94 measured runs (tests/records/cuda) two took another segment in the third."""
