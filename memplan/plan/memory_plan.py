@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from memplan.step.states.model_states import ModelStates
     from memplan.step.tapes.played import Instant
 
+UNLISTED = "a GPU of "
+"""What the name of a device that is in no catalog begins with; its memory follows."""
+
 Verdict = Literal["fits", "tight", "no"]
 
 
@@ -50,6 +53,12 @@ class Device:
     def counted_name(self) -> str:
         """Its name, with how many where memory is pooled."""
         return self.name if self.count == 1 else f"{self.count} x {self.name}"
+
+    @property
+    def options(self) -> tuple[str, str]:
+        """The words that name one of it on a command line."""
+        unlisted = self.name.startswith(UNLISTED)
+        return ("--gpu-memory", self.name.removeprefix(UNLISTED)) if unlisted else ("--gpu", self.name)
 
     @property
     def memory_bytes(self) -> int:

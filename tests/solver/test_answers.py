@@ -74,7 +74,7 @@ def test_a_bad_list_is_one_line(refused, given):
 
 # ------------------------------------------------------------------ compare
 def test_configs_stand_side_by_side_with_differences_marked(cli):
-    ran = cli("compare", "llama-8b", "--config", "bf16-adamw", "--config", "bf16-adamw-8bit", "--gpu", "h100")
+    ran = cli("compare", "llama-8b", "--config", "bf16-adamw", "--config", "bf16-adamw-8bit", "--gpu", "h100", "-v")
     lines = {line[3:].split("  ")[0].strip(): line for line in ran.out.splitlines() if len(line) > 3}
     assert lines["optimizer_states"].startswith("*")
     assert lines["weights"].startswith(" ")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu
 from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name
-from memplan.plan.memory_plan import Device
+from memplan.plan.memory_plan import UNLISTED, Device
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
     if name is not None and memory is not None:
         raise InvalidFileError(["both --gpu and --gpu-memory given: give one of them"])
     if memory is not None:
-        return Device(custom_gpu(parse_bytes(memory), memory), f"a GPU of {memory}", count)
+        return Device(custom_gpu(parse_bytes(memory), memory), f"{UNLISTED}{memory}", count)
     if name is None or normalised_name(name) == "local":
         return Device(*local_gpu(catalog), count)
     return Device(catalog.gpus[name], catalog.gpus.name_of(name), count)

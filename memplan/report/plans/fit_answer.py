@@ -96,7 +96,7 @@ def _sentence(plans: Sequence[MemoryPlan], unit: str, settings: Mapping[str, Seq
     def named(plan: MemoryPlan) -> str:
         return " ".join(filter(None, (plan.setup.name, _as_options(settings.get(plan.setup.name, ())))))
 
-    job = join([model.source.removeprefix("catalog:"), "--gpu", plans[0].device.name, *several])
+    job = join([model.source.removeprefix("catalog:"), *plans[0].device.options, *several])
     fitting = [plan for plan in plans if plan.verdict == "fits"]
     sound = [plan for plan in fitting if plan.setup.config.status in ("proven", "works")]
     if fitting:

@@ -103,5 +103,5 @@ def _command(plan: MemoryPlan) -> str:
     """Return the command that shows one method in full."""
     ranks = plan.setup.config.parallel.data
     several = ["--gpus", str(ranks)] if ranks > 1 else []
-    job = [plan.model.source.removeprefix("catalog:"), "--gpu", plan.device.name, *several, "--config", plan.setup.name]
+    job = [plan.model.source.removeprefix("catalog:"), *plan.device.options, *several, "--config", plan.setup.name]
     return f"memplan fit {join(job)}"
