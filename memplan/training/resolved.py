@@ -198,13 +198,14 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
             raise CannotAnswerError(f"{place(path)}: {text}")
     known_formats = kbit_formats(config, stack, named_formats)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
+    stored = {role: catalog.formats[n] for role, n in known_formats.items()}
     return TrainingSetup(
         name=name,
         config=_with_learning(config, recipe, catalog, name),
         stack=stack,
         profile=profile,
         format_names=known_formats,
-        formats={role: catalog.formats[n] for role, n in known_formats.items()},
+        formats=stored,
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
@@ -213,7 +214,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
         hardware=hardware_tables(catalog.root),
         family_gaps=_family_gaps(stack, catalog),
-        unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile)),
+        unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, stored)),
     )
 
 

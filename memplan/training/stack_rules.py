@@ -143,14 +143,22 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
 
 
-def unmodelled(stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
+def unmodelled(
+    stack: Stack, profile: KernelProfile, formats: Mapping[Role, StorageFormat]
+) -> Iterator[tuple[Path, str]]:
     """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
 
     Args:
         stack: Whose loop it is.
         profile: Its kernels.
+        formats: Weight format of each role.
     """
     name = stack.name
+    if stack.model_code != "transformers" and any(entry.product == "integers" for entry in formats.values()):
+        yield (
+            ("weights",),
+            f"products of integers are a layer of bitsandbytes, which {name} does not have; use stack: trl",
+        )
     if profile.attention == "eager" and stack.model_code != "transformers":
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if profile.loss == "in-place":

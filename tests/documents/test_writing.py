@@ -265,11 +265,13 @@ OF_MODULES = {
 }
 REASONS = {
     "documents/writing.py": "it is the writer",
+    "cli/completion.py": "what a shell asks for, before anything else is imported",
     "cli/main.py": "typer.echo prints the version through the guarded stream",
     "documents/opening.py": "it opens for reading, and says with which flags",
     "lab/survey/__main__.py": "a tool of those who work on memplan, no command of it",
     "report/document.py": "rich prints into memory",
     "report/figures.py": "matplotlib draws into memory, and the writer saves that",
+    "library/lookup/online_config.py": "a temporary folder, which goes with the process",
     "muon/checkpoints.py": "torch writes to the writer's file; the library makes its folder, and removes old files",
     "measure/child.py": "a pipe to the process that measures",
     "measure/process.py": "a temporary file for what that process complains of",

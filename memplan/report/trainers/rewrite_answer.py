@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memplan import __version__
-from memplan.plan.memory_plan import MemoryPlan
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
