@@ -12,7 +12,7 @@ from memplan.importer.conditions import holds, version_parts
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
-NO_TRAINER = "no trainer that memplan reads has these keys; name one with --from"
+NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan import --from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
         raise InvalidFileError([f"{keys.name}: {NO_TRAINER}"])
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
-        raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer with --from"])
+        raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])
     return Told(keys, told[0], _other_kind(keys, told[0]))
 
 

@@ -160,7 +160,7 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
         raise InvalidFileError(job.reading.problems)
     if job.head.missing:
         raise CannotAnswerError(
-            f"{text}: a {job.head.title} file, which is recognised and not read: {job.head.missing}"
+            f"{text}: a file of {job.head.title}, which is recognised and not read: {job.head.missing}"
         )
     from memplan.importer.needed_results import MODEL, need_of
 

@@ -72,7 +72,7 @@ def _reason(job: ImportedJob) -> tuple[str, int]:
     if job.role == "not_training":
         return f"{name}: {job.kind} of {job.head.title}, not a training job", 2
     if job.head.missing:
-        return f"{name}: a {job.head.title} file, which is recognised and not read: {job.head.missing}", 3
+        return f"{name}: a file of {job.head.title}, which is recognised and not read: {job.head.missing}", 3
     if job.reading.problems:
         return job.reading.problems[0], 2
     if job.role == "job" and job.reading.needs:
