@@ -55,7 +55,7 @@ def outcome(arguments: Sequence[str], stdin: bytes = b"") -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nonexistent"}))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        stack.enter_context(_alarm(SECONDS * (2 if "recommend" in arguments else 1)))
+        stack.enter_context(_alarm(SECONDS * (3 if "max" in arguments else 1)))
         try:
             run()
         except SystemExit as left:
