@@ -108,7 +108,7 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
         "which is not modelled",
     )
     if adapts_experts(model, setup):
-        if adapter.kind == "lora" and not adapter.dropout:
+        if adapter.kind != "dora" and not adapter.dropout:
             return
         last = f"which PEFT refuses with {'dropout' if adapter.dropout else adapter.kind}"
     raise CannotAnswerError(
