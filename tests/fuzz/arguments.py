@@ -81,10 +81,16 @@ COMMANDS: Mapping[str, tuple[Words, ...]] = {
 STDIN = (b"", b"", b"{}", b"a: 1", b"\xff", b"[" * 10_000)
 
 
+OF_EVERY_GPU = ("max", "recommend")
+"""Commands that without a GPU plan every model for every card, for seconds, and more where each line is traced."""
+
+
 def command_line(random: Random) -> tuple[list[str], bytes]:
     """Return arguments, most of them good, and what standard input holds."""
     name = random.choice(sorted(COMMANDS))
     arguments = [name, *(_word(random, words) for words in COMMANDS[name])]
+    if name in OF_EVERY_GPU:
+        arguments += ["--gpu", _option_word(random, "--gpu")]
     for _ in range(random.randrange(5)):
         option = random.choice(_options(name))
         arguments += [option, _option_word(random, option)] if OPTIONS[option] else [option]

@@ -20,7 +20,7 @@ from memplan.cli.main import run
 from memplan.errors import MemplanError
 
 SECONDS = 5.0
-"""Of processor time, as the machine may be shared; ``recommend`` plans every model under every config, and has twice that."""
+"""Of processor time, as the machine may be shared."""
 BLOCKED_SECONDS = 60.0
 """By the clock: nothing is waited for."""
 TOO_SLOW = 124
@@ -55,7 +55,7 @@ def outcome(arguments: Sequence[str], stdin: bytes = b"") -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nonexistent"}))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        stack.enter_context(_alarm(SECONDS * (3 if "max" in arguments else 1)))
+        stack.enter_context(_alarm(SECONDS))
         try:
             run()
         except SystemExit as left:
