@@ -70,6 +70,8 @@ class Parallel:
         data: GPUs that each train on a micro-batch of their own.
         zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
             gradients and optimizer states (torch's ``fully_shard``).
+        virtual: Chunks of layers in each pipeline stage.
+        expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
     """
 
     data: int = 1
@@ -79,6 +81,8 @@ class Parallel:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    virtual: int = 1
+    expert_tensor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

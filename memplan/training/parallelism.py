@@ -16,14 +16,14 @@ INSTEAD = "use parallel.zero_stage: 0"
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
-_DEGREES = ("tensor", "sequence", "pipeline", "context", "expert")
+_DEGREES = ("tensor", "sequence", "pipeline", "virtual", "context", "expert", "expert_tensor")
 
 
 def parallel_problems(parallel: Parallel) -> Problems:
     """Yield impossible degrees, each with its path of keys."""
-    for name in ("data", "tensor", "pipeline", "context", "expert"):
+    for name in ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor"):
         value = getattr(parallel, name)
-        if not 1 <= value <= MAXIMUM_GPUS:
+        if value is not None and not 1 <= value <= MAXIMUM_GPUS:
             yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import ROLES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, format_name
+
+ALWAYS = ("data", "zero_stage", "tensor", "sequence", "pipeline", "context", "expert")
+"""Keys of ``parallel`` that stand in every answer; others where they are not their default."""
+_ALONE = asdict(Parallel())
 
 
 def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
     data = asdict(setup.config)
+    data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
     adapted = setup.config.adapter is not None
     data["weights"] = {
         role: format_name(setup.config, role) if adapted else setup.format_names[role] for role in ROLES

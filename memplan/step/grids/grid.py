@@ -1,0 +1,103 @@
+"""Degrees of parallelism as one value, checked once against the number of GPUs."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from memplan.catalog.training_config import MAXIMUM_GPUS, Parallel
+from memplan.errors import InvalidFileError
+from memplan.units import round_up
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How many ways a job is divided.
+
+    Attributes:
+        world: GPUs.
+        tensor: GPUs that share each layer's matrices.
+        pipeline: Stages that layers are divided into.
+        virtual: Chunks of layers that each stage has.
+        context: GPUs that share each sequence.
+        expert: GPUs that the routed experts are divided among.
+        expert_tensor: GPUs that share each expert's matrices.
+        zero_stage: What is divided among data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        sequence: What lies between the divided matrices is divided along the sequence.
+    """
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    zero_stage: int = 0
+    sequence: bool = False
+
+    @property
+    def data(self) -> int:
+        """GPUs that hold the same part of the model and train on micro-batches of their own."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """GPUs among which the states of what is no expert are divided: data and context ranks together."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """GPUs that hold the same experts."""
+        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
+
+def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
+    """Return the grid that degrees make of so many GPUs; what is left of them is data parallel.
+
+    Args:
+        parallel: The degrees.
+        gpus: GPUs; None for as many as the degrees name, ``data`` among them.
+
+    Raises:
+        InvalidFileError: The degrees do not divide the number of GPUs, which is named with the nearest that they do.
+
+    Source:
+        ``initialize_model_parallel`` in megatron/core/parallel_state.py (0.16.1): experts have a grid of their own,
+        with the same stages.
+    """
+    dense = parallel.tensor * parallel.pipeline * parallel.context
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    experts = expert_tensor * parallel.expert * parallel.pipeline
+    world = gpus or dense * parallel.data
+    for words, size in (("tensor x pipeline x context", dense), ("expert tensor x expert x pipeline", experts)):
+        if world % size:
+            raise InvalidFileError(
+                [f"parallel: {world} GPUs are no multiple of {words} = {size}; {_nearest(world, lcm(dense, experts))}"]
+            )
+    if gpus and parallel.data not in (1, gpus // dense):
+        raise InvalidFileError(
+            [f"parallel.data: {gpus} GPUs leave {gpus // dense} of them for data parallelism, not {parallel.data}"]
+        )
+    return Grid(
+        world,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual,
+        parallel.context,
+        parallel.expert,
+        expert_tensor,
+        parallel.zero_stage,
+        parallel.sequence,
+    )
+
+
+def _nearest(world: int, step: int) -> str:
+    """Return the numbers of GPUs next to one that are multiples of a step, in words."""
+    below, above = world // step * step, round_up(world, step)
+    near = [number for number in sorted((below, above), key=lambda n: abs(n - world)) if 0 < number <= MAXIMUM_GPUS]
+    return (
+        f"the nearest that is: {near[0]}"
+        if near
+        else f"it takes {step} at least, and {MAXIMUM_GPUS:,} at most are planned"
+    )

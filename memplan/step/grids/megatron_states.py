@@ -1,0 +1,130 @@
+"""Weights, gradients and optimizer states that each rank of a Megatron-LM job keeps between steps, exact to the byte.
+
+Source:
+    megatron-core 0.16.1: core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py
+    (``_build_model_and_main_param_groups``), core/optimizer/optimizer.py (``Float16OptimizerWithFloat16Params``),
+    core/optimizer/optimizer_config.py (lines 187 to 207); that gradients of bf16 weights are kept in fp32 unless said
+    otherwise: megatron/training/arguments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import ModelSpec
+from memplan.step.grids.flat_buffers import Bucketing, FlatBuffer, flat_buffer
+from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_tensors import MegatronBuild, RankTensor, chunk_tensors, expert_bias_bytes
+from memplan.step.grids.pipeline_stages import Chunk, StageSplit, chunks_of
+from memplan.step.grids.rank_states import RankStates, StageStates
+from memplan.values import dataclass
+
+LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Elements of a bucket where gradients are reduced during backward (``DistributedDataParallel.__init__``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronPrecision:
+    """Bytes of one element of what is kept.
+
+    Attributes:
+        weight_bytes: Weights, 2 or 4.
+        gradient_bytes: The buffer that gradients are summed in, 2 or 4.
+        master_bytes: What the optimizer keeps of a weight: 4, 2 where it keeps only the half that a bf16 weight lacks,
+            0 where weights are fp32.
+        state_bytes: Both moments of Adam together.
+    """
+
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    master_bytes: int = 4
+    state_bytes: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSettings:
+    """What is told beyond degrees.
+
+    Attributes:
+        split: Which layers stages have.
+        build: How the model is built.
+        precision: Bytes of what is kept.
+        overlap: ``--overlap-grad-reduce``: buffers are cut into buckets.
+        busy: ``--pad-buckets-for-high-nccl-busbw``.
+    """
+
+    split: StageSplit = StageSplit()
+    build: MegatronBuild = MegatronBuild()
+    precision: MegatronPrecision = MegatronPrecision()
+    overlap: bool = False
+    busy: bool = False
+
+
+def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> tuple[StageStates, ...]:
+    """Return what the ranks of every stage keep, the first stage first.
+
+    Args:
+        spec: The model.
+        grid: Degrees of parallelism; stage 1 is the distributed optimizer.
+        settings: What is told beyond degrees.
+
+    Raises:
+        CannotAnswerError: Megatron-LM has no such model or division, or it is not modelled.
+        InvalidFileError: A degree does not divide what it has to.
+    """
+    if grid.zero_stage > 1:
+        raise CannotAnswerError(
+            f"parallel.zero_stage: {grid.zero_stage} under Megatron-LM is another engine (Megatron-FSDP or torch's), which is not modelled; "
+            "use 1, its distributed optimizer, or 0"
+        )
+    stages = chunks_of(spec.num_hidden_layers, grid, settings.split)
+    return tuple(_stage(spec, grid, settings, index, chunks) for index, chunks in enumerate(stages))
+
+
+def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, chunks: Sequence[Chunk]) -> StageStates:
+    """Return what the ranks of one stage keep: the sum over its chunks, whose buffers are apart.
+
+    Ranks count the tensor degree fastest, then context and data (``tp-cp-ep-dp-pp``, the default order); those of experts
+    their own tensor degree, then the expert degree.
+    """
+    held = parameters = biases = 0
+    dense_updated, expert_updated = [0] * grid.shards, [0] * grid.expert_shards
+    for virtual, chunk in enumerate(chunks):
+        tensors = chunk_tensors(spec, grid, chunk, settings.build)
+        parameters += sum(tensor.elements for tensor in tensors)
+        biases += expert_bias_bytes(spec, chunk)
+        dense, experts = _buffers(tensors, grid, settings, bucketed=index == 0 and virtual == 0)
+        held += dense.elements + experts.elements
+        dense_updated = list(map(add, dense_updated, dense.updated))
+        expert_updated = list(map(add, expert_updated, experts.updated))
+    apart = grid.expert_tensor * grid.expert
+    ranks = range(grid.world // grid.pipeline)
+    updated = tuple(dense_updated[rank // grid.tensor] + expert_updated[rank // apart] for rank in ranks)
+    precision = settings.precision
+    weights = (held if grid.zero_stage else parameters) * precision.weight_bytes
+    states = tuple(
+        RankStates(
+            weights, held * precision.gradient_bytes, n * precision.master_bytes, n * precision.state_bytes, biases
+        )
+        for n in sorted(set(updated))
+    )
+    places = {count: place for place, count in enumerate(sorted(set(updated)))}
+    layers = sum(chunk.count for chunk in chunks)
+    ends = chunks[0].embeds, chunks[-1].ends
+    return StageStates(index, layers, *ends, parameters, states, tuple(places[count] for count in updated))
+
+
+def _buffers(
+    tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, *, bucketed: bool
+) -> tuple[FlatBuffer, FlatBuffer]:
+    """Return the buffers of what is no expert and of experts; buckets of both are as large."""
+    size = max(LEAST_BUCKET, BUCKET_PER_RANK * grid.shards) if bucketed and settings.overlap else 0
+    sharded, busy = grid.zero_stage == 1, settings.busy
+    dense = Bucketing(grid.shards, sharded, size, busy)
+    expert = Bucketing(grid.expert_shards, sharded, size, busy)
+    return (
+        flat_buffer([tensor for tensor in tensors if not tensor.expert], dense),
+        flat_buffer([tensor for tensor in tensors if tensor.expert], expert),
+    )

@@ -1,0 +1,49 @@
+"""What ranks of Megatron-LM hold, beside what its own modules held: ``megatron_jobs.py`` made the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.errors import InvalidFileError
+from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
+from memplan.step.grids.megatron_tensors import MegatronBuild
+from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
+from tests.grids.megatron_jobs import MegatronJob
+from tests.grids.planned_ranks import grid_of_job, planned, spec_of, summary
+
+RECORD = json.loads((Path(__file__).parent.parent / "records" / "grids" / "megatron-core-0.16.1.json").read_text())
+JOBS = [(MegatronJob(**row["job"]), row["held"]) for row in RECORD["jobs"]]
+
+
+def test_every_rank_holds_what_megatron_builds():
+    for job, held in JOBS:
+        assert [[summary(chunk) for chunk in stage] for stage in planned(job)] == held, job
+
+
+def test_states_are_the_sum_over_chunks():
+    own = [(job, held) for job, held in JOBS if not job.bucket]  # whose buffers are one bucket, the default
+    assert len(own) > 20
+    for job, held in own:
+        build = MegatronBuild("local", job.multiple)
+        settings = MegatronSettings(StageSplit(job.first, job.last, job.embedding, job.loss), build)
+        for stage, chunks in zip(megatron_states(spec_of(job), grid_of_job(job), settings), held, strict=True):
+            assert stage.parameters == sum(chunk["tensors"][1] for chunk in chunks)
+            buffers = [buffer for chunk in chunks for kind in ("dense", "experts") for buffer in chunk[kind]]
+            assert stage.fullest.gradients == 4 * sum(buffer["elements"] for buffer in buffers)
+            ranks = range(len(stage.places))
+            updated = sum(stage.rank(rank).master_weights for rank in ranks) // 4
+            experts = job.expert_tensor * job.expert
+            dense = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["dense"])
+            routed = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["experts"])
+            assert updated == dense * job.tensor + routed * experts
+
+
+def test_layers_that_do_not_divide_name_the_nearest():
+    with pytest.raises(InvalidFileError, match="the nearest that divides them is 4"):
+        chunks_of(32, Grid(5, pipeline=5))
+    with pytest.raises(InvalidFileError, match="10 layers of a stage cannot be divided into 4 chunks"):
+        chunks_of(20, Grid(2, pipeline=2, virtual=4))
