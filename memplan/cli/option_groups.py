@@ -62,7 +62,7 @@ class ModelOptions:
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Catalog name, trainer's file, folder, config.json, GGUF, safetensors, or -.",
+            help="Catalog name, folder, config.json, GGUF, trainer's file.",
             show_default=False,
             rich_help_panel=MODEL,
         ),
@@ -85,9 +85,7 @@ class ModelOptions:
 
     online: Annotated[
         bool,
-        option(
-            MODEL, "--online", help="Fetch the config.json of a model that is not known here from Hugging Face's hub."
-        ),
+        option(MODEL, "--online", help="Fetch an unknown model's config.json from Hugging Face."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -150,7 +148,7 @@ class DeviceOptions:
             "--profile",
             envvar="MEMPLAN_PROFILE",
             metavar="FILE",
-            help="Measured workspaces and context, from memplan validate --calibrate.",
+            help="Measured by validate --calibrate.",
         ),
     ] = None
 
@@ -183,9 +181,7 @@ class PlotOptions:
 class DetailOptions:
     """How much of an answer is shown."""
 
-    whole: Annotated[
-        bool, option(OUTPUT, "--verbose", "-v", "--all", help="The whole answer: every row, instant and formula.")
-    ] = False
+    whole: Annotated[bool, option(OUTPUT, "--verbose", "-v", "--all", help="Every row, instant and formula.")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +209,7 @@ class OutputOptions:
             "--catalog",
             envvar="MEMPLAN_CATALOG",
             metavar="PATH",
-            help="Your own catalog file or folder, added to ours.",
+            help="Your own catalog file or folder.",
         ),
     ] = None
 

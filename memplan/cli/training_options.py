@@ -87,7 +87,7 @@ class TrainingOptions:
             TRAINING,
             "--stack",
             metavar="NAME[@VERSION]",
-            help="Whose training loop runs it; see memplan list stacks.",
+            help="Whose training loop; see memplan list stacks.",
         ),
     ] = None
     batch: Annotated[
@@ -131,7 +131,7 @@ class TrainingOptions:
             TRAINING,
             "--set",
             metavar="KEY=VALUE",
-            help="Any key of a training config, such as kernels.optimizer=fused; repeatable.",
+            help="Any key: kernels.optimizer=fused; repeatable.",
         ),
     ] = None
 
@@ -216,7 +216,7 @@ class MethodOptions:
             "--context",
             parser=_tokens,
             metavar="N",
-            help="Tokens of a sequence, prompt and answer; 4k is 4096.",
+            help="Tokens of prompt and answer.",
         ),
     ] = 4096
     concurrency: Annotated[int, option(INFERENCE, "--concurrency", min=1, metavar="N", help="Sequences at once.")] = 1
@@ -229,7 +229,7 @@ class MethodOptions:
     ] = None
     engine: Annotated[
         Engine,
-        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged cache, chunked prompts) or transformers."),
+        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged, chunked) or transformers."),
     ] = Engine.serving
 
 

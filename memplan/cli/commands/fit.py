@@ -28,7 +28,7 @@ def fit_command(
     detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
-    """Will this training job fit on that GPU? Without --config: the methods that people choose from.
+    """Will this training job fit on that GPU? Without --config: the usual methods.
 
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
     """

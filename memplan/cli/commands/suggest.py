@@ -35,7 +35,7 @@ class SearchOptions:
             _SEARCH,
             "--keep",
             metavar="AXIS",
-            help=f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}. A key given by --set stays anyway.",
+            help=f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}.",
         ),
     ] = None
     min_batch: Annotated[
@@ -75,9 +75,9 @@ class SearchOptions:
             help="Write the first config to a file, or all into a folder.",
         ),
     ] = None
-    write: Annotated[
-        bool, option(_SEARCH, "--write", help="Of a trainer's file: make the changes in it; the old one stays as .bak.")
-    ] = False
+    write: Annotated[bool, option(_SEARCH, "--write", help="Change the trainer's file; the old one stays as .bak.")] = (
+        False
+    )
 
 
 @command(example="memplan suggest llama-8b --gpu rtx4090 --save best.yaml")
@@ -89,7 +89,7 @@ def suggest_command(
     verdict: VerdictOptions,
     output: OutputOptions,
 ) -> int:
-    """Which settings should I use? The best that fit, ranked, each as a config that can be saved.
+    """Which settings should I use? The best that fit, ranked, as configs to save.
 
     Exit code 0: some fit; 1: none does, and the nearest miss is shown.
     """

@@ -39,7 +39,7 @@ class ValidateOptions:
         option(
             _VALIDATE,
             "--small/--whole",
-            help="Cut the model to 2 layers of width 256, or leave it; small on the CPU unless told otherwise.",
+            help="Cut the model to 2 layers of width 256 (as on the CPU), or not.",
         ),
     ] = None
     steps: Annotated[
@@ -48,9 +48,7 @@ class ValidateOptions:
     ] = 3
     patience: Annotated[
         int,
-        option(
-            _VALIDATE, "--patience", min=1, metavar="N", help="Seconds without progress after which a run is ended."
-        ),
+        option(_VALIDATE, "--patience", min=1, metavar="N", help="Seconds without progress that end a run."),
     ] = 600
     record: Annotated[
         Path | None,
@@ -62,7 +60,7 @@ class ValidateOptions:
     ] = None
     plan: Annotated[
         bool,
-        option(_VALIDATE, "--plan", help="Run the device's whole measurement plan; what is recorded is skipped."),
+        option(_VALIDATE, "--plan", help="Run what is not yet recorded of the device's whole plan."),
     ] = False
     calibrate: Annotated[
         Path | None,
@@ -70,7 +68,7 @@ class ValidateOptions:
             _VALIDATE,
             "--calibrate",
             metavar="DIR|FILE",
-            help="What records say of a machine's own memory; -o FILE is a profile for plans.",
+            help="What records say of a machine; -o FILE is a --profile.",
         ),
     ] = None
     alloc_conf: Annotated[
@@ -82,9 +80,9 @@ class ValidateOptions:
 def validate_command(
     model: ModelOptions, validate: ValidateOptions, training: TrainingOptions, output: OutputOptions
 ) -> int:
-    """Is that true here? Real training steps on this machine: predicted beside traced and measured.
+    """Is that true here? Real training steps: predicted, traced and measured.
 
-    Exit code 0: all agrees; 1: something does not; 2: bad input; 3: nothing could be measured.
+    Exit code 0: all agrees; 1: something does not; 3: nothing was measured.
     """
     from memplan.library.validation_runs import ValidateRequest, validate_document
 

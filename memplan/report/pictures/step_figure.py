@@ -81,19 +81,23 @@ def _top(limits: Limits, peak_bytes: int) -> int:
 
 
 def _stack(axes: Axes, timeline: Timeline, context_bytes: int, unit: int) -> None:
-    """Draw the components one over another; each column is as wide as its stretch."""
-    peak = timeline.columns[timeline.peak]
-    edges = range(len(timeline.columns) + 1)
-    below = [context_bytes / unit] * len(edges)
-    if context_bytes:
-        label = f"device_context  {format_bytes(context_bytes)}"
-        axes.fill_between(edges, below, color=COLOURS["device_context"], linewidth=0, label=label)
+    """Draw the components one over another, each down to the floor behind those below it: only its top is written."""
+    peak, height = timeline.columns[timeline.peak], [context_bytes] * len(timeline.columns)
+    layers = [("device_context", context_bytes, height)] if context_bytes else []
     for index, name in enumerate(timeline.components):
-        sizes = [column.sizes[index] / unit for column in timeline.columns]
-        above = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
-        label = f"{name}  {format_bytes(peak.sizes[index])}"
-        axes.fill_between(edges, below, above, step="post", color=COLOURS[name], linewidth=0, label=label)
-        below = above
+        height = [below + column.sizes[index] for below, column in zip(height, timeline.columns, strict=True)]
+        layers.append((name, peak.sizes[index], height))
+    for order, (name, size, heights) in enumerate(layers):
+        places = [0, *(place for place in range(1, len(heights)) if heights[place] != heights[place - 1])]
+        axes.stairs(
+            [heights[place] / unit for place in places],
+            [*places, len(heights)],
+            fill=True,
+            color=COLOURS[name],
+            linewidth=0,
+            label=f"{name}  {format_bytes(size)}",
+            zorder=1 - order / 100,
+        )
 
 
 def _phases(axes: Axes, timeline: Timeline) -> None:
