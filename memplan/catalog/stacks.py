@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memplan.catalog.entries import Source
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.training_config import Checkpointing
+from memplan.catalog.training_config import Checkpointing, Stage
 from memplan.documents.schemas import build
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.values import dataclass
@@ -177,6 +177,7 @@ class Stack:
         values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
         full_floats: What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts
             them, but where attention is a library's flash kernel.
+        stages: What it can learn from whose steps the formula follows.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -209,6 +210,7 @@ class Stack:
     history: tuple[OlderVersions, ...] = ()
     aliases: tuple[str, ...] = ()
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
+    stages: tuple[Stage, ...] = ("sft",)
     name: str = ""
     version: str = ""
 

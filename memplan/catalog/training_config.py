@@ -14,6 +14,9 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
+Stage = Literal["sft", "dpo", "kto", "reward", "orpo", "cpo", "simpo"]
+"""What a step learns from: rows of tokens; pairs of answers, chosen and rejected; or answers that are said to be good or bad."""
+ReferenceModel = Literal["none", "resident", "adapter-off", "precomputed"]
 Place = Literal["none", "cpu"]
 """Where something is moved: nowhere, or to host memory."""
 
@@ -60,6 +63,20 @@ class Adapter:
     dtype: Literal["bf16", "fp32", "fp16"] | None = None
     dropout: float | None = None
     modules_to_save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a step learns from, and the model that it is compared with.
+
+    Attributes:
+        stage: ``sft``, which pretraining is too; or a preference method, whose micro-batch counts pairs where it has pairs.
+        reference_model: ``resident`` is a frozen second copy; ``adapter-off`` the model without its adapters;
+            ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
+    """
+
+    stage: Stage = "sft"
+    reference_model: ReferenceModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,7 @@ class TrainingConfig:
         optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
             with states in the dtype of the weights where it is not given.
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
+        method: What a step learns from.
         adapter: Adapters; the other weights are frozen then.
         dropout: Probability; None takes the model's own.
         clip_gradients: Clip by the norm of all gradients; None is as the stack does.
@@ -140,6 +158,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = 1
     activation_checkpointing: Checkpointing | None = None
     kernels: Kernels = Kernels()
+    method: Method = Method()
     adapter: Adapter | None = None
     parallel: Parallel = Parallel()
     offload: Offload = Offload()

@@ -207,7 +207,9 @@ class MethodOptions:
 
     method: Annotated[
         str | None,
-        option(TRAINING, "--method", metavar="NAME", help="sft or pretrain: the training step; or inference."),
+        option(
+            TRAINING, "--method", metavar="NAME", help="sft or pretrain; dpo or kto, as TRL runs them; or inference."
+        ),
     ] = None
     context: Annotated[
         int,

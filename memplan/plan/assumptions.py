@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 ADAPTER_TENSORS = ("lora_A.weight", "lora_B.weight")
 
+REFERENCES = {
+    "resident": "a frozen second copy in the same formats; its forward runs before backward, beside all that forward has saved",
+    "adapter-off": "the model without its adapters; its forward runs before backward, beside all that forward has saved",
+    "precomputed": "none on the device; its log-probabilities have been computed before",
+}
+"""Kind of reference model -> what there is of it."""
+
 
 def assumptions(plan: MemoryPlan) -> tuple[str, ...]:
     """Return what the answer takes for granted."""
@@ -32,6 +39,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
+    yield from _method(plan)
     yield from plan.setup.card_notes
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:
@@ -47,6 +55,17 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"allocator: {config.allocator}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
         f"still runs; {upper} % at the upper end; not simulated: {plan.reserve_by_share}"
     )
+
+
+def _method(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what a step on preferences has beside the model."""
+    method, rows = plan.setup.config.method, plan.setup.rows_per_sample
+    if method.stage == "sft":
+        return
+    pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
+    yield f"method {method.stage}{pairs}; every token of a row is one of the answer"
+    if method.reference_model != "none":
+        yield f"reference model: {REFERENCES[str(method.reference_model)]}"
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:

@@ -77,7 +77,7 @@ def _states(plan: MemoryPlan) -> Iterator[Component]:
 
 def _step(plan: MemoryPlan) -> Iterator[Component]:
     """Yield what batch and sequence length decide."""
-    tokens = {"b": plan.micro_batch_size, "t": plan.sequence_length}
+    tokens = {"b": plan.micro_batch_size * plan.setup.rows_per_sample, "t": plan.sequence_length}
     source = "token ids, targets and rotary tables"
     yield Component("buffers", plan.buffer_bytes, form_text(plan.forms.buffers), tokens, source, "exact")
     parts = (("activations", Part.ACTIVATIONS), ("logits", Part.LOGITS))

@@ -249,6 +249,7 @@ class CompiledPlan:
             name = self.model.spec.name
             raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
         spec, profile = self.model.spec, self.setup.profile
+        batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
         if profile.loss in TOKEN_CHUNKS:
             chunk = min(TOKEN_CHUNK, batch * (length - 1))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from memplan.model.model import Model
-from memplan.step.after_backward import after_backward
+from memplan.step.after_backward import after_backward, reference_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
@@ -73,7 +73,8 @@ MASK_COLUMNS = 16
 
 
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
-    """Return which operations run for ``batch`` sequences of ``length`` tokens; what changes nothing is left at its default."""
+    """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
+    batch *= setup.rows_per_sample
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked = masks_attention(spec, setup, length)
     learned = spec.learned_positions > 0
@@ -279,8 +280,9 @@ def _forward(
         entered = apart + named if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
-    around += kept_arguments(inputs) - arguments - named
-    yield from head_forward(inputs, taped.head, played.head, around)
+    yield from head_forward(inputs, taped.head, played.head, around + kept_arguments(inputs) - arguments - named)
+    around += kept_arguments(inputs) - arguments - named + played.head.saved + played.head.carried
+    yield from reference_forward(inputs, taped, around)
 
 
 def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], int]:

@@ -15,6 +15,7 @@ from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.training.adapters import REFERENCE
 from memplan.values import dataclass
 
 Stream = tuple[bool, int]
@@ -83,7 +84,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     settings = end_settings(spec, block, inputs.setup)
     weights = taped_weights(inputs.setup, inputs.states)
     prefix = f"{spec.names.layer}."
-    root = tuple((name, weight) for name, weight in weights.items() if not name.startswith(prefix))
+    root = tuple((name, weight) for name, weight in weights.items() if not name.startswith((prefix, REFERENCE)))
     embedding = embedding_section(settings, root)
     names = _names_by_first(inputs.states, prefix)
     known: dict[tuple[Layer, tuple[str, ...], Stream], int] = {}

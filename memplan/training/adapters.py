@@ -19,6 +19,9 @@ Source:
     peft/tuners/lora/layer.py (0.21.2).
 """
 
+REFERENCE = "reference."
+"""What the names of a reference model's parameters begin with."""
+
 
 def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor, ...]:
     """Return the matrices that adapters add to a model: (rank, in) and (out, rank) for each target.
@@ -89,6 +92,13 @@ def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     """
     saved = (tensor for tensor in inventory if is_saved(setup, tensor))
     return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
+
+
+def reference_tensors(inventory: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return the tensors of a reference model that is a frozen second copy."""
+    if setup.config.method.reference_model != "resident":
+        return ()
+    return tuple(replace(tensor, name=f"{REFERENCE}{tensor.name}") for tensor in inventory)
 
 
 def _refuse_modules(model: Model, setup: TrainingSetup, modules: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ def word_problems(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
             hint = match_hint(str(given), [word for word in allowed if word])
             yield (*path, name), f"expected one of {known}, got {given!r}{hint}"
     if not path:
-        for name in ("gradients", "kernels", "adapter", "offload"):
+        for name in ("gradients", "kernels", "method", "adapter", "offload"):
             if (part := getattr(value, name)) is not None:
                 yield from word_problems(part, (name,))
 

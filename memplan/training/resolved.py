@@ -27,6 +27,8 @@ from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.training.stack_rules import (
     beside_codes,
     kbit_formats,
+    method_problems,
+    method_refusals,
     never_run,
     runs_autocast,
     stack_problems,
@@ -39,6 +41,9 @@ from memplan.values import dataclass
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Formats that a product can read as they are; all others are decoded first."""
+
+PAIRED = frozenset(("dpo", "reward", "orpo", "cpo", "simpo"))
+"""Stages whose samples are pairs of a chosen and a rejected answer, which run as one batch of twice the rows."""
 
 MATRIX_ROLES: frozenset[Role] = frozenset(("hidden_matrix", "expert_matrix"))
 
@@ -130,6 +135,11 @@ class TrainingSetup:
         return self.config.adapter.dtype
 
     @property
+    def rows_per_sample(self) -> int:
+        """Rows of tokens for each that a micro-batch counts: a pair, chosen and rejected, has two."""
+        return 2 if self.config.method.stage in PAIRED else 1
+
+    @property
     def trains_codes(self) -> bool:
         """Whether matrices that are stored as codes are trained."""
         return self.config.adapter is None and self.format_names["hidden_matrix"] not in FLOAT_BYTES
@@ -185,6 +195,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)
+    for path, text in method_refusals(config, stack):
+        raise CannotAnswerError(f"{place(path)}: {text}")
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
     if config.adapter is None:
@@ -298,6 +310,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     else:
         stack = catalog.stack(config.stack)
         yield from _contradictions(whole := filled(config, stack))
+        yield from method_problems(whole)
         yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
     yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:

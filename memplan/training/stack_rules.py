@@ -10,13 +10,15 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Method, Parallel, ReferenceModel, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
 Path = tuple[str, ...]
 Floats = Literal["fp32", "bf16", "fp16"]
 FLOATS = ("fp32", "bf16", "fp16")
+REFERRED = frozenset(("dpo", "kto"))
+"""Stages whose loss compares log-probabilities with those of a reference model."""
 
 
 def stack_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
@@ -40,12 +42,61 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     adapter = config.adapter
     if adapter is not None and adapter.dtype is None:
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
+    if config.method.stage != "sft":  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
+        adapter = adapter and replace(adapter, dropout=0.0)
+        config = replace(config, dropout=0.0)
     return replace(
         config,
+        method=with_reference(config),
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         adapter=adapter,
     )
+
+
+def with_reference(config: TrainingConfig) -> Method:
+    """Return a config's method with its reference model filled in: the model itself where adapters can be switched off.
+
+    Source:
+        trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940.
+    """
+    method = config.method
+    if method.reference_model is not None:
+        return method
+    own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
+    return replace(method, reference_model=own if method.stage in REFERRED else "none")
+
+
+def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
+    """Yield what a config, filled in, says of its method that cannot be."""
+    method = config.method
+    path = ("method", "reference_model")
+    if method.stage not in REFERRED and method.reference_model != "none":
+        yield path, f"{method.stage} has no reference model; leave it out"
+    if method.stage in REFERRED and method.reference_model == "none":
+        yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
+    if method.reference_model == "adapter-off" and config.adapter is None:
+        yield path, "there are no adapters to switch off; use resident or precomputed"
+    if method.stage == "kto" and config.micro_batch_size == 1:
+        yield (
+            ("micro_batch_size",),
+            "kto compares answers of one micro-batch with each other, of which it takes at least 2",
+        )
+
+
+def method_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield what of a config's method the formula does not follow."""
+    stage = config.method.stage
+    if stage not in stack.stages:
+        yield (
+            ("method", "stage"),
+            f"{stage} as {stack.label} runs it is not modelled; it runs {', '.join(stack.stages)}",
+        )
+    elif stage != "sft" and config.parallel != Parallel():
+        yield (
+            ("method", "stage"),
+            f"{stage} over several GPUs is not modelled; plan one GPU of those that hold everything",
+        )
 
 
 def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:

@@ -18,10 +18,23 @@ FILES = sorted((FOLDER / "records").glob("*.json"))
 RECORDS = [(path.stem, number, record) for path in FILES for number, record in enumerate(read_records(path)[1])]
 PEAK_SHARE, WORST_SHARE, INSTANT_SHARE = 0.001, 0.01, 0.02
 
-KNOWN_GAPS = {"plain-loop": {13, 25, 48}, "transformers": {24, 34}, "trl": {24, 32}}
+KNOWN_GAPS: dict[str, set[int]] = {
+    "plain-loop": {13, 25, 48},
+    "transformers": {24, 34},
+    "trl": {24, 32},
+    "trl.preferences": {4, 5, 14},
+}
 """Records, drawn at random and none left out, that the formula does not follow yet. One that it follows must leave the list."""
 
-NEAR = {"axolotl": 0.96, "torchtitan": 0.95, "torchtune": 0.95, "plain-loop": 0.98, "transformers": 0.96, "trl": 0.94}
+NEAR = {
+    "axolotl": 0.96,
+    "torchtitan": 0.95,
+    "torchtune": 0.95,
+    "plain-loop": 0.98,
+    "transformers": 0.96,
+    "trl": 0.94,
+    "trl.preferences": 0.92,
+}
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
 
 
@@ -38,7 +51,7 @@ def follows(record, catalog) -> bool:
 
 @pytest.mark.parametrize(("stack", "number", "record"), RECORDS, ids=lambda value: str(value)[:12])
 def test_the_formula_agrees_with_the_librarys_own_code_but_for_known_gaps(stack, number, record, catalog):
-    assert StackJob.read(record.job).stack == stack
+    assert StackJob.read(record.job).stack == stack.partition(".")[0]
     assert follows(record, catalog) == (number not in KNOWN_GAPS.get(stack, ()))
 
 
@@ -52,7 +65,9 @@ def test_the_formula_is_near_the_librarys_own_code_in_nearly_all_jobs(path, cata
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_records_are_of_the_versions_that_the_environments_install(path):
     versions, records = read_records(path)
-    groups = yaml.safe_load((FOLDER / "environments.yaml").read_text(encoding="utf-8"))[path.stem].values()
+    groups = yaml.safe_load((FOLDER / "environments.yaml").read_text(encoding="utf-8"))[
+        path.stem.partition(".")[0]
+    ].values()
     pinned = dict(package.split("==") for group in groups for package in group)
     assert {name: number.split("+")[0] for name, number in versions.items()}.items() <= pinned.items()
     assert len({record.job for record in records}) == len(records) >= 40

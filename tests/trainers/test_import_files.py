@@ -217,9 +217,19 @@ def test_a_trainers_file_is_model_and_config_of_a_plan(name):
     )
 
 
-def test_methods_that_are_not_modelled_are_never_planned_as_others():
-    with pytest.raises(CannotAnswerError, match="dpo is not modelled"):
-        memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb")
+def test_methods_that_are_not_modelled_are_never_planned_as_others(tmp_path):
+    text = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: x}]\nsequence_len: 1024\n"
+    for stage, said in (("orpo", "full orpo is not modelled"), ("dpo", "dpo as axolotl .* is not modelled")):
+        with pytest.raises(CannotAnswerError, match=said):
+            memplan.plan(written(tmp_path, f"{text}rl: {stage}\n"), gpu="a100-80gb")
+
+
+def test_a_file_for_preference_pairs_is_planned_with_its_reference_model():
+    plan = memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb")
+    assert plan.training["method"] == {"stage": "dpo", "reference_model": "resident"}
+    alone = memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb", set={"method.reference_model": "precomputed"})
+    weights = [one.components["weights"] for one in (plan, alone)]
+    assert weights[0] == 2 * weights[1]
 
 
 def test_keys_that_are_not_modelled_refuse_the_plan(tmp_path):

@@ -37,6 +37,8 @@ def fit_command(
             raise InvalidFileError(["--plot: serving has no picture; leave it out"])
         return _served(model, device, training, method, verdict, output)
     options = job_options(output, training, model, device)
+    if method.method not in (None, "pretrain"):
+        options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
     if options["config"] is None:
         every = memplan.fit(model.model, **options)
         draw(every, plot)

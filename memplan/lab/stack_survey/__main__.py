@@ -11,7 +11,14 @@ from pathlib import Path
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
-from memplan.lab.stack_survey.drawn_stack_jobs import LLAMA_LIKE, STACKS, StackJob, drawn_stack_job, stack_verdict
+from memplan.lab.stack_survey.drawn_stack_jobs import (
+    LLAMA_LIKE,
+    STACKS,
+    StackJob,
+    drawn_stack_job,
+    stack_verdict,
+    with_stage,
+)
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict
@@ -29,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [StackJob.read(options.job)]
     else:
         jobs = [drawn_stack_job(options.seed, number, catalog, stacks) for number in range(options.jobs)]
+    if options.stage and not options.job:
+        jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
     if options.record:
@@ -56,6 +65,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--family", action="append", help="only models of this family; may be repeated")
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
+    parser.add_argument("--stage", action="append", help="jobs of this preference method instead; may be repeated")
     parser.add_argument("--verbose", action="store_true", help="print every job that differs")
     parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
@@ -66,7 +76,7 @@ def summary(judged: Judged) -> Iterator[str]:
     """Yield agreement by stack, method and family, and what was refused, with its reason."""
     yield f"{'':24}{'jobs':>6}{'within 0.1 %':>14}{'worst':>9}{'instants':>10}{'persistent':>12}"
     yield _row("all", judged)
-    for title, of in (("stack", "stack"), ("method", "method"), ("family", "family")):
+    for title, of in (("stack", "stack"), ("stage", "stage"), ("method", "method"), ("family", "family")):
         groups: dict[str, Judged] = defaultdict(list)
         for job, verdict in judged:
             groups[getattr(job, of)].append((job, verdict))

@@ -19,6 +19,7 @@ from memplan.trace.recording.trace_result import Trace
 from memplan.trace.stacks.registry import trace_stack
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
+from memplan.training.stack_rules import REFERRED
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
@@ -76,6 +77,11 @@ class StackJob:
         return str(self.job.model["model_type"])
 
     @property
+    def stage(self) -> str:
+        """What it learns from."""
+        return str(self.job.training.get("method", {}).get("stage", "sft"))
+
+    @property
     def method(self) -> str:
         """How it trains: ``full``, ``lora``, or the format of a quantised base."""
         training = self.job.training
@@ -94,6 +100,19 @@ class StackJob:
         """Return the job that :attr:`text` gave."""
         data: dict[str, Any] = json.loads(text)
         return cls(Job(data["model"], data["training"]), data["card"], data["reentrant"])
+
+
+def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -> StackJob:
+    """Return a job that learns from preferences by one of these stages, its reference model drawn with it."""
+    rng, training = Random(f"memplan stages {seed} {number}"), dict(job.job.training)
+    stage = rng.choice(stages)
+    own = "adapter-off" if "adapter" in training else "resident"
+    training["method"] = {"stage": stage}
+    if stage in REFERRED:
+        training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
+    if stage == "kto":
+        training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
+    return replace(job, job=Job(job.job.model, training))
 
 
 def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS) -> StackJob:

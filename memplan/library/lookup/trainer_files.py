@@ -23,9 +23,10 @@ OWN_KEYS = frozenset(("description", "schema"))
 MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config"))
 """Keys of a model's ``config.json``; trainers' files have ``model_type`` too, for something else."""
 
-STAGES = ("sft", "pretraining")
+STAGES = {"sft": "sft", "pretraining": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"}
+"""What trainers' files call a kind of training -> the stage of a training config."""
 TUNINGS = ("full", "lora", "qlora")
-MODELLED = f"planned are {' and '.join(STAGES)}, in full or by LoRA"
+MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
 
 
 def trainer_mappings() -> TrainerMappings:
@@ -144,6 +145,8 @@ def training_data(
         first = job.reading.refusals[0]
         raise CannotAnswerError(f"{first.source}:{first.line}: {first.key}: not modelled: {first.why}")
     data = job.section("training")
+    if (stage := STAGES[method["stage"]]) != "sft":
+        data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
     _refuse_unknown(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     return {"description": f"{job.head.title} {job.version}".strip(), **_known(data, TrainingConfig), "stack": stack}

@@ -44,8 +44,11 @@ class Change:
 
     def apply(self, config: TrainingConfig) -> TrainingConfig:
         """Return a config with the settings made."""
+        adapts = config.adapter is None
         for key, value in self.settings:
             config = _assigned(config, key.split("."), value)
+        if adapts and config.adapter is not None and config.method.reference_model == "resident":
+            config = replace(config, method=replace(config.method, reference_model=None))  # the model without adapters
         return config
 
 

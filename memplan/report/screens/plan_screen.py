@@ -82,7 +82,8 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
     parts = (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))})",
         plan.setup.label,
-        f"micro-batch {plan.micro_batch_size}",
+        config.method.stage if config.method.stage != "sft" else "",
+        f"micro-batch {plan.micro_batch_size}{' pairs' if plan.setup.rows_per_sample > 1 else ''}",
         f"sequence {plan.sequence_length}",
         f"accumulation {steps}" if steps > 1 else "",
         f"checkpointing {plan.setup.checkpointing}",

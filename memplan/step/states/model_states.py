@@ -12,7 +12,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
-from memplan.training.adapters import is_saved, libraries_inventory, originals
+from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -301,7 +301,9 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         alike[kind] = tensor_states(setup, tensor, frozen and kind not in saved, together)
     for tensor in merged(added):
         alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
-    beside = [tensor_states(setup, tensor, frozen=True) for tensor in originals(own, setup)]
+    beside = [
+        tensor_states(setup, tensor, frozen=True) for tensor in (*originals(own, setup), *reference_tensors(own, setup))
+    ]
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(

@@ -26,6 +26,8 @@ class ChosenRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(args[0], indices, *args[2:], **options)
         if func is aten.masked_select.default and args[0].is_meta:
             return args[0].new_empty(args[1].numel())
+        if func is aten.nonzero.default and args[0].is_meta:
+            return torch.empty((args[0].numel(), args[0].dim()), dtype=torch.long, device="meta")
         return func(*args, **options)
 
 

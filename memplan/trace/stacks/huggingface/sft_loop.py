@@ -1,4 +1,4 @@
-"""The loop of TRL's SFTTrainer: its own preparation of model and adapters, its own loss, the Trainer's ``train()``."""
+"""The loops of TRL's trainers: their own preparation of model and adapters, their own loss, the Trainer's ``train()``."""
 
 from __future__ import annotations
 
@@ -23,15 +23,26 @@ from memplan.trace.stacks.huggingface.adapted_model import lora_config
 from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
 from memplan.trace.stacks.huggingface.chosen_rows import ChosenRows
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, trained, training_arguments
+from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
 
 
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig),
+}
+"""Stage -> its trainer, and that one's arguments."""
+
+
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
-    """Run SFTTrainer on the model that the inputs ask for."""
+    """Run the trainer of the setup's stage on the model that the inputs ask for."""
     config = inputs.setup.config
+    stage, reference = config.method.stage, config.method.reference_model
+    trainer_class, arguments_class = TRAINERS[stage]
     with (
         pretended_machine(inputs.compute_capability),
         _pretended_kernels(inputs),
@@ -41,21 +52,26 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         keywords = training_arguments(inputs, Path(folder))
         with without_memory():
             adapters = lora_config(inputs) if config.adapter is not None else None
-        arguments: Any = trl.SFTConfig(
-            **keywords, max_length=config.sequence_length, dataset_kwargs={"skip_prepare_dataset": True}
-        )
+        more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
+        if reference == "precomputed":
+            more["precompute_ref_log_probs"] = True
+        beside = {"ref_model": loaded_model(inputs).eval()} if reference == "resident" else {}
+        arguments: Any = arguments_class(**keywords, **more, max_length=config.sequence_length)
         with without_memory():
-            trainer: Any = trl.SFTTrainer(
+            trainer: Any = trainer_class(
                 model=model,
                 args=arguments,
                 train_dataset=_rows(inputs),
                 processing_class=_tokenizer(),
                 peft_config=adapters,
+                **beside,
             )
         if adapters is not None:
             _in_the_setups_dtype(trainer.model, inputs)
+        for model_beside in beside.values():
+            mark_weights(model_beside, recorder)
         with ChosenRows():  # type: ignore[no-untyped-call]
-            run = trained(trainer, model, recorder, "TRL's SFTTrainer", inputs.setup)
+            run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 
 
@@ -69,8 +85,18 @@ def _in_the_setups_dtype(model: Any, inputs: StackInputs) -> None:
 def _rows(inputs: StackInputs) -> Any:
     config = inputs.setup.config
     count = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
-    row = [[1] * config.sequence_length] * count
-    return datasets.Dataset.from_dict({"input_ids": row, "labels": row})
+    stage, length = config.method.stage, config.sequence_length
+    row, prompt, answer = [[1] * length] * count, [[1]] * count, [[1] * (length - 1)] * count
+    known = [0.0] * count if config.method.reference_model == "precomputed" else None
+    columns: dict[str, Any] = {"input_ids": row, "labels": row}
+    if stage == "kto":
+        columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
+        columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}
+        columns |= {"ref_logps": known, "ref_KL_logps": known} if known else {}
+    elif stage == "dpo":
+        columns = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": answer}
+        columns |= {"ref_chosen_logps": known, "ref_rejected_logps": known} if known else {}
+    return datasets.Dataset.from_dict(columns)
 
 
 def _tokenizer() -> Any:
@@ -90,6 +116,11 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
     replaced = _chunk_loop(inputs) if hasattr(sft_trainer, "_chunked_cross_entropy_loss") else _triton_kernels()
+    stage = inputs.setup.config.method.stage
+    if stage != "sft":
+        own, _ = TRAINERS[stage]
+        replaced += [(own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps")]
+        replaced.append((import_module(own.__module__), "hash_module", _nothing))
     saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)
@@ -121,6 +152,11 @@ def _triton_kernels() -> list[tuple[Any, str, Any]]:
         (chunked_logprob, "_addmm_fp32", _nothing),
         (trl_utils, "_use_triton", lambda _: True),
     ]
+
+
+def _as_it_is(_: Any, dataset: Any, *__: Any) -> Any:
+    """Return rows that have been made already, with what is known of them."""
+    return dataset
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -1,0 +1,69 @@
+"""Plans of steps on preferences, as a user sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError, InvalidFileError
+
+
+def plan(config="qlora", **settings):
+    given = {f"method.{key}": value for key, value in settings.items() if key != "batch"}
+    return memplan.plan(
+        "llama-3.2-1b", gpu="h100", config=config, stack="trl", micro_batch_size=settings.get("batch", 2), set=given
+    )
+
+
+def part(plan, name):
+    return plan.components.get(name, 0)
+
+
+def test_a_pair_is_two_rows_of_a_micro_batch():
+    pairs = plan(stage="dpo", reference_model="precomputed")
+    assert pairs.memory.requested_bytes == pytest.approx(plan(batch=4).memory.requested_bytes, rel=0.002)
+
+
+def test_a_resident_reference_has_the_weights_once_more_and_no_gradients():
+    alone, beside = (plan("bf16-adamw", stage="dpo", reference_model=kind) for kind in ("precomputed", "resident"))
+    assert part(beside, "weights") == 2 * part(alone, "weights")
+    assert part(beside, "optimizer_states") == part(alone, "optimizer_states")
+
+
+def test_adapters_are_switched_off_for_the_reference_unless_a_copy_is_asked_for():
+    assert plan(stage="dpo").training["method"]["reference_model"] == "adapter-off"
+    assert part(plan(stage="dpo"), "weights") == part(plan(), "weights")
+    assert part(plan(stage="dpo", reference_model="resident"), "weights") > part(plan(), "weights")
+
+
+def test_kto_takes_one_row_for_each_answer():
+    assert plan(stage="kto").memory.requested_bytes < plan(stage="dpo").memory.requested_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stage": "sft", "reference_model": "resident"}, "has no reference model"),
+        ({"stage": "dpo", "reference_model": "none"}, "compares with a reference model"),
+        ({"stage": "kto", "batch": 1}, "at least 2"),
+        ({"stage": "dpoo"}, "did you mean 'dpo'"),
+    ],
+)
+def test_contradictions_are_refused(settings, said):
+    with pytest.raises(InvalidFileError, match=said):
+        plan(**settings)
+
+
+def test_there_is_nothing_to_switch_off_without_adapters():
+    with pytest.raises(InvalidFileError, match="no adapters to switch off"):
+        plan("bf16-adamw", stage="dpo", reference_model="adapter-off")
+
+
+@pytest.mark.parametrize(
+    ("stack", "settings"),
+    [("transformers", {}), ("trl@1.14", {}), ("trl", {"parallel.data": 2}), ("trl", {"method.stage": "simpo"})],
+)
+def test_steps_that_nothing_follows_are_refused(stack, settings):
+    keys = {"method.stage": "dpo", **settings}
+    with pytest.raises(CannotAnswerError, match="not modelled"):
+        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=keys)
