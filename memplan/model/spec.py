@@ -264,7 +264,8 @@ class ModelSpec:
         max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
         embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
         final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
-        window: Tokens of a window that attention of every layer is within; 0 where there is none, or not in every layer.
+        window: Tokens of a window that attention is within; 0 where there is none.
+        full_layers: Layers whose attention is within no window, where others' is.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
         dropout: Dropout probability of the released config.
@@ -286,6 +287,7 @@ class ModelSpec:
     final_logit_softcap: float = 0.0
     rotary_tables: int = 1
     window: int = 0
+    full_layers: tuple[int, ...] = ()
     transposed_linear: bool = False
     dropout: float = 0.0
     source: str = ""

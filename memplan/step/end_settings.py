@@ -8,6 +8,8 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -31,6 +33,7 @@ class EndSettings:
         shifts_labels: Whether the loss is given a shifted copy of the labels.
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
+        arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     """
 
     block: BlockSettings
@@ -46,6 +49,7 @@ class EndSettings:
     shifts_labels: bool
     embedding_dropout: float
     input_gradients: bool
+    arguments: tuple[tuple[Quantity, int], ...] = ()
 
     @property
     def backward_at_once(self) -> bool:
@@ -78,7 +82,17 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
+        arguments=_arguments(spec, block, setup),
     )
+
+
+def _arguments(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> tuple[tuple[Quantity, int], ...]:
+    """Return what layers were called with and checkpointing does not keep: bytes for each unit of some quantities."""
+    masked = block.regime.masked
+    form = layer_arguments(spec, setup, masked=masked)
+    if setup.checkpointing != "none":
+        form -= layer_arguments(spec, setup, masked=masked, kept=True)
+    return tuple([(Quantity(place), size) for place, size in enumerate(form.totals()) if size])
 
 
 def _input_gradients(setup: TrainingSetup) -> bool:

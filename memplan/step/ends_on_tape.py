@@ -162,7 +162,9 @@ def _final_norm(
     """Return the residual stream after the last layer, and its norm."""
     block = settings.block
     entry = builder.tape.given(TOKENS, block.hidden_size, element_bytes, needs_gradient)
+    arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+    builder.tape.ends(*arguments)
     if settings.names_logits:
         builder.tape.ends(entry)
     return entry, normed

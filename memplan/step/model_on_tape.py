@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+
 from memplan.model.spec import Layer, LayerRun, ModelSpec
-from memplan.step.blocks.block_settings import block_settings
+from memplan.step.blocks.block_settings import Regime, block_settings
 from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
@@ -87,16 +91,18 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     root = tuple((name, weight) for name, weight in weights.items() if not name.startswith((prefix, REFERENCE)))
     embedding = embedding_section(settings, root)
     names = _names_by_first(inputs.states, prefix)
-    known: dict[tuple[Layer, tuple[str, ...], Stream], int] = {}
+    unmasked = block_settings(spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False))
+    known: dict[tuple[Layer, tuple[str, ...], Stream, bool], int] = {}
     sections: list[Section] = []
 
     def kind_of(run: LayerRun, stream: Stream) -> int:
-        own = names.get(run.first, ())
-        key = (run.layer, own, stream)
+        own = names.get(inventory_first(spec, run), ())
+        masked = unmasked if inputs.regime.masked and run.first in spec.full_layers else block
+        key = (run.layer, own, stream, masked is block)
         if key not in known:
             known[key] = len(sections)
             relative = tuple((name.removeprefix(prefix), weights[name]) for name in own)
-            sections.append(layer_section(block, run.layer, relative, *stream))
+            sections.append(layer_section(masked, run.layer, relative, *stream))
         return known[key]
 
     def after(kind: int) -> Stream:
@@ -105,7 +111,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
 
     stream = (embedding.output.needs_gradient, block.residual_bytes)
     runs: list[tuple[LayerRun, int]] = []
-    for run in spec.runs:
+    for run in _runs(spec, inputs.regime):
         first = kind_of(run, stream)
         if after(first) == stream or run.count == 1:
             runs.append((run, first))
@@ -116,6 +122,15 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     head = head_on_tape(settings, root, *stream)
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
     return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), head)
+
+
+def _runs(spec: ModelSpec, regime: Regime) -> Iterator[LayerRun]:
+    """Yield runs of layers that run alike: where there is a mask for a window, those within it are apart from the others."""
+    for run in spec.runs:
+        numbers = range(run.first, run.first + run.count)
+        groups = groupby(numbers, lambda number: regime.masked and number in spec.full_layers)
+        for part in [list(group) for _, group in groups]:
+            yield LayerRun(run.layer, len(part), part[0])
 
 
 def inventory_first(spec: ModelSpec, run: LayerRun) -> int:

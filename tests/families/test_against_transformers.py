@@ -45,7 +45,11 @@ def test_saved_config_is_read_without_an_unknown_key(case):
     real = transformers.AutoConfig.for_model(architecture, **(config | IDS))
     saved, notes = read_config(json.loads(real.to_json_string(use_diff=False)), "tiny", "tiny")
     given = model_spec({"model_type": architecture} | config, "tiny", "tiny")
-    defaults = {"max_position_embeddings": saved.max_position_embeddings, "window": saved.window}
+    defaults = {
+        "max_position_embeddings": saved.max_position_embeddings,
+        "window": saved.window,
+        "full_layers": saved.full_layers,
+    }
     assert replace(given, **defaults) == saved
     assert not [note for note in notes if note.startswith("ignored")]
 

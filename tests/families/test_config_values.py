@@ -138,7 +138,8 @@ def test_sliding_window_is_noted_where_it_is_used():
     assert read(mistral | {"sliding_window": 4096})[1]
     assert not read(mistral | {"sliding_window": None})[1]
     assert not read(qwen | {"use_sliding_window": False})[1]
-    assert read(qwen | {"use_sliding_window": True})[1]
+    assert not read(qwen | {"use_sliding_window": True})[1]
+    assert read(qwen | {"use_sliding_window": True, "max_window_layers": 1})[1]
 
 
 def test_more_experts_per_token_than_experts_is_wrong():

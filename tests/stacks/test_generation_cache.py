@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from memplan.model.families import model_spec
-from memplan.plan.inference.key_value_cache import cached_layers, layer_windows
+from memplan.model.families.layer_windows import layer_windows
+from memplan.plan.inference.key_value_cache import cached_layers
 from memplan.plan.inference.served_plan import Request, cache_bytes
 
 TINY = {
@@ -108,3 +109,13 @@ def test_windows_of_a_config_that_states_nothing_are_those_of_its_class(family):
     if family == "mistral":
         expected = (window,) * 7
     assert layer_windows({"model_type": family} | stated, 7) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "smollm3"])
+def test_windows_that_a_config_asks_for_are_in_the_layers_that_its_class_says(family):
+    stated = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    config = AutoConfig.for_model(family, **TINY, **stated)
+    expected = tuple(8 if kind == "sliding_attention" else 0 for kind in config.layer_types)
+    assert layer_windows({"model_type": family} | stated, 7) == expected
+    assert any(expected)
+    assert not all(expected)

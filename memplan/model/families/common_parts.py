@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
+from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import (
     Attention,
     Layer,
@@ -152,7 +153,7 @@ def model(
         final_norm: Norm before the head, if unlike those of the layers.
         options: Further fields of :class:`ModelSpec`.
     """
-    config.layer_types()
+    config.layer_types(common.num_hidden_layers)
     alike = [layers] * common.num_hidden_layers if isinstance(layers, Layer) else list(layers)
     runs = layer_runs(alike)
     return ModelSpec(
@@ -172,15 +173,12 @@ def model(
     )
 
 
-def sliding_window(config: ConfigValues, *, optional: bool = False) -> int:
-    """Return the tokens of a sliding window, which the bundled models do not follow, or 0.
-
-    Args:
-        config: The config.
-        optional: The window counts only with ``use_sliding_window: true`` (Qwen).
-    """
-    size = config.integer("sliding_window", default=0, minimum=0, maximum=MAXIMUM_POSITIONS)
-    if size and (config.flag("use_sliding_window") or not optional):
-        config.note(f"attention within a window of {size} tokens is planned as attention over the whole sequence")
-        return size
-    return 0
+def sliding_window(config: ConfigValues, layers: int) -> dict[str, Any]:
+    """Return the fields of :class:`ModelSpec` for a sliding window, which the bundled models do not follow."""
+    config.integer("sliding_window", default=0, minimum=0, maximum=MAXIMUM_POSITIONS)
+    windows = layer_windows(config.keys, layers)
+    size = max(windows, default=0)
+    if not size:
+        return {}
+    config.note(f"attention within a window of {size} tokens is planned as attention over the whole sequence")
+    return {"window": size, "full_layers": tuple([index for index, window in enumerate(windows) if not window])}

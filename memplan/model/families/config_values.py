@@ -150,8 +150,13 @@ class ConfigValues:
                 return tuple(value)
         return None
 
-    def layer_types(self) -> None:
-        """Refuse layers that are neither full nor windowed attention."""
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """All keys of the config, unchecked, and the family as ``model_type``."""
+        return {**self._config, "model_type": self.family}
+
+    def layer_types(self, count: int) -> None:
+        """Refuse layers that are neither full nor windowed attention, and note a problem where they are not so many."""
         for key, value in self._given(("layer_types",)):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 self.problem(key, f"expected a list of names, got {value!r:.60}")
@@ -159,6 +164,8 @@ class ConfigValues:
             others = sorted({item for item in value if item not in ("full_attention", "sliding_attention")})
             if others:
                 self.refuse(key, f"layers of type {', '.join(others):.80} are not modelled")
+            if len(value) != count:
+                self.problem(key, f"expected {count} names, got {len(value)}")
 
     def has(self, key: str) -> bool:
         """Tell whether ``key`` is there, be it a null."""

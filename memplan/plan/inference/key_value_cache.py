@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import LatentAttention, ModelSpec
 from memplan.units import round_up
 
@@ -67,34 +68,3 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
             own = (part.kv_lora_rank, part.qk_rope_head_dim)
         sizes += [own] * run.count
     return tuple(CachedLayer(*size, window) for size, window in zip(sizes, windows, strict=True))
-
-
-def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the window of each layer's attention, 0 where it looks back on everything.
-
-    Args:
-        keys: Keys of a ``config.json``, ``model_type`` among them.
-        layers: Layers of the model.
-
-    Source:
-        ``layer_types`` of the configuration classes of transformers v5.23.0
-    """
-    kind, stated = str(keys.get("model_type")), keys.get("sliding_window")
-    window = stated if isinstance(stated, int) and not isinstance(stated, bool) else _DEFAULT_WINDOWS.get(kind, 0)
-    if "sliding_window" in keys and stated is None:
-        window = 0
-    listed = keys.get("layer_types")
-    if isinstance(listed, (list, tuple)):
-        return tuple(window if kind == "sliding_attention" else 0 for kind in listed)
-    if kind in _EVERY_NTH_FULL:
-        nth = keys.get("sliding_window_pattern") or _EVERY_NTH_FULL[kind]
-        return tuple(window if (layer + 1) % nth else 0 for layer in range(layers))
-    if kind.startswith("qwen") or kind == "smollm3":
-        first = keys.get("max_window_layers", 28) if keys.get("use_sliding_window") is True else layers
-        return tuple(window if layer >= first else 0 for layer in range(layers))
-    return (window,) * layers
-
-
-_DEFAULT_WINDOWS: Mapping[str, int] = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
-_EVERY_NTH_FULL: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
-"""Families whose layers alternate between windows and full attention; every so many is full."""

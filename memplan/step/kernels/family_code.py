@@ -24,9 +24,12 @@ class FamilyCode:
         promotes: Whether norms leave dtypes to torch: what they are given is cast to fp32 and back, and a weight in
             another dtype widens the product.
         added_mask: Whether attention step by step adds a mask, made anew for each forward, to its scores.
+        own_scores: Whether attention step by step scales scores in place, has a name for them without the mask, and has one
+            head of keys and values repeated by the products themselves.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         adapts_experts: Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
         masks: How many masks a forward makes: of windowed layers and of others.
+        idle_mask: Whether each forward makes the mask of windowed layers where there are none, which no layer is given.
         masks_from: Layers from which on a model has both kinds, and rotary tables of both.
         asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
@@ -60,9 +63,11 @@ class FamilyCode:
     wide_layer_norm: bool = False
     promotes: bool = False
     added_mask: bool = False
+    own_scores: bool = False
     wide_softmax: bool = True
     adapts_experts: bool = False
     masks: int = 1
+    idle_mask: bool = False
     masks_from: int = 1
     asks_for_groups: bool = True
     own_linear: bool = False
@@ -106,10 +111,11 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gpt2": replace(TRANSFORMERS, wide_softmax=False, names_attention=True, grouped_uncast=False),
     "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
     "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False),
-    "qwen2_moe": replace(TRANSFORMERS, shared_first=True),
+    "qwen2_moe": replace(TRANSFORMERS, shared_first=True, masks=2, idle_mask=True),
     "gpt_neox": replace(TRANSFORMERS, sums="late"),
     "falcon": replace(
         TRANSFORMERS,
+        own_scores=True,
         wide_softmax=False,
         copies_heads=True,
         asks_for_groups=False,

@@ -20,7 +20,8 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept
         kept: Only what some layer is given.
     """
     code = family_code(setup.stack.model_code, spec.architecture)
-    booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if masked else ZERO
+    idle = code.idle_mask and not spec.window and not kept and setup.profile.attention != "eager"
+    booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if masked or idle else ZERO
     return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
 
 
@@ -28,7 +29,8 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: boo
     """Return masks of (b, 1, t, t) each, in the dtype of the residual stream."""
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec)):
         return ZERO
-    masks = 1 if kept and spec.num_hidden_layers < code.masks_from else code.masks
+    alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
+    masks = 1 if kept and alike else code.masks
     return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
 
 

@@ -44,7 +44,7 @@ def ungrouped(builder: Builder, heads: Heads, *, expands: bool = False) -> Heads
     if heads.groups == heads.number:
         return heads
     times, alone = heads.number // heads.groups, expands and heads.groups == 1
-    key, value = (_repeated(builder, x, times, alone=alone) for x in (heads.key, heads.value))
+    key, value = (repeated(builder, x, times, alone=alone) for x in (heads.key, heads.value))
     return Heads(heads.query, key, value, heads.number, heads.number)
 
 
@@ -210,16 +210,16 @@ def with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Valu
     return shifted, tape.apply("slice", [(softmax, NEW)], cut, traits=SAVES_NOTHING)
 
 
-def _repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> Value:
+def repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> Value:
     """Return every head of ``x`` repeated; a head that is alone may be looked at as often, and copied by none."""
     with builder.tape.alive(x):
         if alone:
             view = builder.tape.view(x, x.width * times)
             view.apart = True
             return builder.tape.apply("expand", [(x, NEW)], view, traits=SAVES_NOTHING)
-        repeated = builder.fresh(x, x.width * times)
-        repeated.apart = False
-        return builder.tape.apply("repeat", [(x, NEW)], repeated, traits=SAVES_NOTHING)
+        copy = builder.fresh(x, x.width * times)
+        copy.apart = False
+        return builder.tape.apply("repeat", [(x, NEW)], copy, traits=SAVES_NOTHING)
 
 
 def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) -> Value:

@@ -167,14 +167,15 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
     x = x if builder.settings.code.grouped_uncast else builder.lowered(x)
     row_order = tape.make("order // used", _indices(builder, used), order)
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
-    with tape.alive(rows, experts, order):
+    renames = builder.settings.code.grouped_uncast
+    early = [_taken(builder, weights, order)] if renames else []
+    with tape.alive(rows, experts, order, *early):
         offsets, held = _offsets(builder, experts, part), list[Value]()
         width = 2 * inner * used
         biases = _gathered_biases(builder, f"{name}.gate_up_proj_bias", width, experts)
         both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets, held)
         gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
         tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
-        renames = builder.settings.code.grouped_uncast
         with tape.alive(offsets, *(() if renames else (both,))):
             clamped = part.activation == "clamped-swiglu" and builder.profile.activation == "composite"
             with tape.alive(both):
@@ -184,7 +185,7 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
             with tape.alive(*biases, *(() if renames else (hidden,))):
                 with tape.alive(hidden):
                     out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, held)
-                result = _combined(builder, out, weights, order, x)
+                result = _combined(builder, out, early[0] if early else _late(builder, out, weights, order), order, x)
                 tape.touch(*held)
                 return result
 
@@ -209,11 +210,25 @@ def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
     return tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
 
 
-def _combined(builder: Builder, out: Value, weights: Value, order: Value, x: Value) -> Value:
-    """Return the experts' results, weighted, in the order of the tokens, and summed for each, as wide as ``x``."""
-    tape, like = builder.tape, x if builder.settings.code.grouped_uncast else out
+def _taken(builder: Builder, weights: Value, order: Value) -> Value:
+    """Return each row's score."""
+    return builder.tape.apply("gather weights", [(weights, NEW)], builder.fresh(weights), [order])
+
+
+def _late(builder: Builder, out: Value, weights: Value, order: Value) -> Value:
+    """Return the same where it is gathered after the experts have run."""
+    with builder.tape.alive(out):
+        return _taken(builder, weights, order)
+
+
+def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value) -> Value:
+    """Return the experts' results, weighted, in the order of the tokens, and summed for each, as wide as ``x``.
+
+    Autocast sums in fp32 (``fp32_set_opt_dtype`` in aten/src/ATen/autocast_mode.h, v2.13.0).
+    """
+    uncast = builder.settings.code.grouped_uncast
+    tape, like = builder.tape, x if uncast else out
     with tape.alive(out):
-        taken = tape.apply("gather weights", [(weights, NEW)], builder.fresh(weights), [order])
         scaled = builder.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
         # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
         size = scaled.coefficient
@@ -223,10 +238,12 @@ def _combined(builder: Builder, out: Value, weights: Value, order: Value, x: Val
         tape.apply("mul", ways, scaled, [out, taken], traits=Traits(workspace=scratch, casts=casts))
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
-    with tape.alive(back, *(() if builder.settings.code.grouped_uncast else (scaled,))):
+    with tape.alive(back, *((out, taken) if uncast else (scaled,))):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
-        total = tape.apply("sum over experts", [(ordered, NEW)], builder.fresh(ordered, x.width), traits=SAVES_NOTHING)
-        return builder.cast(total, like.element_bytes)
+        total = builder.fresh(ordered, x.width, 4 if uncast and builder.settings.autocast else None)
+        tape.apply("sum over experts", [(ordered, NEW)], total, traits=SAVES_NOTHING)
+        with tape.alive(*([ordered] if uncast else [])):
+            return builder.cast(total, like.element_bytes)
 
 
 def _grouped(

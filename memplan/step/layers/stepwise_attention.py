@@ -11,6 +11,7 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.layers.attention_kernels import (
     Heads,
     probabilities,
+    repeated,
     scores_of,
     ungrouped,
     weighted_sum,
@@ -21,28 +22,44 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits
 
 def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -> Value:
     """Return attention whose scores get an additive mask, and whose probabilities live until the layer ends."""
-    tape, own = builder.tape, given.query.element_bytes
-    query, key, value, heads, _ = ungrouped(builder, given, expands=True)
+    tape, own, code = builder.tape, given.query.element_bytes, builder.settings.code
+    late = code.own_scores and given.groups == 1 < given.number
+    query, key, value, heads, _ = _key_repeated(builder, given) if late else ungrouped(builder, given, expands=True)
     with tape.alive(*given.tensors, query, key, value):
         rows, columns = builder.lowered(query), builder.lowered(key)
-        scores = builder.pointwise("scale", scores_of(builder, rows, columns, heads, rows.element_bytes))
+        scores = _scaled(builder, scores_of(builder, rows, columns, heads, rows.element_bytes))
         if part is not None and part.logit_softcap:
             bounded = builder.fresh(scores := builder.pointwise("scale", scores))
             tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
             scores = builder.pointwise("scale", bounded)
+        unmasked = [scores] if code.own_scores else []
         scores = _masked(builder, scores)
         if part is not None and part.sinks:
             shifted, weights = with_sinks(builder, scores, heads)
             weights = builder.cast(weights, value.element_bytes, foreign=value.foreign)
             tape.touch(scores)
         else:
-            shifted = weights = _probabilities(builder, scores, own)
+            with tape.alive(*unmasked):
+                shifted = weights = _probabilities(builder, scores, own)
         builder.held.append(weights)
         with tape.alive(shifted, weights):
             weights = builder.dropped(weights)
             builder.held.append(weights)
-            read = builder.lowered(weights)
-            return weighted_sum(builder, read, builder.lowered(value), value.width, heads)
+            read, value = builder.lowered(weights), builder.lowered(value)
+            value = repeated(builder, value, heads, alone=True) if late else value
+            return weighted_sum(builder, read, value, value.width, heads)
+
+
+def _key_repeated(builder: Builder, heads: Heads) -> Heads:
+    """Return heads of which the one of the key stands for as many as the query has."""
+    return heads._replace(key=repeated(builder, heads.key, heads.number, alone=True))
+
+
+def _scaled(builder: Builder, scores: Value) -> Value:
+    """Return scores with their factor."""
+    if not builder.settings.code.own_scores:
+        return builder.pointwise("scale", scores)
+    return builder.tape.apply("scale", [(scores, NEW)], builder.tape.view(scores), traits=SAVES_NOTHING)
 
 
 def _masked(builder: Builder, scores: Value) -> Value:

@@ -325,7 +325,8 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name.
 
     Source:
-        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``.
+        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``, where ``x`` has
+        been cast; ``Linear8bitLt.forward`` has it as it comes, in fp32 where the residual stream is.
     """
     compute = setup.config.compute_dtype
     floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
@@ -334,6 +335,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
         or setup.profile.adapters == "fused"
         or setup.trains_codes
         or setup.stack.projections.codes_result != "input"
+        or (setup.formats["hidden_matrix"].product == "integers" and setup.wide_floats)
     ):
         return {}
     entry = StorageFormat(compute, 1, setup.compute_bytes, "", (), "float")

@@ -19,7 +19,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Gemma 2 config."""
     common = shape(config, key_value_heads=4, head_dim=256)
     bias, norm = config.flag("attention_bias"), rms_norm(config, unit_offset=True)
-    sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     capped = config.cap("attn_logit_softcapping", default=50.0)
     scale = query_scale(config)
     heads = attention(config, common, qkv_bias=bias, output_bias=bias, logit_softcap=capped, scale=scale)
@@ -30,4 +30,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         tied=True,
         embedding_scale=common.hidden_size**0.5,
         final_logit_softcap=config.cap("final_logit_softcapping", default=30.0),
+        **window,
     )

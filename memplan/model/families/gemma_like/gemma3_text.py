@@ -22,7 +22,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Gemma 3 text config."""
     common = shape(config, heads=8, key_value_heads=4, head_dim=256, vocab_size=262_208)
     bias, norm = config.flag("attention_bias"), rms_norm(config, unit_offset=True)
-    sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     capped = config.cap("attn_logit_softcapping", default=0.0)
     config.only("use_bidirectional_attention", False)
     heads = attention(
@@ -42,4 +42,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         embedding_scale=common.hidden_size**0.5,
         final_logit_softcap=config.cap("final_logit_softcapping", default=0.0),
         rotary_tables=2,
+        **window,
     )

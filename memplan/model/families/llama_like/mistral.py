@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Mistral config."""
     common = shape(config, key_value_heads=8)
-    window = sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     layer = Layer(attention(config, common), gated_mlp(config), rms_norm(config))
-    return model(config, common, layer, window=window)
+    return model(config, common, layer, **window)

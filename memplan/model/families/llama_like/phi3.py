@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Phi-3 config."""
     common = shape(config)
-    window = sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, rotary_dim(config, common.head_dim), fused_qkv=True)
     mlp = Mlp(config.integer("intermediate_size"), config.activation("hidden_act"), fused_gate_up=True)
     dropout = ("resid_pdrop", "embd_pdrop", "attention_dropout")
-    return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)), dropout=dropout, window=window)
+    return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)), dropout=dropout, **window)

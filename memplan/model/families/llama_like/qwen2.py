@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Qwen2 config."""
     common = shape(config)
-    sliding_window(config, optional=True)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, qkv_bias=True)
-    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)))
+    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)

@@ -18,6 +18,6 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Qwen3 config."""
     common = shape(config, head_dim=128)
     bias = config.flag("attention_bias")
-    sliding_window(config, optional=True)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=rms_norm(config))
-    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)))
+    return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)

@@ -15,11 +15,11 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     common = shape(config, key_value_heads=4)
     bias = config.flag("attention_bias")
     mlp = gated_mlp(config, bias=config.flag("mlp_bias"))
-    sliding_window(config, optional=True)
+    window = sliding_window(config, common.num_hidden_layers)
     rotated = Layer(attention(config, common, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
     plain = Layer(attention(config, common, 0, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
     layers = [rotated if rotates else plain for rotates in _rotating(config, common.num_hidden_layers)]
-    return model(config, common, layers, tied=True)
+    return model(config, common, layers, tied=True, **window)
 
 
 def _rotating(config: ConfigValues, count: int) -> list[bool]:

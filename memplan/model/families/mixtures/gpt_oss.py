@@ -18,7 +18,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a gpt-oss config."""
     common = shape(config, key_value_heads=8, head_dim=64)
     bias = config.flag("attention_bias", default=True)
-    sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, qkv_bias=bias, output_bias=bias, sinks=True)
     config.activation("hidden_act")
     config.only("swiglu_limit", 7.0)
@@ -34,4 +34,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         softmax_of_chosen=True,
     )
     layer = Layer(heads, experts(config, mixture), rms_norm(config, 1e-5))
-    return model(config, common, layer, names=TensorNames(router="router"))
+    return model(config, common, layer, names=TensorNames(router="router"), **window)

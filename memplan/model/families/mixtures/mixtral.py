@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Mixtral config."""
     common = shape(config, key_value_heads=8)
-    window = sliding_window(config)
+    window = sliding_window(config, common.num_hidden_layers)
     config.only("router_jitter_noise", 0.0)
     config.only("norm_topk_prob", True)
     mixture = MixtureOfExperts(
@@ -28,4 +28,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         fp32_scores=True,
     )
     layer = Layer(attention(config, common), experts(config, mixture), rms_norm(config, 1e-5))
-    return model(config, common, layer, window=window)
+    return model(config, common, layer, **window)

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Qwen2-MoE config."""
     common = shape(config)
-    sliding_window(config, optional=True)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, qkv_bias=config.flag("qkv_bias", default=True))
     dense = Layer(heads, gated_mlp(config), rms_norm(config))
     sparse = Layer(heads, experts(config, _mixture(config)), rms_norm(config))
     layers = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
-    return model(config, common, layers, names=TensorNames(shared_experts="shared_expert"))
+    return model(config, common, layers, names=TensorNames(shared_experts="shared_expert"), **window)
 
 
 def _mixture(config: ConfigValues) -> MixtureOfExperts:

@@ -27,7 +27,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Qwen3-MoE config."""
     common = shape(config, key_value_heads=4)
     bias = config.flag("attention_bias")
-    window = sliding_window(config, optional=True)
+    window = sliding_window(config, common.num_hidden_layers)
     heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=rms_norm(config))
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_experts", "num_local_experts", default=128),
@@ -39,4 +39,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     dense = Layer(heads, gated_mlp(config), rms_norm(config))
     sparse = Layer(heads, experts(config, mixture), rms_norm(config))
     layers = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
-    return model(config, common, layers, window=window)
+    return model(config, common, layers, **window)

@@ -1,0 +1,62 @@
+"""Windows of attention, layer by layer, as a released config states or means them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFAULT_WINDOWS: Mapping[str, int] = {"gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+EVERY_NTH_FULL: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+"""Families whose layers alternate between windows and full attention; every so many is full."""
+
+MAX_WINDOW_LAYERS = 28
+
+
+def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the window of each layer's attention, 0 where it looks back on everything.
+
+    Args:
+        keys: Keys of a ``config.json``, ``model_type`` among them.
+        layers: Layers of the model.
+
+    Source:
+        ``layer_types`` of the configuration classes of transformers v5.23.0; Qwen3Moe's and Mistral's attention takes
+        ``sliding_window`` in every layer.
+    """
+    kind = str(keys.get("model_type"))
+    window = _whole(keys, "sliding_window", 0 if "sliding_window" in keys else DEFAULT_WINDOWS.get(kind, 0))
+    listed = keys.get("layer_types")
+    if isinstance(listed, (list, tuple)):
+        return tuple(window if name == "sliding_attention" else 0 for name in listed)
+    if kind in EVERY_NTH_FULL:
+        nth = _whole(keys, "sliding_window_pattern", EVERY_NTH_FULL[kind])
+        return tuple(window if (layer + 1) % nth else 0 for layer in range(layers))
+    if not kind.startswith("qwen") and kind != "smollm3":
+        return (window,) * layers
+    if keys.get("use_sliding_window") is not True:
+        return (0,) * layers
+    if kind == "qwen3_moe":
+        return (window,) * layers
+    bound = _whole(keys, "max_window_layers", MAX_WINDOW_LAYERS, least=0)
+    if kind == "qwen2_moe":
+        return tuple(window if layer < bound and layer % 2 == 0 else 0 for layer in range(layers))
+    if kind == "smollm3":
+        return tuple(0 if rotates else window for rotates in rotating_layers(keys, layers))
+    return tuple(window if layer >= bound else 0 for layer in range(layers))
+
+
+def rotating_layers(keys: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Return for each layer of SmolLM3 whether it rotates; ``no_rope_layers`` holds 1 where it does."""
+    listed = keys.get("no_rope_layers")
+    if isinstance(listed, (list, tuple)):
+        return tuple(bool(value) for value in listed[:layers])
+    interval = _whole(keys, "no_rope_layer_interval", 4)
+    return tuple((index + 1) % interval != 0 for index in range(layers))
+
+
+def _whole(keys: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    """Return a number that is not less than ``least``, or what its absence means."""
+    value = keys.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else default
