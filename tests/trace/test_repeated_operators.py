@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.training_config import Adapter, Parallel  # noqa: E402
 from memplan.lab.agreement import cut_model  # noqa: E402
+from memplan.trace.recording import repeated_operators  # noqa: E402
 from memplan.trace.recording.repeated_operators import RepeatedOperators  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 
@@ -110,3 +111,19 @@ def test_a_tensor_that_changes_its_shape_in_place_is_changed_every_time():
         assert x.shape == (4,)
         operators.result(aten.resize_.default, (x, [8]), {})
         assert x.shape == (8,)
+
+
+def test_what_traces_share_hangs_on_the_default_dtype_and_leaves_out_what_they_override():
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            results.append(RepeatedOperators().result(aten.mul.Scalar, (empty(3, dtype=torch.long), 2.0), {}).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert results == [torch.float32, torch.float64]
+    rows, matrices = empty(4, 8, dtype=torch.bfloat16), empty(2, 8, 16, dtype=torch.bfloat16)
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    known = len(repeated_operators._shared)
+    assert repeated(aten._grouped_mm.default, rows, matrices, offsets).shape == (4, 16)
+    assert len(repeated_operators._shared) == known

@@ -36,14 +36,29 @@ class _NewTensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
+Repeat = Callable[[tuple[Any, ...]], Any]
+
+MOST_SHARED = 50_000
+"""Repeats of torch's own operators that are remembered at most; a trace has some hundreds."""
+
+_shared: dict[Hashable, Repeat] = {}
+"""Repeats of torch's own operators, which traces of one process share."""
+
+_OVERRIDDEN = frozenset({torch.ops.aten._grouped_mm.default})
+"""Operators whose results, below autograd, hang on the trace (``cuda_kernels``)."""
+
+
 class RepeatedOperators:
     """Runs operators; one that ran before on arguments of equal description gets new results of the same shapes.
 
-    It belongs to one trace, since operators are overridden for some traces.
+    What is known of torch's own operators serves every trace; of other libraries', and of those that some traces
+    override, this one.
     """
 
     def __init__(self) -> None:
-        self._repeats: dict[Hashable, Callable[[tuple[Any, ...]], Any]] = {}
+        self._own: dict[Hashable, Repeat] = {}
+        if len(_shared) > MOST_SHARED:
+            _shared.clear()
 
     def result(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return what the operator returns."""
@@ -52,32 +67,40 @@ class RepeatedOperators:
             return func(*args, **options)
         try:
             call = _call(effect, func, args, options)
-            repeat = self._repeats.get(call)
+            repeats = _shared if _is_shared(func) else self._own
+            repeat = repeats.get(call)
         except (_OtherArgumentError, TypeError):
             return func(*args, **options)
         if repeat is not None:
             return repeat(args)
-        return self._first(effect, call, func, args, options)
+        return _first(repeats, effect, call, func, args, options)
 
-    def _first(
-        self,
-        effect: Effect,
-        call: Hashable,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
-        """Run an operator, and note how to repeat it where the next run can only do the same."""
-        given = _storages((args, *options.values()))
-        result = func(*args, **options)
-        if effect == "in place":
-            if _call(effect, func, args, options) == call and _storages((args, *options.values())) == given:
-                self._repeats[call] = _nothing if result is None else _first_argument
-        else:
-            repeat = _repeat(result, set(given))
-            if repeat is not None:
-                self._repeats[call] = repeat
-        return result
+
+def _first(
+    repeats: dict[Hashable, Repeat],
+    effect: Effect,
+    call: Hashable,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Run an operator, and note how to repeat it where the next run can only do the same."""
+    given = _storages((args, *options.values()))
+    result = func(*args, **options)
+    if effect == "in place":
+        if _call(effect, func, args, options) == call and _storages((args, *options.values())) == given:
+            repeats[call] = _nothing if result is None else _first_argument
+    else:
+        repeat = _repeat(result, set(given))
+        if repeat is not None:
+            repeats[call] = repeat
+    return result
+
+
+@cache
+def _is_shared(func: Any) -> bool:
+    """Return whether an operator does the same in every trace."""
+    return func.namespace == "aten" and func not in _OVERRIDDEN
 
 
 @cache
@@ -99,7 +122,7 @@ def _effect(func: Any) -> Effect:
 def _call(effect: Effect, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
     """Return an operator and the description of its arguments; what is written in place hangs on no rate or factor."""
     numbers = effect != "in place"
-    return func, _described(args, numbers), _described((*options.items(),), numbers)
+    return func, torch.get_default_dtype(), _described(args, numbers), _described((*options.items(),), numbers)
 
 
 def _described(value: Any, numbers: bool) -> Hashable:
@@ -114,6 +137,8 @@ def _described(value: Any, numbers: bool) -> Hashable:
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if isinstance(value, tuple | list):
         return tuple([_described(item, numbers) for item in value])
+    if isinstance(value, torch.Generator):
+        return torch.Generator
     return type(value), value if numbers or not isinstance(value, float) else None
 
 
@@ -140,7 +165,7 @@ def _first_argument(args: tuple[Any, ...]) -> Any:
     return args[0]
 
 
-def _repeat(result: Any, given: set[int]) -> Callable[[tuple[Any, ...]], Any] | None:
+def _repeat(result: Any, given: set[int]) -> Repeat | None:
     """Return what makes such results anew, or nothing where a result is no new ``meta`` tensor of the usual size."""
     several = isinstance(result, tuple | list)
     results = list(result) if several else [result]
