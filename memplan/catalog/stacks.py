@@ -17,7 +17,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends"]
 Level = Literal["traced", "read"]
-ModelCode = Literal["own", "transformers", "torchtune"]
+ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class RotaryTables:
     """
 
     each: Literal["model", "layer"]
-    dtype: Literal["compute", "residual", "fp32"]
+    dtype: Literal["compute", "residual", "fp32", "fp32-unless-whole"]
     halved: bool
     rows: Literal["sequence", "model"]
     gathered: bool

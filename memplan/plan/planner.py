@@ -20,6 +20,7 @@ from memplan.plan.allowances import (
 )
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.cross_entropy import PIECE_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.instants import StepForms, compile_step, regime_of
@@ -251,8 +252,8 @@ class CompiledPlan:
         spec, profile = self.model.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
-        if profile.loss in TOKEN_CHUNKS:
-            chunk = min(TOKEN_CHUNK, batch * (length - 1))
+        if most := {**dict.fromkeys(TOKEN_CHUNKS, TOKEN_CHUNK), "fp32-pieces": PIECE_TOKENS}.get(profile.loss):
+            chunk = min(most, batch * (length - 1))
         return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk)
 
     def requested_bytes(self, batch: int, length: int) -> int:

@@ -22,13 +22,16 @@ EMBEDDING = -1
 """Stands for the embedding among the kinds of layers."""
 
 
-def after_backward(inputs: StepInputs, taped: ModelOnTape, filled_bytes: int) -> Iterator[Instant]:
+def after_backward(
+    inputs: StepInputs, taped: ModelOnTape, filled_bytes: int, validated: Form = ZERO
+) -> Iterator[Instant]:
     """Yield the instants from the end of backward to the next forward.
 
     Args:
         inputs: What is compiled.
         taped: The model on tape.
         filled_bytes: Gradients that the step leaves, filled with zeros.
+        validated: Logits that a loop of evaluation still has a name for.
     """
     config, tensors = inputs.setup.config, inputs.states.tensors
     gradients = constant_form(Part.GRADIENTS, 0 if config.gradients.lifetime == "layer" else inputs.gradient_bytes)
@@ -44,7 +47,7 @@ def after_backward(inputs: StepInputs, taped: ModelOnTape, filled_bytes: int) ->
         scratch = constant_form(Part.TEMPORARIES, average_bytes(inputs.setup, tensors))
         yield Instant("optimizer step", "moving average", filled + scratch)
     if config.evaluation:
-        yield from _evaluation(taped, filled, "evaluation")
+        yield from _evaluation(taped, filled + validated, "evaluation")
     if config.save_checkpoint:
         yield Instant("checkpoint saving", "state_dict", filled)
 

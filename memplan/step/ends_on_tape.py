@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.cross_entropy import cross_entropy, tiled_cross_entropy
+from memplan.step.blocks.cross_entropy import cross_entropy, cross_entropy_in_pieces, tiled_cross_entropy
 from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
@@ -129,7 +129,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
-        loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
+        if settings.loss != "fp32-pieces":
+            loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
+    if settings.loss == "fp32-pieces":
+        logits = builder.cast(logits, 4)
+        loss = cross_entropy_in_pieces(builder, logits)
     return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
 
 
@@ -141,6 +145,10 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     if settings.loss in FUSED_LOSSES:
         own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
+    if settings.loss == "fp32-pieces":
+        logits = builder.cast(_logits(builder, settings, normed), 4)
+        with builder.tape.alive(logits):
+            return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))
     with builder.tape.alive(normed):
         loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
         return Section(builder.tape, entry, loss)
@@ -165,7 +173,7 @@ def _final_norm(
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     builder.tape.ends(*arguments)
-    if settings.names_logits:
+    if settings.names_logits or settings.loss == "fp32-pieces":
         builder.tape.ends(entry)
     return entry, normed
 

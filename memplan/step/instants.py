@@ -82,7 +82,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_sequence=batch == 1
         and (
             profile.attention in ("math", "eager")
-            or profile.loss in ("chunked-backward", *TOKEN_CHUNKS)
+            or profile.loss in ("chunked-backward", "fp32-pieces", *TOKEN_CHUNKS)
             or learned
             or steps_through_scores(spec)
         ),
@@ -91,6 +91,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,
+        wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole" and length != spec.max_position_embeddings,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
     )
 
@@ -208,7 +209,8 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
-    for instant in after_backward(inputs, taped, filled_bytes):
+    validated = held_by_loop(inputs.setup, taped) if inputs.setup.profile.loss == "fp32-pieces" else ZERO
+    for instant in after_backward(inputs, taped, filled_bytes, validated):
         yield instant.around(graph)
 
 

@@ -151,14 +151,18 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
     form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
-    return form if tables_of_graph(inputs) is not ZERO else form + rotary_tables(spec, setup)
+    return (
+        form
+        if tables_of_graph(inputs) is not ZERO
+        else form + rotary_tables(spec, setup, wide=inputs.regime.wide_tables)
+    )
 
 
 def tables_of_graph(inputs: StepInputs) -> Form:
     """Return rotary tables that each forward forms anew, which go with its graph."""
     spec, setup = inputs.spec, inputs.setup
     forms = family_code(setup.stack.model_code, spec.architecture).forms_tables
-    return rotary_tables(spec, setup) if forms else ZERO
+    return rotary_tables(spec, setup, wide=inputs.regime.wide_tables) if forms else ZERO
 
 
 def kept_arguments(inputs: StepInputs) -> Form:

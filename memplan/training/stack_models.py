@@ -28,7 +28,7 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     stack = setup.stack
     if setup.config.adapter is not None and stack.models.families:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
-    if setup.autocast and stack.models.families and setup.config.parallel.data == 1:
+    if setup.autocast and stack.models.families and stack.model_code == "own" and setup.config.parallel.data == 1:
         raise CannotAnswerError(
             f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
             "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
@@ -37,6 +37,10 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)
         raise CannotAnswerError(f"{setup.name}: stack: {stack.label} has no model of family {family}; it has {known}")
+    if stack.model_code == "litgpt" and model.spec.window:
+        raise CannotAnswerError(
+            f"{setup.name}: stack: {stack.label} makes masks of (t, t) for a sliding window in each layer: not modelled"
+        )
     spec = _built_spec(model.spec, rules)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 

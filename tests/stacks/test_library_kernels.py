@@ -20,9 +20,10 @@ def plan(*settings, stack="transformers", config="lora", model=MODEL, gpu="a100-
 
 
 @pytest.mark.parametrize("key", LIGER)
-def test_each_of_ligers_kernels_needs_no_more_than_what_it_replaces(key):
+def test_each_of_ligers_kernels_needs_less_than_what_it_replaces_but_the_rotation(key):
     none = "activation_checkpointing=none"
-    assert plan(key, none, config="bf16-adamw").expected_bytes <= plan(none, config="bf16-adamw").expected_bytes
+    own, replaced = (plan(*keys, config="bf16-adamw").expected_bytes for keys in ((key, none), (none,)))
+    assert own == replaced if key == "kernels.rotary=in-place" else own < replaced
 
 
 def test_a_chunk_of_the_fused_linear_loss_is_a_power_of_two_or_all_tokens():

@@ -25,6 +25,7 @@ NEAR = {
     "axolotl": 0.96,
     "torchtitan": 0.95,
     "torchtune": 0.95,
+    "litgpt": 1.0,
     "plain-loop": 1.0,
     "transformers": 1.0,
     "trl": 1.0,

@@ -131,7 +131,7 @@ def test_a_query_of_a_megabyte_is_refused_unread(asked):
         {"batch": "99999999", "length": "999999999"},
         {"length": "1000000"},
         {"gpu": "t4\x00\x1b[31m"},
-        {"model": "qwen3-8b", "stack": "litgpt", "config": "tier1"},
+        {"model": "qwen3-8b", "stack": "torchtitan", "config": "tier1"},
     ],
     ids=str,
 )

@@ -10,6 +10,8 @@ Keys = dict[str, Any]
 
 HEADS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (16, 32, 64, 80, 128)
+LITGPT_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+"""Families of LitGPT whose models are built like Llama."""
 
 
 def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
@@ -39,6 +41,22 @@ def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
     }
     training["activation_checkpointing"] = rng.choice(("none", "full"))
     training["clip_gradients"] = rng.random() < 0.3
+    return model, training
+
+
+def litgpt_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as LitGPT's full fine-tuning on one GPU can train them."""
+    heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(LITGPT_FAMILIES)
+    model = _llama(rng, heads, width, rng.choice((heads * width, 128, 256, 512, 768))) | {"model_type": family}
+    model["tie_word_embeddings"] = family == "gemma"
+    training = _training(rng, "litgpt", (8, 64, 65, 128, 129, 300, 512, 1024, 2048))
+    dtype = training["compute_dtype"]
+    if rng.random() < 0.3:
+        training |= {"weights": {"default": "fp32"}, "compute_dtype": "bf16", "optimizer": {"default": "adamw-fp32"}}
+    elif dtype == "bf16" and rng.random() < 0.3:
+        training |= {"weights": {"default": "fp16"}, "compute_dtype": "fp16", "optimizer": {"default": "adamw-bf16"}}
+    training.pop("clip_gradients", None)
+    model["max_position_embeddings"] = rng.choice((training["sequence_length"], 4096))
     return model, training
 
 
@@ -90,6 +108,7 @@ def _some(rng: Random, **choices: tuple[Any, ...]) -> Keys:
 OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
     "torchtitan": torchtitan_job,
     "torchtune": torchtune_job,
+    "litgpt": litgpt_job,
 }
 """Stack -> what draws a job for it."""
 

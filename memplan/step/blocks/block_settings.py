@@ -22,6 +22,7 @@ class Regime:
         one_chunk: A loss over chunks has one.
         masked: Scaled-dot-product attention is given a mask, and not only told that it is causal.
         pads_mask: Rows of that mask are no multiple of what its kernel reads at once.
+        wide_tables: Rotary tables are in fp32, whatever the residual stream is in.
         sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
@@ -31,6 +32,7 @@ class Regime:
     sorts_positions: bool = False
     masked: bool = False
     pads_mask: bool = False
+    wide_tables: bool = False
 
 
 @dataclass(frozen=True, slots=True)

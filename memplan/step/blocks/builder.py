@@ -137,5 +137,7 @@ class Builder:
         return 0 if bias.element_bytes == self.compute else rows * self.compute
 
     def sliced(self, x: Value, width: int) -> Value:
-        """Return a slice of ``x``, whose gradient is a whole tensor again."""
+        """Return a slice of ``x``, whose gradient is a whole tensor again; all of it is ``x`` itself."""
+        if width == x.width:
+            return x
         return self.tape.apply("slice", [(x, NEW)], self.tape.view(x, width), traits=SAVES_NOTHING)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Sizes, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
 TILE_COLUMNS = 32_768
@@ -37,6 +37,48 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     total = tape.value(ONE, 1, logs.element_bytes)
     traits = Traits(scratch=[(ONE, loss_bytes)])
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
+
+
+PIECE_TOKENS = 128
+"""Tokens whose loss is formed together (``chunk_size`` of ``chunked_cross_entropy`` in litgpt/utils.py, 0.5.13)."""
+
+
+def cross_entropy_in_pieces(builder: Builder, logits: Value) -> Value:
+    """Record cross-entropy over logits without each sequence's last token, piece by piece of rows; return the loss.
+
+    Backward forms a piece's gradient beside what its softmax has saved, which is let go then; those of all pieces are joined.
+
+    The loop that forms it has the name of the logits, and counts them; what is cut out of them is without bytes here.
+
+    Args:
+        builder: Writes on the tape.
+        logits: In fp32, as the model returns them.
+
+    Source:
+        ``chunked_cross_entropy`` in litgpt/utils.py, lines 302 to 351, and its call in finetune/full.py, line 284 (0.5.13).
+    """
+    tape, predicted, several = builder.tape, Quantity.PREDICTED_TOKENS, not builder.settings.regime.one_sequence
+    piece = (Quantity.CHUNK, 2 * logits.width * 4)
+    returned, cut = (tape.value(quantity, 0, 4, part=Part.LOGITS) for quantity in (logits.quantity, predicted))
+    returned.gradient_coefficient = cut.gradient_coefficient = logits.coefficient
+    tape.apply("return logits", [(logits, SAME)], returned, traits=SAVES_NOTHING)
+    rows = tape.apply("slice", [(returned, NEW)], cut, traits=SAVES_NOTHING)
+    if several:
+        rows = tape.value(predicted, logits.width, 4, part=Part.LOGITS)
+        tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
+    labels = tape.make("rows of labels", tape.value(predicted, 1, 8, part=Part.ACTIVATIONS))
+    parts = Value(rows.storage, predicted, logits.coefficient, 4)
+    with tape.alive(rows):
+        tape.apply("split", [(rows, NEW)], parts, traits=SAVES_NOTHING)
+        logs, losses = tape.value(predicted, logits.width, 4, part=Part.LOGITS), tape.value(predicted, 1, 4)
+        traits = Traits(workspace=[piece], made=(logs,))
+        tape.apply(
+            "losses of pieces", [(parts, OVER)], (losses, logs), [logs, *([labels] if several else [])], traits=traits
+        )
+        with tape.alive(losses):
+            joined = tape.apply("cat", [(losses, SAME)], builder.fresh(losses), traits=SAVES_NOTHING)
+    loss = tape.value(ONE, 1, 4, part=Part.LOGITS)
+    return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING)
 
 
 def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int) -> Value:

@@ -66,7 +66,10 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
     wide = builder.cast(x, 4)
     scratch = [(wide.quantity, 2 * wide.coefficient)]
     with tape.alive(wide):
-        squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
+        if builder.settings.code.casts_scale:
+            squares = builder.multiply(wide, wide)
+        else:
+            squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
         means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), traits=SAVES_NOTHING)
         shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
         inverse = builder.fresh(shifted)
@@ -85,7 +88,9 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
             return builder.cast(_times_weight(builder, normal, used, (shift,)), x.element_bytes)
     with tape.alive(normal):
         if builder.settings.code.wide_scale:
-            return builder.cast(_times_weight(builder, normal, used), x.element_bytes)
+            copies = builder.settings.code.casts_scale and used[0].element_bytes != 4
+            wide_weight = (tape.make("cast weight", builder.constant(used[0].rows, 4)),) if copies else ()
+            return builder.cast(_times_weight(builder, normal, used, wide_weight), x.element_bytes)
         return _times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
 
 

@@ -94,6 +94,14 @@ class PlayedSection:
         stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
 
+    def frees_instead(self, storage: int, other: int) -> None:
+        """Free another storage of the stream where the part frees one of its own, which stays."""
+        self._aliases[storage] = other
+
+    def own_name(self, storage: int) -> int:
+        """Return what a storage that the part allocates is called in the stream."""
+        return storage + self._base
+
     @property
     def output(self) -> int:
         """The storage that the part hands on."""

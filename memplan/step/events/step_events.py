@@ -86,6 +86,9 @@ class StepPlayer:
         self._buffers = buffers
         holds = "logits" in inputs.setup.stack.loop.holds and taped.head.logits is not None
         self._held_logits = taped.head.logits.storage if holds and taped.head.logits is not None else None
+        self._in_time = (
+            inputs.setup.profile.loss == "fp32-pieces"
+        )  # a new name is given to logits before the loss is formed
         self._held: list[int] = []
         self._leaf = embedded_leaf(inputs, taped) is not ZERO and not taped.embedding.tape.nodes
         self._graph: list[int] = []
@@ -142,7 +145,7 @@ class StepPlayer:
         taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
         self.stream.begin("forward")
         self.stream.of("activations")
-        parts = self._runs(self._chain(mode), leaf=self._leaf)
+        parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time)
         chunks = None
         if taped.head.chunk is not None:
             chunks = ChunkedLoss(self.stream, taped.head, self.values, mode)
@@ -183,13 +186,14 @@ class StepPlayer:
             for number in range(run.first, run.first + run.count):
                 yield str(number), events
         head = section_events(taped.head.section, mode)
-        yield "", head if self._held_logits is None else head.holding(self._held_logits)
+        yield "", head if self._held_logits is None or self._in_time else head.holding(self._held_logits)
 
     def _hold(self, head: PlayedSection) -> None:
         """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
         self._let_go()
-        self.stream.free_all(self._held)
-        self._held = [] if self._held_logits is None else [head.name(self._held_logits)]
+        if not self._in_time:
+            self.stream.free_all(self._held)
+        self._held = [] if self._held_logits is None else [head.own_name(self._held_logits)]
 
     def _let_go(self) -> None:
         """Free the embedded tokens and their gradient, which the graph of a loss has."""
@@ -197,13 +201,15 @@ class StepPlayer:
         self._graph = []
 
     def _runs(
-        self, parts: Iterable[tuple[str, SectionEvents]], *, leaf: bool = False
+        self, parts: Iterable[tuple[str, SectionEvents]], *, leaf: bool = False, renames: bool = False
     ) -> list[tuple[str, PlayedSection]]:
         """Write the forward of parts, each given what the one before hands on."""
         played: list[tuple[str, PlayedSection]] = []
         handed, owned = NO_STORAGE, False
         for number, events in parts:
             part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned)
+            if renames and not number and played and self._held_logits is not None:
+                part.frees_instead(self._held_logits, self._held[0] if self._held else NO_STORAGE)
             part.forward(self._libraries["forward"])
             played.append((number, part))
             handed, owned = part.output, part.output_owned or (leaf and len(played) == 1)
@@ -263,9 +269,12 @@ class StepPlayer:
             forward_events(taped.layer_of(index)) for index, run in enumerate(taped.runs) for _ in range(run.count)
         ]
         head = forward_events(evaluated_head(taped.settings, taped.weights))
+        logits = taped.head.logits if self._in_time else None
+        named = [self.stream.allocate(logits.coefficient * self.values[logits.quantity])] if logits is not None else []
         parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers], ("", head)])
         for _, part in parts:
             part.region_end()
+        self.stream.free_all(named)
 
 
 def run_events(

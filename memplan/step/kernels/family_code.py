@@ -56,6 +56,7 @@ class FamilyCode:
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
         half_tables: Whether a pair of dimensions shares its entries of the rotary tables.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
+        casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
     """
 
     functions: bool = False
@@ -92,6 +93,7 @@ class FamilyCode:
     norms_at_once: bool = False
     half_tables: bool = False
     names_passed: bool = False
+    casts_scale: bool = False
 
 
 OWN = FamilyCode()
@@ -106,6 +108,17 @@ TRANSFORMERS = FamilyCode(
 )
 TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, names_parts=True, fused_wide_norms=True)
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
+LITGPT = FamilyCode(
+    wide_scale=True,
+    casts_scale=True,
+    joins_rotated=True,
+    asks_for_groups=False,
+    repeats_keys=True,
+    names_attention=True,
+    names_passed=True,
+    rotates_together=True,
+)
+"""``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gpt2": replace(TRANSFORMERS, wide_softmax=False, names_attention=True, grouped_uncast=False),
@@ -147,6 +160,8 @@ def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     """Return how a family runs in somebody's implementation."""
     if code == "torchtune":
         return TORCHTUNE
+    if code == "litgpt":
+        return LITGPT
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
 
 

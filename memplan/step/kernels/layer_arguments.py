@@ -59,7 +59,7 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
     return code.masks_always or 0 < spec.window <= length
 
 
-def rotary_tables(spec: ModelSpec, setup: TrainingSetup) -> Form:
+def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) -> Form:
     """Return the tables of cosines and sines.
 
     Formula:
@@ -70,7 +70,8 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup) -> Form:
     tables, code = setup.stack.rotary_tables, family_code(setup.stack.model_code, spec.architecture)
     widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
     widths_by_dtype = {"fp32": 4, "compute": setup.compute_bytes, "residual": setup.residual_bytes}
-    element_bytes = 4 if code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
+    widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes
+    element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
     entries = sum(widths) if tables.each == "layer" else max(widths) * bases
     row_bytes = entries * element_bytes * (1 if tables.halved or code.complex_rotary or code.half_tables else 2)

@@ -165,7 +165,7 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
                 dtype,
                 *widths,
                 grouped=grouped and asks,
-                unequal=grouped and one and not asks,
+                unequal=grouped and one and not asks and not code.repeats_keys,
                 dropout=dropout,
                 masked=code.masks_always,
             )

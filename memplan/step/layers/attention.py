@@ -29,7 +29,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
         if builder.settings.code.repeats_keys:
             with builder.tape.alive(query):
-                heads = ungrouped(builder, heads, expands=True)
+                heads = ungrouped(builder, heads, expands=builder.settings.code.asks_for_groups)
         with builder.tape.alive(*heads.tensors, *named):
             out = attended(builder, heads, part)
             with builder.tape.alive(out):

@@ -30,7 +30,8 @@ def _turned_together(
 ) -> tuple[Value, Value, tuple[Value, ...]]:
     """Return query and key rotated by one function, whose caller names what it gave until that returns."""
     tape, code = builder.tape, builder.settings.code
-    if not 0 < part.rotary_dim < part.head_dim or code.joins_rotated:
+    each = code.joins_rotated and code.names_passed  # both are rotated before either is joined
+    if not each and (not 0 < part.rotary_dim < part.head_dim or code.joins_rotated):
         first = rotary(builder, query, part.head_dim, part.rotary_dim)
         with tape.alive(first):
             second = rotary(builder, key, part.head_dim, part.rotary_dim)
@@ -47,7 +48,8 @@ def _turned_together(
         first = _joined(builder, query, rotated)
         with tape.alive(first, *((rotated,) if code.names_passed else ())):
             second = _joined(builder, key, other)
-    return first, second, (query, key, rotated, other) if code.names_passed else ()
+    named = (rotated, other) if each else (query, key, rotated, other)
+    return first, second, named if code.names_passed else ()
 
 
 def turned_complex(builder: Builder, query: Value, key: Value, head_dim: int) -> tuple[Value, Value]:
@@ -142,13 +144,20 @@ def _rotated(builder: Builder, x: Value) -> Value:
     with tape.alive(x, *(() if builder.settings.code.forms_tables else (turned,))):
         by_cos = _by_table(builder, "mul cos", x, width)
         by_sin = _by_table(builder, "mul sin", turned, width)
-        return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        total = tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
+        return builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
 
 
 def _table_bytes(builder: Builder) -> int:
     """Return the bytes of a table's entry where it may be wider than what it multiplies: as wide as the residual stream, or fp32."""
     code = builder.settings.code
-    return 4 if code.wide_rotary else builder.settings.residual_bytes if code.forms_tables else 0
+    return (
+        4
+        if code.wide_rotary or builder.settings.regime.wide_tables
+        else builder.settings.residual_bytes
+        if code.forms_tables
+        else 0
+    )
 
 
 def _by_table(builder: Builder, name: str, x: Value, width: int) -> Value:

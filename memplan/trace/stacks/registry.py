@@ -28,6 +28,7 @@ PROGRAMS: Mapping[str, str] = {
     "axolotl": "memplan.trace.stacks.huggingface.axolotl_loop",
     "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
+    "litgpt": "memplan.trace.stacks.litgpt_finetune",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 
