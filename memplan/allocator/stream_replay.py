@@ -1,13 +1,15 @@
 """A stream of numbered allocations through the caching allocator, in one loop: the same as ``replay``, several times as fast.
 
 It knows torch's defaults and expandable segments, on one stream, with a limit only where segments are torch's own; a test
-holds it equal to :mod:`memplan.allocator.caching_allocator` on random streams, and on those of training steps.
+holds it equal to :mod:`memplan.allocator.caching_allocator` on random streams, and on those of training steps. All bytes
+are counted in blocks, the least that the allocator hands out.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 from memplan.allocator.settings import (
     LARGE_ROUNDING_BYTES,
@@ -19,8 +21,17 @@ from memplan.allocator.settings import (
 )
 from memplan.values import dataclass
 
-_ADDRESS_BITS = 48
-_ADDRESS = 2**_ADDRESS_BITS - 1
+_BITS = 40
+_ADDRESS = 2**_BITS - 1
+"""Addresses, in blocks: enough for 512 TiB of segments."""
+
+_SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
+    size // MINIMUM_BLOCK_BYTES
+    for size in (SMALL_BYTES, LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, MINIMUM_LARGE_BYTES, LARGE_ROUNDING_BYTES)
+)
+
+
+_Pool = tuple[list[int], dict[int, int], dict[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,194 +51,177 @@ class StreamPeaks:
     retries: int = 0
 
 
-class _Block:
-    """A range of addresses in a segment."""
-
-    __slots__ = ("address", "following", "free", "previous", "size")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.size = address, size
-        self.previous: _Block | None = None
-        self.following: _Block | None = None
-        self.free = False
-
-
-class _Pool:
-    """Free blocks of one size class, ordered by size and address, and the least that is worth splitting off.
-
-    With expandable segments there is one segment, which grows by pages: ``tail`` stands for what is not mapped yet.
-    """
-
-    __slots__ = ("blocks", "keys", "least_rest", "page_bytes", "tail")
-
-    def __init__(self, least_rest: int, page_bytes: int = 0) -> None:
-        self.keys: list[int] = []
-        self.blocks: dict[int, _Block] = {}
-        self.least_rest = least_rest
-        self.page_bytes = page_bytes
-        self.tail = _Block(0, 0)
-
-    def best(self, place: int) -> int:
-        """Return the place of the free block to take, from one that is large enough: the one that could grow comes last."""
-        block = self.blocks[self.keys[place] & _ADDRESS]
-        return place + 1 if block.following is self.tail and place + 1 < len(self.keys) else place
-
-    def grown(self, size: int) -> tuple[_Block, int]:
-        """Return a block for a request, the segment's last if that is free, grown by pages; and the bytes of those."""
-        block, tail = self.tail.previous, self.tail
-        if block is not None and block.free:
-            self.take_out(block)
-        else:
-            block, last = _Block(tail.address, 0), block
-            block.previous, block.following, tail.previous = last, tail, block
-            if last is not None:
-                last.following = block
-        mapped = -(-(size - block.size) // self.page_bytes) * self.page_bytes
-        block.size += mapped
-        tail.address += mapped
-        return block, mapped
-
-    def take_out(self, block: _Block) -> None:
-        """Take a free block out of the list."""
-        del self.keys[bisect_left(self.keys, block.size << _ADDRESS_BITS | block.address)]
-        del self.blocks[block.address]
-        block.free = False
-
-    def put(self, block: _Block) -> None:
-        """Put a free block into the list."""
-        insort(self.keys, block.size << _ADDRESS_BITS | block.address)
-        self.blocks[block.address] = block
-        block.free = True
-
-
-def stream_peaks(
-    sizes: Sequence[int],
-    codes: Sequence[int],
-    capacity_bytes: int | None = None,
-    *,
-    downwards: bool = False,
-    expandable: bool = False,
-    alike_from: Sequence[int] = (),
-) -> StreamPeaks:
-    """Return what a stream does to the allocator with torch's default settings, until it ends or fails.
+class Stream:
+    """A stream, ready to be played several times.
 
     Args:
         sizes: Bytes of each storage.
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it; storages of no bytes take nothing.
-        capacity_bytes: What the process can get of the card; None for no limit.
-        downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
-        expandable: Whether segments are expandable; there is no limit then, and no choice of addresses.
-        alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages:
-            once such a stretch leaves everything where it was, later ones do what it did, and are not played.
+        alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages,
+            whose order is alike too: once such a stretch leaves everything where it was, later ones do what it did, and
+            are not played.
 
     Example:
-        >>> stream_peaks([600, 2**21], [0, 2, 1, 3])
+        >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
         StreamPeaks(allocated_bytes=2098176, reserved_bytes=23068672, survives=True, retries=0)
     """
-    assert not expandable or capacity_bytes is None
-    small = _Pool(MINIMUM_BLOCK_BYTES, SMALL_SEGMENT_BYTES)
-    large = _Pool(MINIMUM_BLOCK_BYTES if expandable else SMALL_BYTES + 1, LARGE_SEGMENT_BYTES)
-    rounded = [-(-size // MINIMUM_BLOCK_BYTES) * MINIMUM_BLOCK_BYTES for size in sizes]
-    live: dict[int, _Block] = {}
-    allocated = allocated_peak = reserved = reserved_peak = retries = 0
-    address = _ADDRESS if downwards else 0
-    shape: tuple[object, ...] | None = None
-    places = iter([*alike_from, len(codes)])
-    place_of_next = next(places)
-    for number, code in enumerate(codes):
-        if number == place_of_next:
-            place_of_next, before = next(places), shape
-            shape = _shape(live, small, large), reserved, retries
+
+    def __init__(self, sizes: Sequence[int], codes: Sequence[int], alike_from: Sequence[int] = ()) -> None:
+        self._blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in sizes]
+        self._codes = codes
+        self._stretches = [*pairwise([0, *alike_from, len(codes)])]
+
+    def peaks(
+        self, capacity_bytes: int | None = None, *, downwards: bool = False, expandable: bool = False
+    ) -> StreamPeaks:
+        """Return what the stream does to the allocator with torch's default settings, until it ends or fails.
+
+        Args:
+            capacity_bytes: What the process can get of the card; None for no limit.
+            downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
+            expandable: Whether segments are expandable; there is no limit then, and no choice of addresses.
+        """
+        assert not expandable or capacity_bytes is None
+        state = _Allocator(capacity_bytes, downwards=downwards, expandable=expandable)
+        shape = None
+        for start, end in self._stretches:
+            shape, before = state.shape(), shape
             if shape == before:
                 break
-        storage = code >> 1
-        size = rounded[storage]
-        pool = small if size <= SMALL_BYTES else large
-        if code & 1:
-            if size:
-                block = live.pop(storage)
-                allocated -= block.size
-                _free(pool, block)
-            continue
-        if not size:
-            continue
-        keys = pool.keys
-        place = bisect_left(keys, size << _ADDRESS_BITS)
-        if place < len(keys):
-            block = pool.blocks.pop(keys.pop(pool.best(place) if expandable else place) & _ADDRESS)
-            block.free = False
-        elif expandable:
-            block, segment = pool.grown(size)
-            reserved_peak = reserved = reserved + segment
-        else:
-            segment = _segment_bytes(size)
-            if capacity_bytes is not None and reserved + segment > capacity_bytes:
-                reserved -= _released(large) + _released(small)
-                retries += 1
-                if reserved + segment > capacity_bytes:
-                    return StreamPeaks(allocated_peak, reserved_peak, survives=False, retries=retries)
-            address -= segment if downwards else 0
-            block = _Block(address, segment)
-            address += 0 if downwards else segment
-            reserved += segment
-            if reserved > reserved_peak:
-                reserved_peak = reserved
-        if block.size - size >= pool.least_rest:
-            _split(pool, block, size)
-        live[storage] = block
-        allocated += block.size
-        if allocated > allocated_peak:
-            allocated_peak = allocated
-    return StreamPeaks(allocated_peak, reserved_peak, retries=retries)
+            state.play(self._blocks, self._codes[start:end])
+            if not state.survives:
+                break
+        allocated, reserved = (size * MINIMUM_BLOCK_BYTES for size in (state.allocated_peak, state.reserved_peak))
+        return StreamPeaks(allocated, reserved, state.survives, state.retries)
 
 
-def _shape(live: dict[int, _Block], small: _Pool, large: _Pool) -> tuple[object, ...]:
-    """Return where everything is, whatever it is called: what codes do that are alike depends on nothing else."""
-    return [(block.address, block.size) for block in live.values()], small.keys[:], large.keys[:]
+class _Allocator:
+    """Where everything is.
 
+    Attributes:
+        live: First block of each storage, and the first after it.
+        pools: For small requests, and for large ones: ``blocks << _BITS | address`` of all that is free, ascending; where
+            each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
+        tails: Where segments end that grow; none where segments do not.
+    """
 
-def _segment_bytes(size: int) -> int:
-    if size <= SMALL_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if size < MINIMUM_LARGE_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+    __slots__ = (
+        "_address",
+        "_downwards",
+        "_limit",
+        "_segments",
+        "allocated",
+        "allocated_peak",
+        "live",
+        "pools",
+        "reserved",
+        "reserved_peak",
+        "retries",
+        "survives",
+        "tails",
+    )
 
+    def __init__(self, capacity_bytes: int | None, *, downwards: bool, expandable: bool) -> None:
+        self.live: dict[int, tuple[int, int]] = {}
+        self.pools: tuple[_Pool, _Pool] = ([], {}, {}, 1), ([], {}, {}, 1 if expandable else _SMALL + 1)
+        self.tails = [1, _ADDRESS // 2] if expandable else []
+        self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
+        self.survives = True
+        self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
+        self._downwards, self._address = downwards, _ADDRESS if downwards else 1
+        self._segments: dict[int, tuple[int, bool]] = {}
 
-def _split(pool: _Pool, block: _Block, size: int) -> None:
-    """Cut a block to ``size`` from its low end; the rest becomes a free block."""
-    rest = _Block(block.address + size, block.size - size)
-    following = block.following
-    rest.previous, rest.following = block, following
-    if following is not None:
-        following.previous = rest
-    block.following, block.size = rest, size
-    pool.put(rest)
+    def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
+        """Play codes, until a request is not satisfied."""
+        live, pools, tails = self.live, self.pools, self.tails
+        allocated, peak = self.allocated, self.allocated_peak
+        for code in codes:
+            name = code >> 1
+            size = blocks[name]
+            if not size:
+                continue
+            large = size > _SMALL
+            keys, ends, starts, least = pools[large]
+            if not code & 1:
+                place = bisect_left(keys, size << _BITS)
+                if place == len(keys):
+                    made = self._grown(size, large) if tails else self._new_segment(size, large)
+                    if made is None:
+                        break
+                    start, end = made
+                else:
+                    if tails and ends[keys[place] & _ADDRESS] == tails[large] and place + 1 < len(keys):
+                        place += 1  # what could grow is taken last
+                    start = keys.pop(place) & _ADDRESS
+                    end = ends.pop(start)
+                    del starts[end]
+                stop = start + size
+                if end - stop >= least:
+                    ends[stop], starts[end] = end, stop
+                    insort(keys, end - stop << _BITS | stop)
+                    end = stop
+                live[name] = start, end
+                allocated += end - start
+                if allocated > peak:
+                    peak = allocated
+            else:
+                start, end = live.pop(name)
+                allocated -= end - start
+                if start in starts:
+                    end_before, start = start, starts.pop(start)
+                    del keys[bisect_left(keys, end_before - start << _BITS | start)]
+                if end in ends:
+                    start_after, end = end, ends.pop(end)
+                    del keys[bisect_left(keys, end - start_after << _BITS | start_after)]
+                ends[start], starts[end] = end, start
+                insort(keys, end - start << _BITS | start)
+        self.allocated, self.allocated_peak = allocated, peak
 
+    def shape(self) -> tuple[object, ...]:
+        """Return where everything is, whatever it is called: what codes do that are alike depends on nothing else."""
+        where = [self.live[name] for name in sorted(self.live)]
+        return where, [keys[:] for keys, *_ in self.pools], self.reserved, self.retries
 
-def _free(pool: _Pool, block: _Block) -> None:
-    """Return a block to its pool, joined with its free neighbours."""
-    before, after = block.previous, block.following
-    if before is not None and before.free:
-        pool.take_out(before)
-        before.size += block.size
-        before.following = after
-        if after is not None:
-            after.previous = before
-        block = before
-    if after is not None and after.free:
-        pool.take_out(after)
-        block.size += after.size
-        following = after.following
-        block.following = following
-        if following is not None:
-            following.previous = block
-    pool.put(block)
+    def _new_segment(self, size: int, large: bool) -> tuple[int, int] | None:
+        """Return where a new segment begins and ends; None where there is no memory for it."""
+        segment = _SMALL_SEGMENT
+        if large:
+            segment = _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+        if self._limit is not None and self.reserved + segment > self._limit:
+            self._release()
+            self.retries += 1
+            self.survives = self.reserved + segment <= self._limit
+            if not self.survives:
+                return None
+        room = segment + 1  # a block between segments, as nothing free spans two
+        self._address -= room if self._downwards else 0
+        start = self._address
+        self._address += 0 if self._downwards else room
+        self.reserved += segment
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        self._segments[start] = start + segment, large
+        return start, start + segment
 
+    def _release(self) -> None:
+        """Give every segment back that is free from end to end."""
+        for start, (end, large) in [*self._segments.items()]:
+            keys, ends, starts, _ = self.pools[large]
+            if ends.get(start) == end:
+                del self._segments[start], ends[start], starts[end]
+                keys.remove(end - start << _BITS | start)
+                self.reserved -= end - start
 
-def _released(pool: _Pool) -> int:
-    """Give every segment that is one free block back; return the bytes of all."""
-    whole = [block for block in pool.blocks.values() if block.previous is None and block.following is None]
-    for block in whole:
-        pool.take_out(block)
-    return sum(block.size for block in whole)
+    def _grown(self, size: int, large: bool) -> tuple[int, int]:
+        """Return where the end of a segment is that holds a request, grown by pages."""
+        keys, ends, starts, _ = self.pools[large]
+        start = tail = self.tails[large]
+        if tail in starts:
+            start = starts.pop(tail)
+            del ends[start]
+            keys.remove(tail - start << _BITS | start)
+        page = _LARGE_SEGMENT if large else _SMALL_SEGMENT
+        mapped = -(-(size - (tail - start)) // page) * page
+        self.tails[large] = tail + mapped
+        self.reserved += mapped
+        self.reserved_peak = self.reserved
+        return start, tail + mapped

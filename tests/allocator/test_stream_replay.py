@@ -8,7 +8,7 @@ import pytest
 
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings
-from memplan.allocator.stream_replay import stream_peaks
+from memplan.allocator.stream_replay import Stream
 
 SIZES = (1, 600, 2**19, 2**20, 2**20 + 1, 3 * 2**20, 9_999_999, 10 * 2**20, 17 * 2**20 + 5, 40 * 2**20, 0)
 
@@ -36,12 +36,12 @@ def events(sizes, codes):
 def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_one(seed):
     sizes, codes = drawn(seed)
     whole = replay(events(sizes, codes))
-    quick = stream_peaks(sizes, codes)
+    quick = Stream(sizes, codes).peaks()
     assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
     for eighths in range(8):
         rest = whole.reserved_peak_bytes - whole.allocated_peak_bytes
         card = whole.allocated_peak_bytes * 15 // 16 + rest * eighths // 8
-        expected, capped = replay(events(sizes, codes), None, card), stream_peaks(sizes, codes, card)
+        expected, capped = replay(events(sizes, codes), None, card), Stream(sizes, codes).peaks(card)
         assert (capped.survives, capped.retries) == (expected.survives, expected.retries)
         assert (capped.allocated_bytes, capped.reserved_bytes) == (
             expected.allocated_peak_bytes,
@@ -53,7 +53,7 @@ def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_one(seed):
 def test_peaks_are_those_of_the_simulator_with_expandable_segments(seed):
     sizes, codes = drawn(seed, 1200)
     whole = replay(events(sizes, codes), AllocatorSettings(expandable_segments=True))
-    quick = stream_peaks(sizes, codes, expandable=True)
+    quick = Stream(sizes, codes).peaks(expandable=True)
     assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
 
 
@@ -61,7 +61,7 @@ def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
     results = {
         (up.reserved_bytes, down.reserved_bytes)
         for sizes, codes in map(drawn, range(30))
-        for up, down in [(stream_peaks(sizes, codes), stream_peaks(sizes, codes, downwards=True))]
+        for up, down in [(Stream(sizes, codes).peaks(), Stream(sizes, codes).peaks(downwards=True))]
     }
     assert any(up != down for up, down in results)
 
@@ -76,6 +76,6 @@ def test_stretches_that_are_alike_are_played_until_they_change_nothing(seed):
         places.append(len(codes))
         codes += [2 * (storage + (turn - 1) * len(sizes)) + 1 for storage in left]
         codes += [code + 2 * turn * len(sizes) for code in stretch]
-    whole = stream_peaks(sizes * 6, codes)
+    whole = Stream(sizes * 6, codes).peaks()
     for ways in ({}, {"downwards": True}, {"expandable": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
-        assert stream_peaks(sizes * 6, codes, alike_from=places, **ways) == stream_peaks(sizes * 6, codes, **ways)
+        assert Stream(sizes * 6, codes, places).peaks(**ways) == Stream(sizes * 6, codes).peaks(**ways)

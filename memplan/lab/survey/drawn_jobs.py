@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from memplan.allocator.stream_replay import stream_peaks
+from memplan.allocator.stream_replay import Stream
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
@@ -131,8 +131,8 @@ def _reserved(plan: MemoryPlan, trace: Trace) -> tuple[int, int]:
     codes = [2 * event.storage + (not event.allocates) for event in trace.events]
     sizes = [storage.bytes for storage in trace.storages]
     events = events_of(plan, STEPS)
-    own = stream_peaks(events.sizes, events.codes)
-    return own.reserved_bytes, stream_peaks(sizes, codes).reserved_bytes
+    own = Stream(events.sizes, events.codes).peaks()
+    return own.reserved_bytes, Stream(sizes, codes).peaks().reserved_bytes
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:

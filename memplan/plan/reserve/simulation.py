@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings
-from memplan.allocator.stream_replay import StreamPeaks, stream_peaks
+from memplan.allocator.stream_replay import Stream, StreamPeaks
 from memplan.step.events.step_events import STEPS, RunEvents, run_events
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
@@ -63,10 +63,11 @@ class Simulation:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 
-    __slots__ = ("_events", "_expandable", "_peaks")
+    __slots__ = ("_events", "_expandable", "_peaks", "_stream")
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
         self._events, self._expandable = events, expandable
+        self._stream = Stream(events.sizes, events.codes, events.steps[1:])
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
 
@@ -105,8 +106,7 @@ class Simulation:
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
         events = self._events
         if capacity_bytes is None or not self._expandable:
-            ways = {"downwards": downwards, "expandable": self._expandable}
-            return stream_peaks(events.sizes, events.codes, capacity_bytes, **ways, alike_from=events.steps[1:])
+            return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
         settings = AllocatorSettings(expandable_segments=True)
         result = replay(_named(events), settings, capacity_bytes)
         peaks = result.allocated_peak_bytes, result.reserved_peak_bytes
