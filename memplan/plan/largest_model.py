@@ -66,36 +66,69 @@ def largest_models(
         devices: Devices, each possibly several GPUs whose memory is pooled.
     """
     figure = bytes_per_parameter(setup).total
-    by_name = dict(models)
-    planned = cache(lambda name: _planned(by_name[name], setup))
-    largest_first = sorted((-parameter_count(model.inventory), name) for name, model in models)
+    largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in models)
+    planned = [(name, -count, _Planned(model, setup)) for count, name, model in largest_first]
     rows = []
     for device in devices_for(setup, devices):
-        fitting = ((name, -count) for count, name in largest_first if _fits(planned(name), device))
-        name, count = next(fitting, (None, 0))
+        room = _Room(setup, device)
+        name, count = next(((name, count) for name, count, plan in planned if plan.fits(room)), (None, 0))
         rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count))
     return rows
 
 
-def _planned(model: Model, setup: TrainingSetup) -> CompiledPlan | None:
-    """Return the plan of a model, or None where it cannot be planned."""
-    try:
-        return CompiledPlan(model, setup)
-    except MemplanError:
-        return None
+class _Room:
+    """What a device has for a setup.
+
+    Args:
+        setup: The training setup.
+        device: The device.
+    """
+
+    def __init__(self, setup: TrainingSetup, device: Device) -> None:
+        self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
+        self._allowances = allowances_of(setup, device)
+
+    def holds(self, allocated_bytes: int, stream_bytes: int = 0) -> bool:
+        """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""
+        allowances = self._allowances
+        return allowances.upper_bytes(allocated_bytes + allowances.library_bytes) + stream_bytes <= self.usable_bytes
 
 
-def _fits(plan: CompiledPlan | None, device: Device) -> bool:
-    """Tell whether a plan fits a device; closed forms are only sought where what is there all the time does."""
-    if plan is None or plan.constant_bytes > (usable := device.usable_bytes(plan.setup.reserve_bytes)):
-        return False
-    config = plan.setup.config
-    try:
-        own = plan.on(device.gpu)
-        requested = own.requested_bytes(config.micro_batch_size, config.sequence_length)
-    except MemplanError:
-        return False
-    return upper_bytes(own, device, requested) <= usable
+class _Planned:
+    """A model under a setup, planned as far as it takes to say whether it fits.
+
+    Args:
+        model: The model.
+        setup: The training setup.
+    """
+
+    def __init__(self, model: Model, setup: TrainingSetup) -> None:
+        try:
+            self._plan: CompiledPlan | None = CompiledPlan(model, setup)
+        except MemplanError:
+            self._plan = None
+        config = setup.config
+        self._job = config.micro_batch_size, config.sequence_length
+        self._saved: dict[int, int] = {}
+        self._needed: dict[int, tuple[int, int]] = {}
+
+    def fits(self, room: _Room) -> bool:
+        """Tell whether it fits; more is sought only where what was found before does."""
+        plan = self._plan
+        if plan is None or not room.holds(plan.persistent_bytes):
+            return False
+        try:
+            own = plan.on(room.device.gpu)
+            key = id(own)
+            if key not in self._saved:
+                self._saved[key] = own.saved_bytes(*self._job)
+            if not room.holds(self._saved[key]):
+                return False
+            if key not in self._needed:
+                self._needed[key] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
+        except MemplanError:
+            return False
+        return room.holds(*self._needed[key])
 
 
 def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:

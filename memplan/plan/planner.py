@@ -23,11 +23,13 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.cross_entropy import PIECE_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
-from memplan.step.instants import StepForms, compile_step, regime_of
+from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
-from memplan.step.states.model_states import ModelStates, model_states
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.states.model_states import model_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
+from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors, adapts_experts
@@ -162,6 +164,7 @@ class CompiledPlan:
         _refuse_fused_adapters(setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[Regime, Compiled] = {}
+        self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
         states = self.states
@@ -205,11 +208,24 @@ class CompiledPlan:
         batch, length = batch or config.micro_batch_size, length or config.sequence_length
         regime = regime_of(self.model, self.setup, batch, length)
         if regime not in self._by_regime:
-            forms = _compiled(self.model, self.setup, self.states, regime)
+            forms = self._forms(regime)
             candidates = tuple(dominant(forms.candidates))
             totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
             self._by_regime[regime] = Compiled(forms, candidates, totals)
         return self._by_regime[regime]
+
+    def _forms(self, regime: Regime) -> StepForms:
+        """Return the closed forms of one rank's step."""
+        if not is_sharded(self.setup.config.parallel):
+            return compile_step(*self._tapes(regime))
+        from memplan.step.parallel_step import compile_sharded_step
+
+        return compile_sharded_step(self.model, self.setup, self.states, regime)
+
+    def _tapes(self, regime: Regime) -> tuple[StepInputs, ModelOnTape]:
+        if regime not in self._on_tape:
+            self._on_tape[regime] = step_on_tape(self.model, self.setup, self.states, regime)
+        return self._on_tape[regime]
 
     @property
     def forms(self) -> StepForms:
@@ -262,6 +278,19 @@ class CompiledPlan:
         compiled = self.compiled(batch, length)
         peak: int = max(sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals)
         return self.constant_bytes + compiled.forms.buffers.total_bytes(values) + peak
+
+    def saved_bytes(self, batch: int, length: int) -> int:
+        """Return what is there all the time and what layers save for backward: less than any step requests at its peak.
+
+        It takes a third of the time of the closed forms. Nothing is said of what ranks save that hold shards.
+        """
+        values = self.values(batch, length)
+        if is_sharded(self.setup.config.parallel) or self.setup.checkpointing != "none":
+            return self.constant_bytes
+        _, taped = self._tapes(regime_of(self.model, self.setup, batch, length))
+        counts = taped.counts()
+        saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())
+        return self.constant_bytes + saved
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
@@ -320,15 +349,6 @@ class CompiledPlan:
             least_bytes=total,
             lower_bytes=total,
         )
-
-
-def _compiled(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
-    """Return the closed forms of one rank's step."""
-    if not is_sharded(setup.config.parallel):
-        return compile_step(model, setup, states, regime)
-    from memplan.step.parallel_step import compile_sharded_step
-
-    return compile_sharded_step(model, setup, states, regime)
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:

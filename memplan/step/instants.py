@@ -96,8 +96,10 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     )
 
 
-def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
-    """Return the closed forms of a training step.
+def step_on_tape(
+    model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime
+) -> tuple[StepInputs, ModelOnTape]:
+    """Return what a training step depends on, and the model on tape.
 
     Raises:
         CannotAnswerError: A part of the model whose activations are not modelled.
@@ -106,11 +108,16 @@ def compile_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     refuse_liger(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
-    taped = model_on_tape(inputs)
+    return inputs, model_on_tape(inputs)
+
+
+def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
+    """Return the closed forms of a training step."""
+    setup = inputs.setup
     held = held_by_loop(setup, taped)
     passes = partial(_one_pass, inputs, taped)
     candidates = tuple(i.around(held) for i in step_instants(inputs, taped, passes, held_graph(inputs, taped)))
-    return StepForms(candidates, buffers(inputs), saved_by_layers(taped), optimizer.formula)
+    return StepForms(candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula)
 
 
 # -------------------------------------------------------------------- what lies around

@@ -92,3 +92,16 @@ def test_more_gpus_never_hold_a_smaller_model():
         rows = largest_models(MODELS, setup(config), [device("rtx4090", count) for count in (1, 2, 4, 8)])
         sizes = [row.largest_fitting_parameters for row in rows]
         assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("config", ["bf16-adamw", "tier2", "lora", "q4-fp8-muon-int8"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config):
+    """What is there all the time, and what layers save for backward: models beyond that are not planned further."""
+    try:
+        plan = CompiledPlan(catalog_model(name, CATALOG), setup(config))
+        requested = plan.requested_bytes(2, 512)
+    except MemplanError:
+        return
+    assert plan.constant_bytes <= plan.saved_bytes(2, 512) < requested
+    assert plan.persistent_bytes < requested
