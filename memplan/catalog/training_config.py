@@ -138,7 +138,8 @@ class TrainingConfig:
         zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
         loss_scaling: Dynamic loss scale for fp16.
         weight_average: Format of an averaged copy of the weights on the device, or ``none``.
-        evaluation: The job evaluates, without gradients, at the same batch and length.
+        evaluation: The job evaluates, without gradients, at the same length.
+        evaluation_batch_size: Rows that it evaluates together; None is as many as a micro-batch has.
         save_checkpoint: The job saves checkpoints.
         reserve: Memory kept free, such as ``500 MiB`` for a desktop.
         allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
@@ -168,6 +169,7 @@ class TrainingConfig:
     loss_scaling: bool = False
     weight_average: Literal["none", "fp32", "bf16"] = "none"
     evaluation: bool = False
+    evaluation_batch_size: int | None = None
     save_checkpoint: bool = False
     reserve: str = "0 MiB"
     allocator: Literal["native", "expandable"] = "native"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from memplan.errors import match_hint
-from memplan.importer.conditions import is_on
-from memplan.importer.interpreter import ARITHMETIC, Reading, Refusal, UsedKey
-from memplan.importer.sources.given_keys import GivenKeys
+from memplan.errors import match_hint, printable
+from memplan.importer.conditions import is_on, word
+from memplan.importer.interpreter import ARITHMETIC, REFERENCE, Reading, Refusal, UsedKey
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped
 
 
@@ -53,8 +53,42 @@ def rule_keys(mapped: Mapped) -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("$"))
 
 
+SWITCHES = frozenset(("true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "none", "null", ""))
+"""Words that say whether something is on, as YAML, command lines and JSON have them."""
+
+
+def _switches(mapped: Mapped) -> frozenset[str]:
+    """Return the keys that a mapping's rules ask only whether they are on, true or false."""
+    asked: dict[str, bool] = {}
+    for rule in (*mapped.rules, *mapped.joined):
+        for name, wanted in {**rule.get("when", {}), **rule.get("unless", {})}.items():
+            words = {str(one).lower() for one in (wanted if isinstance(wanted, list) else [wanted])}
+            if not words <= {"given", "absent"}:
+                asked[name] = asked.get(name, True) and words <= {"true", "false", "absent", "given"}
+        names = rule.get("key", [])
+        for name in [names] if isinstance(names, str) else names:
+            if "value" not in rule and "set" not in rule:
+                asked[name] = asked.get(name, True) and rule.get("as") == "flag"
+    return frozenset(name for name, only in asked.items() if only and not name.startswith("$"))
+
+
+def switch_problems(keys: GivenKeys, mapped: Mapped) -> Iterator[str]:
+    """Yield every key that switches something on or off and has another value than that."""
+    for name in _switches(mapped):
+        value = keys.value(name)
+        if (
+            value is MISSING
+            or isinstance(value, bool | Mapping)
+            or word(value) in SWITCHES
+            or REFERENCE.search(str(value))
+        ):
+            continue
+        yield f"{keys.where(name)}: expected true or false, got {printable(repr(value), 60)}"
+
+
 def sort_keys(reading: Reading, keys: GivenKeys, mapped: Mapped, sorted_keys: SortedKeys) -> None:
-    """Sort the keys of one source, noting those that move memory and are not modelled as refused."""
+    """Sort the keys of one source, noting those that move memory and are not modelled as refused, and no switches' values."""
+    reading.problems += switch_problems(keys, mapped)
     _sort(reading, keys, keys.data, "", mapped, sorted_keys, frozenset(rule_keys(mapped)))
 
 
@@ -79,7 +113,7 @@ def _sort(
         elif path in ruled:
             place = (keys.name, path)
             reading.used.setdefault(place, UsedKey(path, keys.name, keys.line(path), value))
-        elif _listed(path, mapped.irrelevant) is not None:
+        elif _listed(path, mapped.irrelevant) is not None or (value is None and path in mapped.aliases):
             done.irrelevant.append(path)
         else:
             nearest = match_hint(path, known_keys(mapped))

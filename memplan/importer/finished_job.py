@@ -7,8 +7,9 @@ from typing import Any
 
 from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
-from memplan.importer.interpreter import DEFAULTED, STATED, Reading, Result
+from memplan.importer.interpreter import DEFAULTED, STATED, Reading, Refusal, Result
 from memplan.importer.needed_results import MODEL, need_of
+from memplan.importer.quantised_names import is_coded_by_name, weights_by_name
 
 DEGREES = ("tensor", "pipeline", "context")
 
@@ -57,6 +58,7 @@ def _fill_in(job: ImportedJob) -> None:
     """State what a training config says in other places than trainers do: the stack, and the format of hidden matrices."""
     results = job.reading.results
     weights = results.get("training.weights.default")
+    _name_weights(job)
     if weights is not None:
         results.setdefault("training.weights.hidden_matrix", replace(weights, why=weights.why))
     version = job.reading.inputs.get("version")
@@ -64,6 +66,28 @@ def _fill_in(job: ImportedJob) -> None:
     if job.mapped.stack:
         name = f"{job.mapped.stack}@{older}" if older else job.mapped.stack
         results["training.stack"] = Result(name, STATED, "", "", job.head.title)
+
+
+NAMED = {"nf4": "nf4", "int8": "llm-int8"}
+"""What a model's name calls its weights -> the format of ours that adapters are trained on."""
+
+
+def _name_weights(job: ImportedJob) -> None:
+    """Take up what a model's name says of its weights: transformers loads them so, whatever the trainer's file says."""
+    given = job.reading.results.get(MODEL, Result("", DEFAULTED))
+    name = str(given.value)
+    if not is_coded_by_name(name) or job.value("training.weights.hidden_matrix") not in (None, "bf16", "fp16", "fp32"):
+        return
+    format_name = NAMED.get(weights_by_name(name) or "")
+    if format_name is not None and job.value("training.adapter.kind") is not None:
+        why = "the model's name says that its weights are quantised so; its config.json says it for sure"
+        job.reading.results["training.weights.hidden_matrix"] = Result(format_name, DEFAULTED, "", "", why)
+        job.reading.results["method.tuning"] = Result("qlora", DEFAULTED, "", "", why)
+    else:
+        kind = weights_by_name(name) or "quantised"
+        line = next((keys.line(given.key) for keys in job.sources if keys.name == given.source), 1)
+        why = f"the name says that its weights are {kind}, which nothing trains here; name the model as it was released"
+        job.reading.refusals.append(Refusal(given.key, given.source, line, name, why))
 
 
 def _shards(job: ImportedJob) -> str:

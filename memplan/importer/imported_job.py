@@ -142,8 +142,15 @@ def import_commands(
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
     files = [path for text in command.config if is_file(path := usable_path(text))]
     absent = [text for text in command.config if usable_path(text) not in files]
+    launcher = command.launched.value("config_file")
+    launching = usable_path(str(launcher)) if launcher is not MISSING and not beside else None
+    if launching is not None and is_file(launching):
+        beside = [read_keys(launching)]
     sources = [*beside, *(read_keys(path) for path in files), command.job]
     job = _joined(sources, question, [Path(), *(path.parent for path in files)], command)
+    if launching is not None and not beside:
+        absent.append(str(launcher))
+        job.reading.results["let.unread"] = Result(launching.name, LAUNCHED)
     for text in absent:
         job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
     return job
@@ -294,7 +301,11 @@ def _named_file(
     path = usable_path(value)
     for folder in folders:
         if value.endswith((".json", ".yaml", ".yml")) and is_file(folder / path):
-            return [(read_keys(folder / path), reference.trainer)]
+            launching = read_keys(folder / path)
+            if not launching.data:
+                said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
+                raise InvalidFileError([f"{launching.name}, {said}"])
+            return [(launching, reference.trainer)]
     preset = reference.presets.get(value) or reference.presets.get(path.name)
     place = keys.where(reference.key)
     if given:

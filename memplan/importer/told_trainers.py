@@ -108,7 +108,7 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
 def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:
     """Return the newest version that took all keys of a file, and the key that betrays it; nothing where all do."""
     dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
-    old = {key: until for key, until in dated.items() if given.value(key) is not MISSING}
+    old = {key: until for key, until in dated.items() if given.value(key) is not MISSING or key in given.data}
     if not old:
         return "", ""
     key = min(old, key=lambda name: version_parts(old[name]))

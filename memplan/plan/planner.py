@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from operator import mul
 
@@ -19,6 +20,7 @@ from memplan.plan.allowances import (
     measured_allowances,
 )
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
+from memplan.step.after_backward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.cross_entropy import PIECE_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
@@ -30,7 +32,7 @@ from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.model_states import model_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Part, quantities
+from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors, adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -163,7 +165,7 @@ class CompiledPlan:
         _refuse_adapted_experts(model, setup)
         _refuse_fused_adapters(setup)
         self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
-        self._by_regime: dict[Regime, Compiled] = {}
+        self._by_regime: dict[tuple[Regime, int], Compiled] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
@@ -206,13 +208,33 @@ class CompiledPlan:
         """
         config = self.setup.config
         batch, length = batch or config.micro_batch_size, length or config.sequence_length
-        regime = regime_of(self.model, self.setup, batch, length)
-        if regime not in self._by_regime:
-            forms = self._forms(regime)
-            candidates = tuple(dominant(forms.candidates))
+        key = regime_of(self.model, self.setup, batch, length), length if self.evaluates_apart else 0
+        if key not in self._by_regime:
+            forms = self._forms(key[0])
+            instants = self._with_evaluation(forms, length) if self.evaluates_apart else forms.candidates
+            candidates = tuple(dominant(instants))
             totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
-            self._by_regime[regime] = Compiled(forms, candidates, totals)
-        return self._by_regime[regime]
+            self._by_regime[key] = Compiled(forms, candidates, totals)
+        return self._by_regime[key]
+
+    @property
+    def evaluates_apart(self) -> bool:
+        """Whether the job evaluates another number of rows than it trains on."""
+        config = self.setup.config
+        return config.evaluation and config.evaluation_batch_size is not None
+
+    def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
+        """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""
+        rows = self.setup.config.evaluation_batch_size
+        assert rows is not None
+        own = self._forms(regime_of(self.model, self.setup, rows, length))
+        values = self.values(rows, length)
+        more = own.buffers.total_bytes(values) - forms.buffers.total_bytes(self.values(1, length))
+        evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
+        fixed = [
+            replace(one, form=fixed_form(one.form, values) + constant_form(Part.ACTIVATIONS, more)) for one in evaluated
+        ]
+        return (*(instant for instant in forms.candidates if instant.name != EVALUATION), *fixed)
 
     def _forms(self, regime: Regime) -> StepForms:
         """Return the closed forms of one rank's step."""

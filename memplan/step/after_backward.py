@@ -18,6 +18,9 @@ LABEL_BYTES, STATISTICS_BYTES = 8, 4 + 4 + 4 + 1
 """What a loss over preferences still has names for: labels; log-probability, entropy, mean of logits and whether the
 target came first (``FusedCausalLMOutput`` in trl/trainer/utils.py, 1.16.0)."""
 
+EVALUATION = "evaluation"
+"""The instant of a forward that evaluates."""
+
 EMBEDDING = -1
 """Stands for the embedding among the kinds of layers."""
 
@@ -47,7 +50,7 @@ def after_backward(
         scratch = constant_form(Part.TEMPORARIES, average_bytes(inputs.setup, tensors))
         yield Instant("optimizer step", "moving average", filled + scratch)
     if config.evaluation:
-        yield from _evaluation(taped, filled + validated, "evaluation")
+        yield from _evaluation(taped, filled + validated, EVALUATION)
     if config.save_checkpoint:
         yield Instant("checkpoint saving", "state_dict", filled)
 

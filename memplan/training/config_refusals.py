@@ -51,6 +51,11 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         value = getattr(config, key)
         if not 1 <= value <= most:
             yield (key,), f"expected a whole number from 1 to {most:,}, got {value}"
+    if config.evaluation_batch_size is not None and not 1 <= config.evaluation_batch_size <= 2**24:
+        yield (
+            ("evaluation_batch_size",),
+            f"expected a whole number from 1 to 16,777,216, got {config.evaluation_batch_size}",
+        )
     within = all(1 <= getattr(config, key) <= most for key, most in limits.items())
     if within and config.micro_batch_size * config.sequence_length > MAXIMUM_TOKENS:
         yield ("sequence_length",), "batch times sequence length is beyond any machine"

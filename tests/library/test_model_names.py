@@ -5,8 +5,9 @@ import json
 import pytest
 
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, UnknownNameError
+from memplan.importer.quantised_names import weights_by_name
 from memplan.library.lookup import Shapes, find_model, resolve_model_name
-from memplan.library.lookup.model_names import hub_cache, weights_by_name
+from memplan.library.lookup.model_names import hub_cache
 from memplan.library.lookup.name_guesses import refuse_unmodelled
 
 LLAMA = {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError
 from memplan.importer.classified_keys import known_keys
 from memplan.library.lookup.trainer_files import trainer_mappings
 
@@ -414,3 +414,55 @@ def test_odd_values_are_read_or_refused_in_words(tmp_path_factory, name, data):
     except MemplanError:
         return
     assert answer.to_dict()["schema"] == "memplan/import/1"
+
+
+@pytest.mark.parametrize(
+    "line", ["load_in_4bit: auto", "flash_attention: maybe", "gradient_checkpointing_kwargs: {use_reentrant: 2}"]
+)
+def test_text_where_a_key_switches_something_is_refused(tmp_path, line):
+    text = f"base_model: Qwen/Qwen3-0.6B\ndatasets: [{{path: x}}]\nadapter: qlora\n{line}\n"
+    with pytest.raises(InvalidFileError, match=r":4: .*expected true or false"):
+        memplan.import_file(written(tmp_path, text))
+
+
+def test_a_launchers_file_without_keys_is_no_launchers_file(tmp_path):
+    written(tmp_path, "{}", "ds.json")
+    text = f"base_model: Qwen/Qwen3-0.6B\ndatasets: [{{path: x}}]\ndeepspeed: {tmp_path}/ds.json\n"
+    with pytest.raises(InvalidFileError, match="has no keys of deepspeed"):
+        memplan.import_file(written(tmp_path, text))
+
+
+def test_a_launchers_file_that_a_command_names_is_asked_for():
+    words = (
+        "accelerate launch --config_file fsdp.yaml train.py --model Qwen/Qwen3-0.6B --tuner_type lora --max_length 512"
+    )
+    needs = memplan.import_file(words.replace("train.py", "swift/cli/sft.py").split()).to_dict()["needs"]
+    assert any("fsdp.yaml" in need for need in needs)
+    assert any("--gpus" in need for need in needs)
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [("unsloth/Qwen3-0.6B-bnb-4bit", "nf4"), ("x/Qwen3-0.6B-AWQ", None), ("x/Qwen3-0.6B-GPTQ", None)],
+)
+def test_quantised_weights_that_only_the_models_name_tells_are_not_planned_as_floats(tmp_path, name, format_name):
+    text = (
+        f"model_name_or_path: {name}\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\ndataset: x\ntemplate: qwen\n"
+    )
+    path = written(tmp_path, text)
+    if format_name is None:
+        with pytest.warns(GuessedNameWarning), pytest.raises(CannotAnswerError, match="the name says that its"):
+            memplan.plan(path, gpu="a100-80gb")
+    else:
+        assert memplan.plan(path, gpu="a100-80gb").training["weights"]["hidden_matrix"] == format_name
+
+
+def test_evaluation_has_the_rows_that_its_own_key_or_its_trainers_default_says(tmp_path):
+    text = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\ndataset: x\ntemplate: qwen\nper_device_train_batch_size: 1\n"
+    sizes = []
+    for more in ("", "eval_strategy: steps\nper_device_eval_batch_size: 1\n", "eval_strategy: steps\n"):
+        plan = memplan.plan(written(tmp_path, text + more), gpu="a100-80gb")
+        sizes.append(dict(plan.memory.instants).get("evaluation", 0))
+    assert 0 == sizes[0] < sizes[1]
+    assert sizes[2] > 4 * sizes[1] - 4 * plan.memory.states.weight_bytes
+    assert plan.memory.peak.name == "evaluation"

@@ -13,6 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import is_file, is_folder, path_kind, read_text, shown_path, usable_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError, match_hint, normalised_name, printable
+from memplan.importer.quantised_names import weights_by_name
 from memplan.model.readers import is_model_file
 from memplan.values import dataclass
 
@@ -185,37 +186,3 @@ def _as_settings(config: Mapping[str, Any]) -> str:
     rank = config.get("r")
     plain = isinstance(rank, int) and not isinstance(rank, bool)
     return f", with --set adapter.kind=lora --set adapter.rank={rank} for what was trained on it" if plain else ""
-
-
-# ------------------------------------------------------------------ what a name says of weights
-_WEIGHTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(rf"(?:^|[-_.]){pattern}(?:[-_.]|$)"), name)
-    for pattern, name in (
-        (r"bnb-4bit|nf4|qlora-4bit", "nf4"),
-        (r"bnb-8bit", "int8"),
-        (r"gptq-(?:int)?4(?:bit)?|gptq-4bit.*", "gptq-int4"),
-        (r"gptq-(?:int)?8(?:bit)?|gptq-8bit.*", "gptq-int8"),
-        (r"awq(?:-int4|-4bit)?", "awq-int4"),
-        (r"fp8", "fp8-e4m3"),
-        (r"nvfp4", "nvfp4"),
-        (r"mxfp4", "mxfp4"),
-    )
-)
-"""Endings of repositories' names -> the format of the weights, as ``quantization_config`` would name it. bitsandbytes'
-4-bit uploads are NF4, AWQ's kernels take 4 bits alone; a GPTQ without a number says nothing.
-
-Source:
-    https://github.com/unslothai/unsloth/blob/main/unsloth/models/mapper.py;
-    https://github.com/casper-hansen/AutoAWQ/blob/main/awq/models/base.py (w_bit: 4)
-"""
-
-
-def weights_by_name(text: str) -> str | None:
-    """Return the format of released weights that a repository's name states, or None.
-
-    Example:
-        >>> weights_by_name("unsloth/Llama-3.2-3B-bnb-4bit"), weights_by_name("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
-        ('nf4', 'gptq-int4')
-    """
-    name = text.rsplit("/", 1)[-1].lower()
-    return next((weights for pattern, weights in _WEIGHTS if pattern.search(name)), None)

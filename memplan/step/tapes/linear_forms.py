@@ -175,6 +175,11 @@ def constant_form(part: Part, size: int) -> Form:
     return single_form(part, Quantity.ONE, size)
 
 
+def fixed_form(form: Form, values: Sequence[int]) -> Form:
+    """Return the bytes that a form has for these values of the quantities, whatever others it is asked for."""
+    return sum((constant_form(part, form.bytes(part, values)) for part in Part), ZERO)
+
+
 def scratch_pieces(size: int, piece: int) -> list[Storage]:
     """Return scratch memory beside gradients as tensors of one size, and what is left of it."""
     whole, rest = divmod(size, piece) if size > 0 < piece else (0, size)
