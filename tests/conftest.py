@@ -29,6 +29,14 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is printed now")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker neighbouring tests, which share fixtures and what is played once, until one of them is idle."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command left behind."""

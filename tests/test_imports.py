@@ -42,13 +42,18 @@ def part_of(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """Return the modules that a file imports anywhere, even inside functions, each with its line."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,23 +68,19 @@ def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
             yield module.split(".")[1], line
 
 
-def in_files(test):
-    return pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))(test)
-
-
 def test_every_part_has_a_floor():
     assert {part_of(path) for path in FILES} - FACES - {"_version"} == set(FLOOR)
 
 
-@in_files
-def test_imports_go_down(path):
-    own = part_of(path)
-    for part, line in parts_imported(path):
-        where = f"{path.relative_to(ROOT)}:{line} imports memplan.{part}"
-        if own in FACES or part == own or part not in FLOOR:
-            continue
-        assert FLOOR[part] <= FLOOR[own], where
-        assert part not in TORCH or own in TORCH | ENTRIES, where
+def test_imports_go_down():
+    for path in FILES:
+        own = part_of(path)
+        for part, line in parts_imported(path):
+            where = f"{path.relative_to(ROOT)}:{line} imports memplan.{part}"
+            if own in FACES or part == own or part not in FLOOR:
+                continue
+            assert FLOOR[part] <= FLOOR[own], where
+            assert part not in TORCH or own in TORCH | ENTRIES, where
 
 
 @pytest.mark.parametrize("floor", range(len(FLOORS)))
@@ -107,12 +108,9 @@ def no_circle(needs):
         needs = {one: wanted for one, wanted in needs.items() if one not in free}
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in FILES}), ids=lambda f: str(f.relative_to(ROOT.parent))
-)
-def test_a_folder_has_few_modules(folder):
-    modules = [path.stem for path in FILES if path.parent == folder and path.stem not in FACES]
-    assert len(modules) <= MODULES_IN_A_FOLDER, modules
+def test_a_folder_has_few_modules():
+    modules = Counter(path.parent for path in FILES if path.stem not in FACES)
+    assert {folder: count for folder, count in modules.items() if count > MODULES_IN_A_FOLDER} == {}
 
 
 def test_no_file_name_occurs_twice():
@@ -120,16 +118,14 @@ def test_no_file_name_occurs_twice():
     assert [name for name, times in names.items() if times > 1] == []
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if part_of(p) not in TORCH], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_torch_and_transformers_live_in_the_side_folders(path):
-    assert not {module.split(".")[0] for module, _ in imports(path)} & {"torch", "transformers", "numpy", "triton"}
+def test_torch_and_transformers_live_in_the_side_folders():
+    heavy = {"torch", "transformers", "numpy", "triton"}
+    elsewhere = [path for path in FILES if part_of(path) not in TORCH]
+    assert [p for p in elsewhere if {module.split(".")[0] for module, _ in imports(p)} & heavy] == []
 
 
-@in_files
-def test_no_private_name_of_another_part_is_imported(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def test_no_private_name_of_another_part_is_imported():
+    for path, node in ((file, node) for file in FILES for node in ast.walk(tree(file))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memplan."):
             private = [
                 alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")

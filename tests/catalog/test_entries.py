@@ -54,15 +54,15 @@ ENTRIES = [(section, name) for section in SECTIONS for path in files(section) fo
 SOURCED = [(section, name) for section, name in ENTRIES if section != "configs"]
 
 
-@pytest.mark.parametrize(("section", "name"), ENTRIES, ids=lambda value: value)
-def test_an_entry_passes_the_strict_schema_and_is_the_value_that_is_used(section, name):
-    shelf = CATALOG.section(section)
-    document = parsed(Path(shelf.origins[name]))
-    keyed = SECTIONS[section][0].endswith(".yaml")
-    data, path = (document.data[name], (name,)) if keyed else (document.data, ())
-    assert document.problems == ()
-    assert validate(CLASSES[section], document, data, path) == shelf.entries[name]
-    assert section in ("configs", "stacks") or list(entry_problems(shelf.entries[name])) == []
+def test_an_entry_passes_the_strict_schema_and_is_the_value_that_is_used():
+    for section, name in ENTRIES:
+        shelf = CATALOG.section(section)
+        document = parsed(Path(shelf.origins[name]))
+        keyed = SECTIONS[section][0].endswith(".yaml")
+        data, path = (document.data[name], (name,)) if keyed else (document.data, ())
+        assert document.problems == (), (section, name)
+        assert validate(CLASSES[section], document, data, path) == shelf.entries[name], (section, name)
+        assert section in ("configs", "stacks") or list(entry_problems(shelf.entries[name])) == [], (section, name)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -78,9 +78,9 @@ def test_keys_stand_in_order(section):
     assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize(("section", "name"), ENTRIES, ids=lambda value: value)
-def test_names_are_lowercase_kebab(section, name):
-    assert re.fullmatch(r"[a-z0-9]+(?:[-.][a-z0-9]+)*", name)
+def test_names_are_lowercase_kebab():
+    for section, name in ENTRIES:
+        assert re.fullmatch(r"[a-z0-9]+(?:[-.][a-z0-9]+)*", name), (section, name)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -91,26 +91,26 @@ def test_no_two_spellings_of_a_section_are_the_same_without_case_and_separators(
             assert seen.setdefault(normalised_name(spelling), f"{name}/{spelling}") == f"{name}/{spelling}"
 
 
-@pytest.mark.parametrize(("section", "name"), ENTRIES, ids=lambda value: value)
-def test_an_entry_is_found_by_its_name_and_by_every_alias(section, name):
-    shelf = CATALOG.section(section)
-    for spelling in (name, *getattr(shelf.entries[name], "aliases", ())):
-        assert (
-            shelf.name_of(spelling)
-            == shelf.name_of(spelling.upper())
-            == shelf.name_of(spelling.replace("-", "_"))
-            == name
-        )
+def test_an_entry_is_found_by_its_name_and_by_every_alias():
+    for section, name in ENTRIES:
+        shelf = CATALOG.section(section)
+        for spelling in (name, *getattr(shelf.entries[name], "aliases", ())):
+            assert (
+                shelf.name_of(spelling)
+                == shelf.name_of(spelling.upper())
+                == shelf.name_of(spelling.replace("-", "_"))
+                == name
+            ), (section, name)
 
 
-@pytest.mark.parametrize(("section", "name"), SOURCED, ids=lambda value: value)
-def test_an_entry_has_dated_sources_for_keys_that_it_has(section, name):
-    entry = CATALOG.section(section).entries[name]
-    assert entry.sources
-    for source in entry.sources:
-        assert source.url.startswith("https://")
-        assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", source.checked)
-        assert {key.split(".")[0] for key in source.covers} <= set(asdict(entry))
+def test_an_entry_has_dated_sources_for_keys_that_it_has():
+    for section, name in SOURCED:
+        entry = CATALOG.section(section).entries[name]
+        assert entry.sources, (section, name)
+        for source in entry.sources:
+            assert source.url.startswith("https://"), (section, name)
+            assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", source.checked), (section, name)
+            assert {key.split(".")[0] for key in source.covers} <= set(asdict(entry)), (section, name)
 
 
 def test_there_are_enough_gpus_and_models():
@@ -119,13 +119,13 @@ def test_there_are_enough_gpus_and_models():
 
 
 # ------------------------------------------------------------------ GPUs
-@pytest.mark.parametrize("name", CATALOG.gpus)
-def test_a_gpu_offers_programs_most_of_the_memory_that_its_driver_reports(name):
-    gpu = CATALOG.gpus[name]
-    assert 4 * GIB <= gpu.memory_bytes <= 1024 * GIB
-    assert 0.7 * gpu.memory_bytes < gpu.cuda_total_bytes <= gpu.memory_bytes
-    assert gpu.bandwidth_bytes_per_second > 50 * 10**9
-    assert all(rate > 10**12 for rate in gpu.dense_flops.values())
+def test_a_gpu_offers_programs_most_of_the_memory_that_its_driver_reports():
+    for name in CATALOG.gpus:
+        gpu = CATALOG.gpus[name]
+        assert 4 * GIB <= gpu.memory_bytes <= 1024 * GIB, name
+        assert 0.7 * gpu.memory_bytes < gpu.cuda_total_bytes <= gpu.memory_bytes, name
+        assert gpu.bandwidth_bytes_per_second > 50 * 10**9, name
+        assert all(rate > 10**12 for rate in gpu.dense_flops.values()), name
 
 
 @pytest.mark.parametrize("name", [n for n in CATALOG.gpus if CATALOG.gpus[n].vendor == "nvidia"])
@@ -376,11 +376,11 @@ def test_a_name_that_two_cards_share_is_not_guessed_between():
         CATALOG.gpus.name_of("NVIDIA GeForce RTX 3080 Laptop GPU")
 
 
-@pytest.mark.parametrize("name", CATALOG.gpus)
-def test_a_gpu_is_found_by_the_name_of_its_card(name):
-    card = CATALOG.gpus.entries[name].name
-    same = [other for other, gpu in CATALOG.gpus.entries.items() if gpu.name == card]
-    assert len(same) > 1 or CATALOG.gpus.name_of(card) == name
+def test_a_gpu_is_found_by_the_name_of_its_card():
+    for name in CATALOG.gpus:
+        card = CATALOG.gpus.entries[name].name
+        same = [other for other, gpu in CATALOG.gpus.entries.items() if gpu.name == card]
+        assert len(same) > 1 or CATALOG.gpus.name_of(card) == name, name
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -34,31 +34,31 @@ def spec_and_notes(name):
     return read_config({"model_type": entry["architecture"]} | entry["config"], entry["title"], name)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_counts_equal_what_the_shapes_give(name):
-    entry = ENTRIES[name]
-    inventory = inventory_of(spec_and_notes(name)[0])
-    total, active = parameter_count(inventory), active_parameter_count(inventory)
-    assert entry["expected_parameters"] == total
-    assert entry.get("expected_active_parameters", total) == active
+def test_counts_equal_what_the_shapes_give():
+    for name in ENTRIES:
+        entry = ENTRIES[name]
+        inventory = inventory_of(spec_and_notes(name)[0])
+        total, active = parameter_count(inventory), active_parameter_count(inventory)
+        assert entry["expected_parameters"] == total, name
+        assert entry.get("expected_active_parameters", total) == active, name
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_entry_is_complete(name):
-    entry = ENTRIES[name]
-    assert set(entry) <= KEYS
-    assert {"title", "architecture", "hf_id", "expected_parameters", "config", "sources"} <= set(entry)
-    assert entry["sources"]
-    assert all(set(source) == {"url", "checked"} for source in entry["sources"])
-    assert entry["architecture"] in families()
+def test_entry_is_complete():
+    for name in ENTRIES:
+        entry = ENTRIES[name]
+        assert set(entry) <= KEYS, name
+        assert {"title", "architecture", "hf_id", "expected_parameters", "config", "sources"} <= set(entry), name
+        assert entry["sources"], name
+        assert all(set(source) == {"url", "checked"} for source in entry["sources"]), name
+        assert entry["architecture"] in families(), name
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_config_has_only_keys_that_the_family_reads(name):
-    entry = ENTRIES[name]
-    notes = spec_and_notes(name)[1]
-    assert not [note for note in notes if note.startswith("ignored")]
-    assert "model_type" not in entry["config"]
+def test_config_has_only_keys_that_the_family_reads():
+    for name in ENTRIES:
+        entry = ENTRIES[name]
+        notes = spec_and_notes(name)[1]
+        assert not [note for note in notes if note.startswith("ignored")], name
+        assert "model_type" not in entry["config"], name
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "published" in entry])

@@ -242,16 +242,17 @@ def test_what_is_stored_is_never_larger_than_what_was_given(name, kind, seed, el
 
 @pytest.mark.parametrize("random", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("scale", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("name", [name for name in MOMENTUM_FORMATS if name not in DIVERGING])
-def test_a_running_mean_does_not_grow_however_often_it_is_stored(name, kind, scale, random):
+def test_a_running_mean_does_not_grow_however_often_it_is_stored(name, scale, random):
     """Rounding the same mean over and over, which decays ever so little: scales' own rounding must not add up."""
     torch.manual_seed(0)
-    codec, values = momentum_codec(name, 128, scale), blocks_drawn(kind, 3, 300)
+    codec = momentum_codec(name, 128, scale)
+    values = torch.cat([torch.nn.functional.pad(blocks_drawn(kind, 3, 300), (0, 84)) for kind in HARD])
     first = size_of(codec, values) * (1 + 2**-8)
     for _ in range(100):
-        values = round_trip(codec, values * 0.999, torch.rand(384) if random else None)
-        assert (size_of(codec, values) <= first).all()
+        values = round_trip(codec, values * 0.999, torch.rand(values.numel()) if random else None)
+        grown = (size_of(codec, values) > first).view(len(HARD), -1).any(1)
+        assert not grown.any(), [kind for kind, larger in zip(HARD, grown, strict=True) if larger]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

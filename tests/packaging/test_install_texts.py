@@ -18,9 +18,8 @@ TEXTS = [
 FROM_AN_INDEX = re.compile(r"""pip install (?:-\S+ )*["'`]?memplan(?! @)\b""")
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_memplan_is_installed_from_where_it_is(path):
-    assert FROM_AN_INDEX.findall(path.read_text(encoding="utf-8")) == []
+def test_memplan_is_installed_from_where_it_is():
+    assert [path for path in TEXTS if FROM_AN_INDEX.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("text", ["pip install memplan", "pip install -U 'memplan[torch]'", 'pip install "memplan==1"'])
