@@ -9,7 +9,7 @@ from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.interpreter import DEFAULTED, STATED, Reading, Refusal, Result
 from memplan.importer.needed_results import MODEL, need_of
-from memplan.importer.quantised_names import is_coded_by_name, weights_by_name
+from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
 
 DEGREES = ("tensor", "pipeline", "context")
 
@@ -68,17 +68,13 @@ def _fill_in(job: ImportedJob) -> None:
         results["training.stack"] = Result(name, STATED, "", "", job.head.title)
 
 
-NAMED = {"nf4": "nf4", "int8": "llm-int8"}
-"""What a model's name calls its weights -> the format of ours that adapters are trained on."""
-
-
 def _name_weights(job: ImportedJob) -> None:
     """Take up what a model's name says of its weights: transformers loads them so, whatever the trainer's file says."""
     given = job.reading.results.get(MODEL, Result("", DEFAULTED))
     name = str(given.value)
     if not is_coded_by_name(name) or job.value("training.weights.hidden_matrix") not in (None, "bf16", "fp16", "fp32"):
         return
-    format_name = NAMED.get(weights_by_name(name) or "")
+    format_name = frozen_format(name)
     if format_name is not None and job.value("training.adapter.kind") is not None:
         why = "the model's name says that its weights are quantised so; its config.json says it for sure"
         job.reading.results["training.weights.hidden_matrix"] = Result(format_name, DEFAULTED, "", "", why)
