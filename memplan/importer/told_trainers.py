@@ -12,6 +12,9 @@ from memplan.importer.conditions import holds, version_parts
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
+PARSED = "huggingface"
+"""The mapping of trainers whose files transformers' parser reads: a key that it does not know fails, without a value too."""
+
 NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan import --from"
 
 
@@ -108,7 +111,10 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
 def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:
     """Return the newest version that took all keys of a file, and the key that betrays it; nothing where all do."""
     dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
-    old = {key: until for key, until in dated.items() if given.value(key) is not MISSING or key in given.data}
+    strict = PARSED in mapped.extends
+    old = {
+        key: until for key, until in dated.items() if given.value(key) is not MISSING or (strict and key in given.data)
+    }
     if not old:
         return "", ""
     key = min(old, key=lambda name: version_parts(old[name]))

@@ -35,6 +35,16 @@ PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "accelerate": (("accelerate/commands/config/config_args.py", "(Base|Cluster|SageMaker)Config", ""),),
     "deepspeed": (("deepspeed/runtime/zero/config.py", "DeepSpeedZeroConfig", "zero_optimization."),),
+    "ms-swift": (
+        ("swift/arguments/(sft|rlhf|pretrain|tuner)_args.py", ANY, ""),
+        ("swift/arguments/base_args/(base|data|model|quant|template)_args.py", ANY, ""),
+        ("swift/trainers/arguments.py", ANY, ""),
+        ("transformers/training_args.py", "TrainingArguments", ""),
+    ),
+    "torchtitan": tuple(
+        ("torchtitan/config/job_config.py", name, f"{section}.")
+        for name, section in (("Model", "model"), ("Optimizer", "optimizer"), ("LRScheduler", "lr_scheduler"), ("Training", "training"), ("Parallelism", "parallelism"), ("ActivationCheckpoint", "activation_checkpoint"), ("Compile", "compile"), ("Validation", "validation"), ("FaultTolerance", "fault_tolerance"), ("MemoryEstimation", "memory_estimation"))
+    ),
     "litgpt": (("litgpt/args.py", "TrainArgs", "train."), ("litgpt/args.py", "EvalArgs", "eval.")),
 }  # fmt: skip
 """Mapping -> files of packages, the classes in them whose fields are keys, and what stands in front of these."""
