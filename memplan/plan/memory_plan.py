@@ -113,6 +113,7 @@ class MemoryPlan:
         communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
         parts: Activations, logits, temporaries and gradients at the peak.
         values: Values of the quantities that the forms are made of.
+        evaluated_values: The same for a forward that evaluates.
         least_bytes: The least device total with which the run is known to survive, when the card is nearly full and
             the allocator releases what it caches; the verdict rests on it.
         lower_bytes: Lower end of the interval: less than that is not to be had.
@@ -141,6 +142,7 @@ class MemoryPlan:
     parts: tuple[int, ...]
     communication_bytes: int
     values: tuple[int, ...]
+    evaluated_values: tuple[int, ...]
     buffer_bytes: int
     rounding_bytes: int
     allowances: Allowances

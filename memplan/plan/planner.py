@@ -366,6 +366,7 @@ class CompiledPlan:
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
             allowances=allowances,
+            evaluated_values=self.values(self.setup.config.evaluation_batch_size or batch, length),
             micro_batch_size=batch,
             sequence_length=length,
             least_bytes=total,

@@ -97,3 +97,17 @@ def test_the_upper_end_is_the_same_wherever_it_is_asked_for(plan, compiled, devi
     assert plan.upper_bytes == plan.allowances.upper_bytes(plan.allocated_bytes)
     assert plan.device_bytes == gauge.device_bytes(plan.requested_bytes, rounding)
     assert plan.verdict == gauge.verdict(plan.requested_bytes, rounding)
+
+
+def test_evaluation_at_a_batch_of_its_own_takes_what_it_takes_at_that_micro_batch(catalog, setup, device):
+    def instants(**keys):
+        config = replace(setup.config, **keys)
+        plan = CompiledPlan(catalog_model("llama-3.2-1b", catalog), resolve(config, catalog, "job")).evaluate(device)
+        return dict(plan.instants), plan.instant_forms
+
+    own, forms = instants(evaluation=True, evaluation_batch_size=8)
+    wide, _ = instants(evaluation=True, micro_batch_size=8)
+    alone, _ = instants()
+    assert own.pop("evaluation") == wide["evaluation"] == max(wide["evaluation"], *alone.values())
+    assert own == alone
+    assert "evaluation" in {form.name for form in forms}

@@ -69,6 +69,19 @@ def test_llama_factory_upcasts_what_it_trains_whole(tmp_path):
     assert (training["weights"]["hidden_matrix"], training["compute_dtype"]) == ("fp32", "bf16")
 
 
+TRL = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 1024\nuse_peft: false\n"
+
+
+def test_trls_loss_types_are_the_losses_that_its_version_has(tmp_path):
+    def loss(kind, version):
+        file = written(tmp_path, f"{TRL}loss_type: {kind}\n")
+        return memplan.import_file(file, trainer_version=version).to_dict()["training"]["kernels"]["loss"]
+
+    assert {loss(kind, "1.15") for kind in ("nll", "dft", "chunked_nll")} == {"fused-head"}
+    assert [loss("nll", "1.14"), loss("chunked_nll", "1.14")] == ["fp32", "token-chunks"]
+    assert loss("chunked_nll", "1.12") == "token-chunks-fp32"
+
+
 def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
     text = (EXAMPLES / "trl.yaml").read_text().replace("max_length", "max_seq_length").replace("dtype: bfloat16\n", "")
     answer = memplan.import_file(written(tmp_path, text)).to_dict()

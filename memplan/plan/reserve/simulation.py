@@ -133,8 +133,6 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what its products hold until the loss goes is not told as events"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
-    if config.evaluation and config.evaluation_batch_size not in (None, config.micro_batch_size):
-        return "evaluation of other rows than a micro-batch's is not told as events"
     if config.method.reference_model in ("resident", "adapter-off"):
         return "a reference model's forward is not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)
@@ -150,7 +148,8 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer)
     library_bytes = plan.allowances.library_bytes // HANDLES
-    return run_events(inputs, model_on_tape(inputs), plan.values, plan.forms.buffers, library_bytes, steps)
+    sizes = plan.values, plan.evaluated_values
+    return run_events(inputs, model_on_tape(inputs), sizes, plan.forms.buffers, library_bytes, steps)
 
 
 class Runs:

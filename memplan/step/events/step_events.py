@@ -33,6 +33,10 @@ CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
 
+Values = tuple[Sequence[int], Sequence[int]]
+"""Values of quantities: of a step, and of a forward that evaluates."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunEvents:
     """A training run from the first weight on.
@@ -69,15 +73,15 @@ class StepPlayer:
     Args:
         inputs: What a step depends on.
         taped: The model on tape.
-        values: Values of the quantities that sizes are made of.
+        values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
     """
 
     def __init__(
-        self, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int], buffers: Form, library_bytes: int
+        self, inputs: StepInputs, taped: ModelOnTape, values: Values, buffers: Form, library_bytes: int
     ) -> None:
-        self.inputs, self.taped, self.values = inputs, taped, values
+        self.inputs, self.taped, (self.values, self._evaluated_values) = inputs, taped, values
         self.config = inputs.setup.config
         self.stream = EventStream()
         self.tensors = ModelTensors(inputs)
@@ -263,8 +267,9 @@ class StepPlayer:
 
     def _evaluate(self) -> None:
         """Write a forward without gradients, whose loss is over all logits at once."""
-        taped = self.taped
+        taped, own = self.taped, (self.values, self._sizes)
         self.stream.begin("evaluation")
+        self.values, self._sizes = self._evaluated_values, {}
         layers = [
             forward_events(taped.layer_of(index)) for index, run in enumerate(taped.runs) for _ in range(run.count)
         ]
@@ -275,12 +280,13 @@ class StepPlayer:
         for _, part in parts:
             part.region_end()
         self.stream.free_all(named)
+        self.values, self._sizes = own
 
 
 def run_events(
     inputs: StepInputs,
     taped: ModelOnTape,
-    values: Sequence[int],
+    values: Values,
     buffers: Form,
     library_bytes: int,
     steps: int = STEPS,
@@ -290,7 +296,7 @@ def run_events(
     Args:
         inputs: What a step depends on.
         taped: The model on tape.
-        values: Values of the quantities that sizes are made of.
+        values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
         steps: The first also makes what stays, such as optimizer states.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from memplan.errors import CannotAnswerError
 from memplan.muon.updates.offload import buffers_on
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.optimizers import Update, update_of
@@ -66,6 +67,8 @@ class Job:
         self, model: nn.Module, setup: TrainingSetup, trained: list[Trained], device: str, target: Target = "cuda"
     ) -> None:
         self.model, self.setup, self.config, self.device = model, setup, setup.config, device
+        if self.config.evaluation_batch_size not in (None, self.config.micro_batch_size):
+            raise CannotAnswerError("evaluation_batch_size: the bundled loop evaluates at the micro-batch")
         self.staged = buffers_on(torch.device(target)) if setup.offloads_states else 0
         self.trained = trained
         self.masters = self._copies(self.config.master_weights)

@@ -22,9 +22,9 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
 from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
 from memplan.trace.stacks.huggingface.chosen_rows import ChosenRows
-from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
@@ -62,6 +62,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
                 model=model,
                 args=arguments,
                 train_dataset=_rows(inputs),
+                eval_dataset=_rows(inputs) if config.evaluation else None,
                 processing_class=_tokenizer(),
                 peft_config=adapters,
                 **beside,
@@ -84,7 +85,7 @@ def _in_the_setups_dtype(model: Any, inputs: StackInputs) -> None:
 
 def _rows(inputs: StackInputs) -> Any:
     config = inputs.setup.config
-    count = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
+    count = row_count(inputs.setup)
     stage, length = config.method.stage, config.sequence_length
     row, prompt, answer = [[1] * length] * count, [[1]] * count, [[1] * (length - 1)] * count
     known = [0.0] * count if config.method.reference_model == "precomputed" else None

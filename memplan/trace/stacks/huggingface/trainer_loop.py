@@ -59,7 +59,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         if inputs.setup.config.adapter is not None:
             model = with_adapters(model, inputs)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
-        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(inputs.setup))
+        rows = Rows(inputs.setup)
+        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
         return trained(trainer, model, recorder, "transformers' Trainer", inputs.setup)
 
 
@@ -128,7 +129,16 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        **({"eval_strategy": "steps", "eval_steps": 1} if config.evaluation else {}),
+        "per_device_eval_batch_size": config.evaluation_batch_size or config.micro_batch_size,
     }
+
+
+def row_count(setup: TrainingSetup) -> int:
+    """Return how many full rows the steps take, or two batches of evaluation."""
+    config = setup.config
+    trained = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
+    return max(trained, 2 * (config.evaluation_batch_size or 0))
 
 
 def _optimizer_name(setup: TrainingSetup) -> str:
@@ -147,9 +157,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """As many full rows as the steps take."""
 
     def __init__(self, setup: TrainingSetup) -> None:
-        config = setup.config
-        self.length = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
-        self.row = {name: torch.ones(config.sequence_length, dtype=torch.long) for name in COLUMNS}
+        self.length = row_count(setup)
+        self.row = {name: torch.ones(setup.config.sequence_length, dtype=torch.long) for name in COLUMNS}
 
     def __len__(self) -> int:
         return self.length
@@ -217,6 +226,11 @@ class _Instants(transformers.TrainerCallback):
         del args, state, control, objects
         self.recorder.instant(LATER_MICRO_STEP)
         self.recorder.forward_begins()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        del state, control, objects
+        if args.eval_strategy != "no":
+            self.recorder.instant("evaluation")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control, objects

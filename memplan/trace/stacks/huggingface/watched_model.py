@@ -15,7 +15,7 @@ from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tenso
 
 
 class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``item()`` of a tensor without memory return one, or true; two such tensors are not equal."""
+    """Lets ``item()`` of a tensor without memory return one, or true, and a copy on the CPU be ones; two such tensors are not equal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -24,7 +24,10 @@ class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and str(options.get("device")) == "cpu":
+            return torch.ones(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+        return func(*args, **options)
 
 
 def watch(model: nn.Module, recorder: Recorder) -> None:
