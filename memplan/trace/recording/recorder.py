@@ -250,4 +250,4 @@ def _called_by_engine() -> bool:
         if frame.f_code.co_name == "_engine_run_backward":
             return True
         frame = frame.f_back
-    return False
+    return frame is None  # in a thread of the engine

@@ -88,13 +88,13 @@ def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
 def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
     def entering(_module: nn.Module, inputs: Any) -> None:
         recorder.recomputing(True)
-        first = _tensor_of(inputs)
+        first = tensor_of(inputs)
         if number == 1 and first is not None:
             recorder.backward_reaches(first, "end of backward")
 
     def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
         recorder.recomputing(False)
-        tensor = _tensor_of(output)
+        tensor = tensor_of(output)
         if tensor is not None and torch.is_grad_enabled():
             recorder.backward_reaches(tensor, f"layer {number} backward")
 
@@ -102,7 +102,8 @@ def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
     layer.register_forward_hook(leaving, always_call=True)
 
 
-def _tensor_of(value: Any) -> Tensor | None:
+def tensor_of(value: Any) -> Tensor | None:
+    """Return a tensor, or the first of several."""
     if isinstance(value, tuple | list) and value:
         value = value[0]
     return value if isinstance(value, Tensor) else None

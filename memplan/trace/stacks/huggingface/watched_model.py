@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tensors
+from memplan.trace.stacks.watched_parts import tensor_of
 
 
 class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,13 +90,13 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
 
     def entering(_module: nn.Module, inputs: Any) -> None:
         recorder.recomputing(True)
-        first = _tensor_of(inputs)
+        first = tensor_of(inputs)
         if number == 1 and first is not None and torch.is_grad_enabled():
             recorder.backward_reaches(first, "end of backward")
 
     def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
         recorder.recomputing(False)
-        tensor = _tensor_of(output)
+        tensor = tensor_of(output)
         if tensor is not None and torch.is_grad_enabled():
             recorder.backward_reaches(tensor, instant)
 
@@ -106,11 +107,11 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
         return
 
     def checkpointed(function: Any, *args: Any, **options: Any) -> Any:
-        first = _tensor_of(args)
+        first = tensor_of(args)
         if number == 1 and first is not None:
             recorder.backward_reaches(first, "end of backward")
         output = inner(function, *args, **options)
-        tensor = _tensor_of(output)
+        tensor = tensor_of(output)
         if tensor is not None and _is_reentrant(inner):
             recorder.backward_reaches(tensor, instant)
         return output
@@ -120,9 +121,3 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
 
 def _is_reentrant(function: Any) -> bool:
     return bool(getattr(function, "keywords", {}).get("use_reentrant", False))
-
-
-def _tensor_of(value: Any) -> Tensor | None:
-    if isinstance(value, tuple | list) and value:
-        value = value[0]
-    return value if isinstance(value, Tensor) else None

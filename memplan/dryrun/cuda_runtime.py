@@ -1,0 +1,202 @@
+"""``torch.cuda`` as a named card would answer, from the state of the simulated allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memplan.dryrun.live_recorder import LiveRecorder
+
+GENERATOR_STATE_BYTES = 16
+"""Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
+CUDA_VERSION = "13.0"
+"""CUDA of torch 2.13's default wheels (https://pytorch.org/get-started)."""
+
+
+class Nothing:
+    """Stands for streams, events and contexts: whatever is called, nothing happens."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device, self.cuda_stream, self.stream_id = torch.device("cuda", 0), 0, 0
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_options: True if name == "query" else 0.0 if name == "elapsed_time" else None
+
+
+@contextmanager
+def pretended_runtime(recorder: LiveRecorder) -> Iterator[None]:
+    """Let ``torch.cuda`` and ``torch.accelerator`` speak of the recorder's card while what is inside runs."""
+    saved: list[tuple[Any, str, Any, bool]] = []
+    for owner, name, value in _answers(recorder):
+        saved.append((owner, name, getattr(owner, name, None), hasattr(owner, name)))
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, original, existed in reversed(saved):
+            if existed:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+def _answers(recorder: LiveRecorder) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (owner, name, what it is replaced with)."""
+    cuda: Any = torch.cuda
+    for owner, answers in (
+        (cuda, _device_answers(recorder)),
+        (cuda, _memory_answers(recorder)),
+        (cuda.memory, _memory_answers(recorder)),
+        (cuda, _idle_answers()),
+        (torch.accelerator, _accelerator_answers(recorder)),
+    ):
+        yield from ((owner, name, value) for name, value in answers.items())
+    yield torch.version, "cuda", CUDA_VERSION
+    yield torch, "Generator", _generator(torch.Generator)
+    yield torch.backends.cuda, "is_built", lambda: True
+
+
+def _generator(original: Any) -> Callable[..., Any]:
+    """Return what makes generators: all are the CPU's."""
+
+    def made(device: Any = "cpu") -> Any:
+        del device
+        return original()
+
+    return made
+
+
+def _device_answers(recorder: LiveRecorder) -> dict[str, Any]:
+    card = recorder.card
+    major, minor = (int(part) for part in card.compute_capability.split("."))
+    properties = SimpleNamespace(name=card.name, major=major, minor=minor, total_memory=card.total_bytes)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_compiled": lambda: True,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda call, **_: None,
+        "device_count": lambda: 1,
+        "_device_count_nvml": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "_exchange_device": lambda _device: 0,
+        "_maybe_exchange_device": lambda _device: 0,
+        "get_device_name": lambda *_: card.name,
+        "get_device_capability": lambda *_: (major, minor),
+        "get_device_properties": lambda *_: properties,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "is_bf16_supported": lambda *_, **__: major >= 8,
+        "can_device_access_peer": lambda *_: True,
+        "_get_device": lambda device: torch.device(device),
+    }
+
+
+def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
+    allocator = recorder.allocator
+    driver = allocator.driver
+
+    def reset(*_: Any) -> None:
+        allocator.requested_peak_bytes = allocator.requested_bytes
+        allocator.allocated_peak_bytes = allocator.allocated_bytes
+        driver.reserved_peak_bytes = driver.reserved_bytes
+
+    def stats(*_: Any) -> dict[str, int]:
+        pairs = {
+            "requested_bytes": (allocator.requested_bytes, allocator.requested_peak_bytes),
+            "allocated_bytes": (allocator.allocated_bytes, allocator.allocated_peak_bytes),
+            "active_bytes": (allocator.allocated_bytes, allocator.allocated_peak_bytes),
+            "reserved_bytes": (driver.reserved_bytes, driver.reserved_peak_bytes),
+        }
+        flat = {f"{name}.all.{kind}": value for name, both in pairs.items() for kind, value in zip(("current", "peak"), both, strict=True)}
+        return {**flat, "num_alloc_retries": allocator.retries, "num_ooms": 0}
+
+    def free(*_: Any) -> tuple[int, int]:
+        return max(0, recorder.card.capacity_bytes - driver.reserved_bytes), recorder.card.total_bytes
+
+    return {
+        "memory_allocated": lambda *_: allocator.allocated_bytes,
+        "max_memory_allocated": lambda *_: allocator.allocated_peak_bytes,
+        "memory_reserved": lambda *_: driver.reserved_bytes,
+        "max_memory_reserved": lambda *_: driver.reserved_peak_bytes,
+        "memory_cached": lambda *_: driver.reserved_bytes,
+        "max_memory_cached": lambda *_: driver.reserved_peak_bytes,
+        "memory_stats": stats,
+        "memory_summary": lambda *_, **__: "",
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_accumulated_memory_stats": _nothing,
+        "mem_get_info": free,
+        "empty_cache": allocator.release_cached,
+        "set_per_process_memory_fraction": _nothing,
+        "memory_usage": lambda *_: 0,
+        "utilization": lambda *_: 0,
+    }
+
+
+def _idle_answers() -> dict[str, Any]:
+    """Return what has nothing to do without a GPU: waiting, seeds, streams."""
+    state = lambda *_: torch.zeros(GENERATOR_STATE_BYTES, dtype=torch.uint8)  # noqa: E731
+    idle = dict.fromkeys(
+        ("synchronize", "manual_seed", "manual_seed_all", "seed", "seed_all", "ipc_collect", "set_sync_debug_mode",
+         "set_rng_state", "set_rng_state_all", "set_stream"),
+        _nothing,
+    )  # fmt: skip
+    return {
+        **idle,
+        "initial_seed": lambda: 0,
+        "get_rng_state": state,
+        "get_rng_state_all": lambda: [state()],
+        "Stream": Nothing,
+        "ExternalStream": Nothing,
+        "Event": Nothing,
+        "stream": Nothing,
+        "StreamContext": Nothing,
+        "device": Nothing,
+        "device_of": Nothing,
+        "_DeviceGuard": Nothing,
+        "current_stream": Nothing,
+        "default_stream": Nothing,
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _accelerator_answers(recorder: LiveRecorder) -> dict[str, Any]:
+    memory = _memory_answers(recorder)
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "device_count": lambda: 1,
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "set_device_index": _nothing,
+        "set_device_idx": _nothing,
+        "synchronize": _nothing,
+        "current_stream": Nothing,
+        "set_stream": _nothing,
+        "empty_cache": memory["empty_cache"],
+        "memory_allocated": memory["memory_allocated"],
+        "max_memory_allocated": memory["max_memory_allocated"],
+        "memory_reserved": memory["memory_reserved"],
+        "max_memory_reserved": memory["max_memory_reserved"],
+        "memory_stats": memory["memory_stats"],
+        "reset_peak_memory_stats": memory["reset_peak_memory_stats"],
+        "get_memory_info": memory["mem_get_info"],
+    }
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""

@@ -1,0 +1,219 @@
+"""Values of tensors without memory: those that are known, and what a script is told where none is.
+
+Integers, masks and single numbers that come from the CPU, or follow from such, keep their values: token counts, masks,
+positions and loss scales are what they would be. Everything else follows from weights, and is answered by rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.dryrun.script_lines import ScriptLines
+
+KNOWN_INTEGERS = 2**20
+"""Elements up to which integers and masks keep their values."""
+KNOWN_FLOATS = 16
+"""Elements up to which other tensors do: loss scales, accumulated losses."""
+MOST_EXPERTS = 1024
+"""Columns up to which the chosen indices of ``topk`` are taken for experts of a router."""
+
+Routing = Literal["balanced", "worst"]
+aten = torch.ops.aten
+
+_ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
+_TRUTHS = frozenset({aten.any.default, aten.any.dim, aten.all.default, aten.all.dim, aten.logical_not.default})
+_KEEPS_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A value that a script asked for and nobody knows.
+
+    Attributes:
+        line: Of the script, as ``file:line``.
+        question: What was asked.
+        value: What it was told.
+    """
+
+    line: str
+    question: str
+    value: str
+
+
+class Known:
+    """The values of a tensor; those that share a storage share whether they are still true."""
+
+    __slots__ = ("holds", "real")
+
+    def __init__(self, real: Tensor, holds: list[bool] | None = None) -> None:
+        self.real, self.holds = real, holds if holds is not None else [True]
+
+
+class KnownValues:
+    """Answers what a script asks of tensors without values.
+
+    Args:
+        lines: Tells which line of the script asks.
+        routing: Whether tokens are spread evenly over experts and masks hold half, or all go to the first experts
+            and masks hold everything.
+    """
+
+    def __init__(self, lines: ScriptLines, routing: Routing = "balanced") -> None:
+        self.lines, self.routing = lines, routing
+        self.answers: dict[tuple[str, str], Answer] = {}
+        self.losses = 0
+
+    # What is known.
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor, if they are known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        known: Known | None = getattr(tensor, "_known", None)
+        return known.real if known is not None and known.holds[0] else None
+
+    def note(self, pretended: Tensor, real: Tensor, holds: list[bool] | None = None) -> None:
+        """Remember the values of a tensor, where they are few enough."""
+        few = KNOWN_FLOATS if real.dtype.is_floating_point or real.dtype.is_complex else KNOWN_INTEGERS
+        if real.numel() <= few:
+            pretended._known = Known(real, holds)  # type: ignore[attr-defined]
+
+    def derive(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """Remember the values of results that follow from known ones, and forget those that are written over."""
+        if func is _KEEPS_FOUND_INF:
+            return
+        if func is aten.topk.default:
+            self._route(args, result)
+            return
+        given = _tensors((args, options))
+        changed = written(func, args, options)
+        results = [one for one in _tensors(result) if isinstance(one, FakeTensor)]
+        if func in _ALL_FINITE and results:
+            results[0]._known = Known(torch.tensor(_ALL_FINITE[func]).expand(results[0].shape))  # type: ignore[attr-defined]
+            return
+        real = [self.of(tensor) for tensor in given]
+        small = all(tensor.numel() <= _most(tensor) for tensor in (*results, *changed))
+        if small and (results or changed) and all(one is not None for one in real):
+            self._derived(func, args, options, result, given)
+            return
+        for tensor in changed:
+            _forget(tensor)
+
+    def _derived(self, func: Any, args: Any, options: Any, result: Any, given: list[Tensor]) -> None:
+        on_the_cpu = dict(options)
+        if "device" in on_the_cpu:
+            on_the_cpu["device"] = torch.device("cpu")
+        values = _mapped((args, on_the_cpu), lambda tensor: self.of(tensor))
+        try:
+            with torch.no_grad():
+                real = func(*values[0], **values[1])
+        except Exception:
+            for tensor in written(func, args, options):
+                _forget(tensor)
+            return
+        states = {known.real.untyped_storage()._cdata: known.holds for known in map(_known, given) if known is not None}
+        for pretended, value in zip(_tensors(result), _tensors(real), strict=False):
+            if isinstance(pretended, FakeTensor) and pretended.shape == value.shape:
+                self.note(pretended, value, states.get(value.untyped_storage()._cdata))
+
+    def _route(self, args: tuple[Any, ...], result: Any) -> None:
+        """Choose the experts of a router: every one as often as any other, or the same for all."""
+        columns, chosen = args[0].shape[-1], result[1]
+        if columns > MOST_EXPERTS or not isinstance(chosen, FakeTensor) or chosen.numel() > KNOWN_INTEGERS:
+            return
+        count = chosen.shape[-1]
+        rows = chosen.numel() // max(count, 1)
+        if self.routing == "balanced":
+            indices = (torch.arange(rows * count) % columns).view(chosen.shape)
+        else:
+            indices = torch.arange(count).expand(chosen.shape).contiguous()
+        chosen._known = Known(indices)
+
+    # What is asked.
+
+    def number(self, tensor: Tensor) -> bool | int | float:
+        """Return a single value: the one that is known, or a plausible one, which is remembered as asked for."""
+        known = self.of(tensor)
+        if known is not None:
+            value: bool | int | float = known.item()
+            return value
+        if tensor.dtype == torch.bool:
+            return self.told("whether something holds", True)
+        if not tensor.dtype.is_floating_point:
+            return self.told("a whole number", 1)
+        self.losses += 1
+        return self.told("a number", round(2.0 / (1 + 0.05 * (self.losses - 1)), 4))
+
+    def told(self, question: str, value: Any) -> Any:
+        """Return a value that is answered by rule, remembered with the line that asks."""
+        line = self.lines.current()
+        self.answers.setdefault((line, question), Answer(line, question, str(value)))
+        return value
+
+    def counted(self, question: str, whole: int) -> int:
+        """Return how many of ``whole`` elements are chosen where nobody knows."""
+        return int(self.told(question, whole if self.routing == "worst" else (whole + 1) // 2))
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the CPU with the values that a script would read, known or plausible."""
+        known = self.of(tensor)
+        if known is not None:
+            return known.clone()
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.full(tensor.shape, self.number(tensor), dtype=tensor.dtype)
+
+
+def _known(tensor: Tensor) -> Known | None:
+    known: Known | None = getattr(tensor, "_known", None)
+    return known
+
+
+def _most(tensor: Tensor) -> int:
+    return KNOWN_FLOATS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else KNOWN_INTEGERS
+
+
+def _forget(tensor: Tensor) -> None:
+    known = _known(tensor)
+    if known is not None:
+        known.holds[0] = False
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    return []
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)([_mapped(item, function) for item in value])
+    if isinstance(value, dict):
+        return {name: _mapped(item, function) for name, item in value.items()}
+    return value
+
+
+def written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operator writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else options.get(argument.name)
+            found += _tensors(value)
+    return found

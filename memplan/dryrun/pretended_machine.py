@@ -1,0 +1,105 @@
+"""A process whose tensors, queries and kernels are those of a machine with the pretended GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils._foreach_utils as foreach
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.dryrun.cuda_runtime import pretended_runtime
+from memplan.dryrun.device_names import named_devices, replaced
+from memplan.dryrun.known_values import KnownValues
+from memplan.dryrun.live_recorder import LiveRecorder
+from memplan.dryrun.pretended_tensors import PretendedTensors
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+
+
+@contextmanager
+def pretended_machine(recorder: LiveRecorder, values: KnownValues) -> Iterator[PretendedTensors]:
+    """Run what is inside as on a machine that has the recorder's card."""
+    mode = PretendedTensors(values)
+    with ExitStack() as stack:
+        stack.enter_context(pretended_runtime(recorder))
+        stack.enter_context(composite_kernels(recorder.card.compute_capability, backend="CUDA"))
+        stack.enter_context(named_devices())
+        stack.enter_context(cuda_autocast())
+        stack.enter_context(_tensor_methods(values))
+        stack.enter_context(_moved_modules())
+        stack.enter_context(_data_loaders())
+        foreach._foreach_supported_types.append(FakeTensor)
+        stack.callback(foreach._foreach_supported_types.remove, FakeTensor)
+        stack.enter_context(mode)
+        stack.enter_context(recorder)
+        yield mode
+
+
+@contextmanager
+def _tensor_methods(values: KnownValues) -> Iterator[None]:
+    """Let tensors without memory be printed, listed and converted, with the values that they are told to have."""
+    data = Tensor.data
+
+    def set_data(tensor: FakeTensor, value: Tensor) -> None:
+        data.__set__(tensor, value)  # type: ignore[attr-defined]
+        if isinstance(value, FakeTensor):
+            tensor.fake_device = value.fake_device
+
+    def shown(tensor: FakeTensor, *_: Any, **__: Any) -> str:
+        return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    def formatted(tensor: FakeTensor, form: str) -> str:
+        return format(tensor.item(), form) if tensor.dim() == 0 else shown(tensor)
+
+    methods: dict[str, Any] = {
+        "tolist": lambda tensor: values.values_of(tensor).tolist(),
+        "numpy": lambda tensor, **_: values.values_of(tensor).numpy(),
+        "__array__": lambda tensor, dtype=None, **_: values.values_of(tensor).numpy().astype(dtype or None),
+        "__repr__": shown,
+        "__format__": formatted,
+        "pin_memory": lambda tensor, *_: tensor,
+        "record_stream": lambda tensor, _: None,
+        "data": property(data.__get__, set_data),  # type: ignore[attr-defined]
+    }
+    with replaced(FakeTensor, methods), replaced(Tensor, {"pin_memory": lambda tensor, *_: tensor, "is_pinned": _no}):
+        yield
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+@contextmanager
+def _moved_modules() -> Iterator[None]:
+    """Let a module keep its parameters when it is moved: tied weights stay tied, and optimizers keep theirs."""
+    original = torch.nn.Module._apply
+    future: Any = torch.__future__
+
+    def applied(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        before = future.get_swap_module_params_on_conversion()
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return original(module, *args, **options)
+        finally:
+            future.set_swap_module_params_on_conversion(before)
+
+    with replaced(torch.nn.Module, {"_apply": applied}):
+        yield
+
+
+@contextmanager
+def _data_loaders() -> Iterator[None]:
+    """Load data in this process, into ordinary memory: workers and pinned pages are no memory of the GPU's."""
+    original = torch.utils.data.DataLoader.__init__
+
+    def made(loader: Any, *args: Any, **options: Any) -> None:
+        options |= {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
+        options.pop("multiprocessing_context", None)
+        original(loader, *args, **options)
+
+    with replaced(torch.utils.data.DataLoader, {"__init__": made}):
+        yield

@@ -1,0 +1,61 @@
+"""Which line of the user's own code is running."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+
+import memplan
+
+_LIBRARIES = tuple(
+    {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+)
+_OWN = str(Path(memplan.__file__).parent)
+
+
+class ScriptLines:
+    """Finds the innermost line of the script, or of a module beside it; code of installed packages is nobody's own.
+
+    Args:
+        script: Path of the script, which counts wherever it lies.
+    """
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+        self._own: dict[CodeType, bool] = {}
+
+    def current(self) -> str:
+        """Return the line as ``file:line``; inside autograd's thread, that of what started it."""
+        place = self.place()
+        if place is None:
+            return ""
+        code, number = place
+        return f"{Path(code.co_filename).name}:{number}"
+
+    def place(self) -> tuple[CodeType, int] | None:
+        """Return the line as code and number, or nothing where none of the script is running."""
+        found = self._innermost(sys._getframe(1))
+        main = threading.main_thread().ident
+        if found is None and threading.get_ident() != main and main is not None:
+            found = self._innermost(sys._current_frames().get(main))
+        return found
+
+    def _innermost(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        while frame is not None:
+            code = frame.f_code
+            own = self._own.get(code)
+            if own is None:
+                own = self._own[code] = self._is_own(code.co_filename)
+            if own:
+                return code, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def _is_own(self, file: str) -> bool:
+        if file == self._script:
+            return True
+        return not file.startswith((*_LIBRARIES, _OWN, "<"))

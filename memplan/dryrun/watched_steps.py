@@ -1,0 +1,218 @@
+"""Where a script is in its training step, told by what it calls: modules, backward, optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memplan.dryrun.live_recorder import LiveRecorder
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.stacks.watched_parts import tensor_of
+
+EVALUATION = "evaluation"
+HOOKED = "_tells_of_its_gradient"
+"""Attribute of parameters that have a hook; sets of tensors compare their values."""
+
+
+class StepsDone(BaseException):
+    """Ends the script when it has taken the steps that it was to take."""
+
+
+class WatchedSteps:
+    """Tells a recorder of a script's steps, and ends the script after the last.
+
+    Args:
+        recorder: Is told.
+        steps: Steps to take.
+    """
+
+    def __init__(self, recorder: LiveRecorder, steps: int) -> None:
+        self.recorder, self.steps = recorder, steps
+        self.done = 0
+        self.vocab_size = 0
+        self.model = ""
+        self._stepped = True
+        self._began = False
+        self._depth = 0
+        self._in_forward = self._engine_runs = False
+        self._layers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is run inside."""
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+        step, clips = self._around_step, (torch.nn.utils, torch.nn.utils.clip_grad)
+        handles: list[Any] = [
+            register_module_forward_pre_hook(self._entering),
+            register_module_forward_hook(self._leaving, always_call=True),
+            register_optimizer_step_pre_hook(lambda optimizer, _a, _o: step(optimizer, begins=True)),
+            register_optimizer_step_post_hook(lambda optimizer, _a, _o: step(optimizer, begins=False)),
+        ]
+        clip = torch.nn.utils.clip_grad_norm_
+        torch.autograd.backward = self._in_backward(backward)
+        torch.autograd.grad = self._in_backward(grad)
+        for owner in clips:
+            owner.clip_grad_norm_ = self._announced(clip, self._clipping)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.autograd.backward, torch.autograd.grad = backward, grad
+            for owner in clips:
+                owner.clip_grad_norm_ = clip  # type: ignore[attr-defined]
+            for handle in handles:
+                handle.remove()
+
+    def _in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def announced(*args: Any, **options: Any) -> Any:
+            self._backward_begins()
+            self._engine_runs = True
+            try:
+                return function(*args, **options)
+            finally:
+                self._engine_runs = False
+
+        return announced
+
+    def _announced(self, function: Callable[..., Any], announce: Callable[[], None]) -> Callable[..., Any]:
+        def announced(*args: Any, **options: Any) -> Any:
+            announce()
+            return function(*args, **options)
+
+        return announced
+
+    # Forward.
+
+    def _entering(self, module: nn.Module, inputs: Any) -> None:
+        if not self._depth and not self._engine_runs:
+            self._top(module)
+        self._depth += 1
+        number = self._layers.get(module)
+        if number is None:
+            return
+        self.recorder.recomputing(True)
+        first = tensor_of(inputs)
+        if number == 1 and first is not None and torch.is_grad_enabled():
+            self.recorder.backward_reaches(first, "end of backward")
+
+    def _leaving(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        number = self._layers.get(module)
+        if number is None and module not in self._heads:
+            return
+        if number is not None:
+            self.recorder.recomputing(False)
+        tensor = tensor_of(output)
+        if tensor is not None and torch.is_grad_enabled():
+            self.recorder.backward_reaches(tensor, "head backward" if number is None else f"layer {number} backward")
+
+    def _top(self, module: nn.Module) -> None:
+        """Note that a script calls a model, or a part of one, itself."""
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._step_begins()
+        elif self.recorder.marks[-1][1] != EVALUATION:
+            self.recorder.instant(EVALUATION)
+        if module not in self._seen:
+            self._look_at(module)
+        self._mark_weights()
+
+    def _step_begins(self) -> None:
+        """Begin forward: of a new step after an update, else of a further micro-step."""
+        if self._stepped:
+            if self.done >= self.steps:
+                raise StepsDone
+            self._stepped = False
+            self.recorder.next_step()
+            self._forward("forward")
+        elif self._began:
+            self._forward(LATER_MICRO_STEP)
+        elif self.recorder.marks[-1][1] == EVALUATION:
+            self.recorder.instant("forward")
+        self._began = False
+
+    def _forward(self, instant: str) -> None:
+        self.recorder.instant(instant)
+        if not self._in_forward:
+            self.recorder.forward_begins()
+            self._in_forward = True
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Learn a model's layers, its head and the width of its logits."""
+        whole = sum(1 for _ in module.modules()) > 1
+        if whole and not any(module is part for known in self._models for part in known.modules()):
+            self._models.add(module)
+            self.model = self.model or type(module).__name__
+        self._seen.add(module)
+        lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+        alike = [layers for layers in lists if len(layers) > 1 and len({type(layer) for layer in layers}) == 1]
+        for number, layer in enumerate(max(alike, key=len, default=[]), start=1):
+            self._layers.setdefault(layer, number)
+        sizes = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+        self.vocab_size = max([self.vocab_size, *sizes])
+        for part in module.modules():
+            if isinstance(part, nn.Linear) and part.out_features == self.vocab_size > 0:
+                self._heads.add(part)
+
+    def _mark_weights(self) -> None:
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                self.recorder.mark(parameter, "weights", name)
+                if parameter.requires_grad and not hasattr(parameter, HOOKED):
+                    setattr(parameter, HOOKED, True)
+                    parameter.register_post_accumulate_grad_hook(self._finished(name))  # type: ignore[no-untyped-call]
+            for name, tensor in model.named_buffers():
+                self.recorder.mark(tensor, "buffers", name)
+
+    def _finished(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self.recorder.mark(parameter.grad, "gradients", name)
+
+        return hook
+
+    # Backward and update.
+
+    def _backward_begins(self) -> None:
+        if self._stepped:
+            self._step_begins()
+        if self._in_forward:
+            self.recorder.forward_ends()
+            self._in_forward = False
+        later = self.recorder.marks[-1][1] == LATER_MICRO_STEP
+        self.recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
+        self._began = True
+
+    def _clipping(self) -> None:
+        self.recorder.instant("gradient clipping")
+
+    def _around_step(self, optimizer: torch.optim.Optimizer, *, begins: bool) -> None:
+        if begins:
+            if self.recorder.marks[-1][1] != "optimizer step":
+                self.recorder.instant("optimizer step")
+            return
+        if not self._stepped:
+            self._stepped, self._began = True, False
+            self.done += 1
+        self._mark_states(optimizer)
+        self._mark_weights()
+
+    def _mark_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self.recorder.mark(value, "optimizer_states", key)
+        owned = {id(parameter) for model in self._models for parameter in model.parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._models and id(parameter) not in owned:
+                    self.recorder.mark(parameter, "master_weights")
