@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from memplan.library.component_values import Components as Components
     from memplan.library.job_options import JobOptions as JobOptions
     from memplan.library.lookup import Shapes as Shapes
+    from memplan.library.runs.dry_run import DryRun as DryRun
+    from memplan.library.runs.dry_run import RunOptions as RunOptions
+    from memplan.library.runs.dry_run import run as run
     from memplan.library.runs.failed_run import Why as Why
     from memplan.library.runs.failed_run import why as why
     from memplan.library.runs.history_replay import Replay as Replay
@@ -100,6 +103,9 @@ _MODULES: dict[str, str] = {
     "TraceOptions": f"{_ANSWERS}.traced_step",
     "Traced": f"{_ANSWERS}.traced_step",
     "trace": f"{_ANSWERS}.traced_step",
+    "DryRun": "memplan.library.runs.dry_run",
+    "RunOptions": "memplan.library.runs.dry_run",
+    "run": "memplan.library.runs.dry_run",
     "Why": "memplan.library.runs.failed_run",
     "why": "memplan.library.runs.failed_run",
     "JobOptions": "memplan.library.job_options",

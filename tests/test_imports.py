@@ -20,7 +20,7 @@ FLOORS = [
     {"muon", "training"},
     {"step"},
     {"plan", "trace"},
-    {"budget", "failure", "lab", "measure", "published", "solver"},
+    {"budget", "dryrun", "failure", "lab", "measure", "published", "solver"},
     {"report"},
     {"library"},
     {"ui"},
@@ -28,7 +28,7 @@ FLOORS = [
 ]
 """Parts of the package by what they may import: those of lower floors."""
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
-TORCH = {"lab", "measure", "muon", "trace"}
+TORCH = {"dryrun", "lab", "measure", "muon", "trace"}
 ENTRIES = {"library", "cli"}
 """What may import a part that needs torch, inside a function."""
 FACES = {"__init__", "__main__"}

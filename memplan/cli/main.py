@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "report": "page_commands.html_report",
     "ui": "page_commands.local_ui",
     "trace": "torch_commands.trace",
+    "run": "torch_commands.script_run",
     "validate": "torch_commands.validate",
     "import": "trainers.import_files",
     "emit": "trainers.emit_file",

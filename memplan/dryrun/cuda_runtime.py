@@ -64,18 +64,26 @@ def _answers(recorder: LiveRecorder) -> Iterator[tuple[Any, str, Any]]:
     ):
         yield from ((owner, name, value) for name, value in answers.items())
     yield torch.version, "cuda", CUDA_VERSION
-    yield torch, "Generator", _generator(torch.Generator)
+    yield torch, "Generator", _Generator
     yield torch.backends.cuda, "is_built", lambda: True
 
 
-def _generator(original: Any) -> Callable[..., Any]:
-    """Return what makes generators: all are the CPU's."""
+class _AnyGenerator(type):
+    """Takes every generator for one of its class."""
 
-    def made(device: Any = "cpu") -> Any:
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _GENERATOR)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """Makes generators: all are the CPU's, as no random number of the GPU's is ever drawn."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
         del device
-        return original()
+        return _GENERATOR()
 
-    return made
+
+_GENERATOR = torch.Generator
 
 
 def _device_answers(recorder: LiveRecorder) -> dict[str, Any]:

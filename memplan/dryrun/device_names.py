@@ -45,13 +45,6 @@ def _device(value: Any) -> torch.device | None:
 @contextmanager
 def named_devices() -> Iterator[None]:
     """Let tensors be moved to CUDA, and be there, while what is inside runs."""
-    dispatch = FakeTensor.__torch_dispatch__
-
-    def told(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and not args[0].fake_mode.in_kernel_invocation:
-            return inner_device(args[0].fake_device)
-        return dispatch(func, types, args, kwargs or {})
-
     def to_cuda(tensor: Tensor, device: Any = None, *rest: Any, **options: Any) -> Tensor:
         options.pop("memory_format", None)
         if isinstance(device, int) and not isinstance(device, bool):
@@ -65,11 +58,37 @@ def named_devices() -> Iterator[None]:
         "get_device": lambda tensor: -1 if tensor.fake_device.type == "cpu" else tensor.fake_device.index or 0,
     }
     with (
-        replaced(FakeTensor, {**properties, "__torch_dispatch__": classmethod(told)}),
+        replaced(FakeTensor, {**properties, "__new__": staticmethod(_made)}),
         replaced(Tensor, {"to": _with_inner_devices(Tensor.to), "cuda": to_cuda}),
         replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}),
     ):
         yield
+
+
+def _made(
+    cls: type[FakeTensor],
+    mode: Any,
+    bare: Tensor,
+    device: torch.device,
+    *_: Any,
+    requires_grad: bool | None = None,
+    **__: Any,
+) -> FakeTensor:
+    """Return a fake tensor whose operators are those of ``meta`` tensors, which every build of torch has.
+
+    torch would take CUDA's, and break up what a build without CUDA knows no kernel for.
+    """
+    wanted = bare.requires_grad if requires_grad is None else requires_grad
+    tensor: Any = Tensor._make_subclass(cls, bare, wanted, dispatch_device=True, device_for_backend_keys=_BARE)  # type: ignore[call-arg]
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    tensor.fake_device, tensor.fake_mode = device, mode
+    tensor.constant = tensor.pytype = tensor.dispatch_keys = tensor.real_tensor = None
+    tensor.nonzero_memo = tensor.item_memo = tensor.unique_memo = None
+    tensor.unique_consecutive_memo = tensor.nested_int_memo = None
+    return tensor  # type: ignore[no-any-return]
+
+
+_BARE = torch.device("meta")
 
 
 def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ positions and loss scales are what they would be. Everything else follows from w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.dryrun.answers_given import Answer
 from memplan.dryrun.script_lines import ScriptLines
 
 KNOWN_INTEGERS = 2**20
@@ -30,21 +30,6 @@ aten = torch.ops.aten
 _ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
 _TRUTHS = frozenset({aten.any.default, aten.any.dim, aten.all.default, aten.all.dim, aten.logical_not.default})
 _KEEPS_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A value that a script asked for and nobody knows.
-
-    Attributes:
-        line: Of the script, as ``file:line``.
-        question: What was asked.
-        value: What it was told.
-    """
-
-    line: str
-    question: str
-    value: str
 
 
 class Known:

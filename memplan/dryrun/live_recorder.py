@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -11,49 +10,12 @@ from typing import Any
 from memplan.allocator.caching_allocator import CachingAllocator
 from memplan.allocator.results import AllocationError, OutOfMemory
 from memplan.allocator.settings import AllocatorSettings
+from memplan.dryrun.outcome import Card, RunsOut
 from memplan.dryrun.script_lines import ScriptLines
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import Component
 from memplan.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RunsOut:
-    """Where a script would run out of memory.
-
-    Attributes:
-        step: Number of the step, from 1; 0 before the first.
-        instant: Part of the step.
-        operation: Operator whose request fails.
-        line: Of the script, as ``file:line``.
-        requested_bytes: What it requests.
-        message: What torch would say.
-    """
-
-    step: int
-    instant: str
-    operation: str
-    line: str
-    requested_bytes: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """The pretended GPU.
-
-    Attributes:
-        name: Its name in the catalog.
-        compute_capability: Such as ``9.0``.
-        total_bytes: As CUDA reports it.
-        capacity_bytes: What torch's allocator can have of it.
-    """
-
-    name: str
-    compute_capability: str
-    total_bytes: int
-    capacity_bytes: int
 
 
 class Unrepeated(RepeatedOperators):
@@ -72,12 +34,19 @@ class LiveRecorder(Recorder):
         lines: Tells which line of the script is running.
         settings: Of the allocator.
         cublas_bytes: Size of a cuBLAS workspace.
+        workspaces: Whether memory that kernels of CUDA allocate inside themselves is added.
     """
 
     def __init__(
-        self, card: Card, lines: ScriptLines, settings: AllocatorSettings | None = None, *, cublas_bytes: int = 0
+        self,
+        card: Card,
+        lines: ScriptLines,
+        settings: AllocatorSettings | None = None,
+        *,
+        cublas_bytes: int = 0,
+        workspaces: bool = True,
     ) -> None:
-        super().__init__("cuda", cublas_bytes=cublas_bytes)
+        super().__init__("cuda", cublas_bytes=cublas_bytes, workspaces=workspaces)
         self.card, self.lines = card, lines
         self._operators = Unrepeated()
         self.allocator = CachingAllocator(settings, card.capacity_bytes)

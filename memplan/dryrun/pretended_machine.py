@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer
 import torch.utils._foreach_utils as foreach
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,23 +21,41 @@ from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 
 
+
+class _NoTensor:
+    """What libraries take for fake tensors, in whose presence they leave out what asks for values."""
+
+
+_TYPES = "_foreach_supported_types"
+"""Types of tensors whose updates run in groups, on devices that can."""
+
+
 @contextmanager
-def pretended_machine(recorder: LiveRecorder, values: KnownValues) -> Iterator[PretendedTensors]:
-    """Run what is inside as on a machine that has the recorder's card."""
+def pretended_machine(recorder: LiveRecorder, values: KnownValues, *, kernels: str = "cuda") -> Iterator[None]:
+    """Run what is inside as on a machine that has the recorder's card.
+
+    Args:
+        recorder: Sees every tensor on the card.
+        values: Answers what is asked of tensors without values.
+        kernels: Whose operators run: ``cuda`` for those of CUDA, ``cpu`` for those of torch's CPU build.
+    """
     mode = PretendedTensors(values)
     with ExitStack() as stack:
         stack.enter_context(pretended_runtime(recorder))
-        stack.enter_context(composite_kernels(recorder.card.compute_capability, backend="CUDA"))
+        if kernels == "cuda":
+            stack.enter_context(composite_kernels(recorder.card.compute_capability))
         stack.enter_context(named_devices())
         stack.enter_context(cuda_autocast())
         stack.enter_context(_tensor_methods(values))
+        stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
         stack.enter_context(_data_loaders())
-        foreach._foreach_supported_types.append(FakeTensor)
-        stack.callback(foreach._foreach_supported_types.remove, FakeTensor)
+        if kernels == "cuda":
+            for owner in (foreach, optimizer):
+                stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
         stack.enter_context(mode)
         stack.enter_context(recorder)
-        yield mode
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 import memplan
 
@@ -29,12 +29,13 @@ class ScriptLines:
         self._own: dict[CodeType, bool] = {}
 
     def current(self) -> str:
-        """Return the line as ``file:line``; inside autograd's thread, that of what started it."""
+        """Return the line as ``folder/file:line``; inside autograd's thread, that of what started it."""
         place = self.place()
         if place is None:
             return ""
         code, number = place
-        return f"{Path(code.co_filename).name}:{number}"
+        path = Path(code.co_filename)
+        return f"{path.parent.name}/{path.name}:{number}"
 
     def place(self) -> tuple[CodeType, int] | None:
         """Return the line as code and number, or nothing where none of the script is running."""
@@ -43,6 +44,21 @@ class ScriptLines:
         if found is None and threading.get_ident() != main and main is not None:
             found = self._innermost(sys._current_frames().get(main))
         return found
+
+    def innermost_of(self, trace: TracebackType | None) -> str:
+        """Return the innermost own line of a traceback, or nothing."""
+        line = ""
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if self._is_own(code.co_filename):
+                path = Path(code.co_filename)
+                line = f"{path.parent.name}/{path.name}:{trace.tb_lineno}"
+            trace = trace.tb_next
+        return line
+
+    def is_shown(self, file: str) -> bool:
+        """Tell whether a traceback of the script's own would have a line of that file."""
+        return file == self._script or not file.startswith((_OWN, "<frozen"))
 
     def _innermost(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
         while frame is not None:

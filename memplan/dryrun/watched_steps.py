@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memplan.dryrun.answers_given import StepsDoneError
 from memplan.dryrun.live_recorder import LiveRecorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.watched_parts import tensor_of
@@ -19,10 +20,6 @@ from memplan.trace.stacks.watched_parts import tensor_of
 EVALUATION = "evaluation"
 HOOKED = "_tells_of_its_gradient"
 """Attribute of parameters that have a hook; sets of tensors compare their values."""
-
-
-class StepsDone(BaseException):
-    """Ends the script when it has taken the steps that it was to take."""
 
 
 class WatchedSteps:
@@ -130,7 +127,7 @@ class WatchedSteps:
         """Begin forward: of a new step after an update, else of a further micro-step."""
         if self._stepped:
             if self.done >= self.steps:
-                raise StepsDone
+                raise StepsDoneError
             self._stepped = False
             self.recorder.next_step()
             self._forward("forward")

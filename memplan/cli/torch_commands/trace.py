@@ -73,7 +73,7 @@ def trace_command(
         if any(value is not None for value in given) or plot.plot is not None:
             raise InvalidFileError([ONE])
         return emit(memplan.replay(traced.history, alloc_conf=traced.alloc_conf).document(output.unit), output)
-    timeline = _timeline(traced.timeline)
+    timeline = timeline_form(traced.timeline)
     if traced.module is not None:
         sys.path.insert(0, "")  # as python -m has it, so that modules in the working directory are there
     parse_alloc_conf(traced.alloc_conf)
@@ -92,7 +92,7 @@ def trace_command(
     return emit(answer.document(output.unit), output)
 
 
-def _timeline(path: Path | None) -> Literal["svg", "json"] | None:
+def timeline_form(path: Path | None) -> Literal["svg", "json"] | None:
     """Return what a timeline is written as.
 
     Raises:

@@ -236,7 +236,7 @@ def _data(traced: TracedStep) -> dict[str, Any]:
         "events": len(trace.events),
         "survives": traced.on_device.survives if traced.on_device else None,
         "retries": traced.on_device.retries if traced.on_device else 0,
-        "largest": [_tensor_data(s) for s in trace.largest_at_peak(traced.most_listed)],
+        "largest": [tensor_data(s) for s in trace.largest_at_peak(traced.most_listed)],
         "notes": list(trace.notes),
     }
     if plan is not None:
@@ -249,7 +249,8 @@ def _data(traced: TracedStep) -> dict[str, Any]:
     return data
 
 
-def _tensor_data(tensor: TracedStorage) -> dict[str, Any]:
+def tensor_data(tensor: TracedStorage) -> dict[str, Any]:
+    """Return a tensor as JSON has it."""
     return asdict(tensor) | {"shape": list(tensor.shape), "line": model_line(tensor.line)}
 
 

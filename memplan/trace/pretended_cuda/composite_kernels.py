@@ -24,15 +24,12 @@ MASK_COLUMNS = 16
 
 
 @contextmanager
-def composite_kernels(
-    compute_capability: str, forced: ChosenKernel | None = None, backend: str = "Meta"
-) -> Iterator[None]:
+def composite_kernels(compute_capability: str, forced: ChosenKernel | None = None) -> Iterator[None]:
     """Run attention, norms, softmax and dropout as CUDA would on a card, also where a part is computed again.
 
     Args:
         compute_capability: Of the card, such as ``8.6``.
         forced: The attention kernel, where a job allows no other.
-        backend: Dispatch key of the tensors: ``Meta``, or ``CUDA`` for those that are said to be on a GPU.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides: dict[str, Callable[..., Tensor]] = {
@@ -43,7 +40,7 @@ def composite_kernels(
     }
     try:
         for name, function in overrides.items():
-            library.impl(name, function, f"Autograd{backend}")  # type: ignore[no-untyped-call]
+            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
         library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:

@@ -1,0 +1,94 @@
+"""``memplan run``: the reader's own training script, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import memplan
+from memplan.cli.grouped_command import command, without
+from memplan.cli.option_groups import DeviceOptions, OutputOptions, option
+from memplan.cli.output import emit
+from memplan.cli.torch_commands.trace import timeline_form
+from memplan.documents.writing import say, write_file
+from memplan.errors import InvalidFileError
+
+_RUN = "Run"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """A script with its own arguments, and how it is run."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [-- ARGS]", help="The script, and what it is to be given.", show_default=False,
+            rich_help_panel=_RUN,
+        ),
+    ] = None  # fmt: skip
+    module: Annotated[
+        str | None, option(_RUN, "--module", "-m", metavar="MODULE", help="A module in place of SCRIPT, as python -m.")
+    ] = None
+    steps: Annotated[int, option(_RUN, "--steps", min=1, max=100, metavar="N", help="Training steps to take.")] = 3
+    rank: Annotated[int, option(_RUN, "--rank", min=0, metavar="R", help="Which of several GPUs is run.")] = 0
+    timeline: Annotated[
+        Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
+    ] = None
+    timeout: Annotated[
+        float, option(_RUN, "--timeout", min=1, metavar="S", help="Seconds that the script may take.")
+    ] = 600
+    worst: Annotated[
+        bool, option(_RUN, "--worst", help="Masks hold everything, and tokens go to the same experts.")
+    ] = False
+    synthetic: Annotated[
+        bool, option(_RUN, "--synthetic", help="Batches of full length in place of the script's data.")
+    ] = False
+    allow_writes: Annotated[bool, option(_RUN, "--allow-writes", help="Let the script write its files.")] = False
+    alloc_conf: Annotated[
+        str, option(_RUN, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")
+    ] = ""
+    largest: Annotated[
+        int, option(_RUN, "--largest", min=0, max=1000, metavar="N", help="Tensors to list at the peak.")
+    ] = 10
+
+
+@command(example="memplan run train.py --gpu rtx4090 -- --batch-size 8")
+def run_command(
+    script: RunOptions, device: Annotated[DeviceOptions, without("profile")], output: OutputOptions
+) -> int:
+    """What would my own script need? It runs here, against a GPU that is not, on tensors without memory.
+
+    It runs the script's code, as python would. Exit code 1: it would run out of memory; 2: it fails by itself;
+    3: it does what cannot be pretended. Needs torch.
+    """
+    words = list(script.words or ())
+    if script.module is None and not words:
+        raise InvalidFileError(["give a SCRIPT, or a module with -m"])
+    form = timeline_form(script.timeline)
+    if not output.quiet:
+        say("running the script's own code, on tensors without memory")
+    answer = memplan.run(
+        words.pop(0) if script.module is None else script.module,
+        words,
+        module=script.module is not None,
+        gpu=device.gpu,
+        gpu_memory=device.gpu_memory,
+        gpus=device.gpus,
+        rank=script.rank,
+        steps=script.steps,
+        timeout=script.timeout,
+        worst=script.worst,
+        synthetic=script.synthetic,
+        allow_writes=script.allow_writes,
+        alloc_conf=script.alloc_conf,
+        largest=script.largest,
+        quiet=output.quiet,
+        catalog=output.catalog_path,
+    )
+    if script.timeline is not None and form is not None:
+        write_file(script.timeline, answer.timeline(form))
+    return emit(answer.document(output.unit), output)

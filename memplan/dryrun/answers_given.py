@@ -1,0 +1,28 @@
+"""What a script was told where nobody knows, and the exceptions that end one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A value that a script asked for and nobody knows.
+
+    Attributes:
+        line: Of the script, as ``folder/file:line``.
+        question: What was asked.
+        value: What it was told first.
+    """
+
+    line: str
+    question: str
+    value: str
+
+
+class StepsDoneError(BaseException):
+    """Ends a script that has taken the steps that it was to take; no handler of exceptions is to hold it."""
+
+
+class RefusedError(BaseException):
+    """Ends a script that does what cannot be pretended."""

@@ -1,0 +1,163 @@
+"""Files that a script writes go to a folder that is thrown away, and its checkpoints nowhere."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.dryrun.answers_given import RefusedError
+from memplan.dryrun.device_names import replaced
+
+_WRITES = frozenset("wax+")
+
+
+class KeptFiles:
+    """Keeps what a script writes apart, and remembers which checkpoints it would have written.
+
+    Args:
+        scratch: Folder for what the script writes.
+        allow_writes: Whether it may write where it wants to.
+    """
+
+    def __init__(self, scratch: str, *, allow_writes: bool) -> None:
+        self._scratch, self._allowed = scratch, allow_writes
+        self._free = tuple({os.path.realpath(path) for path in (scratch, tempfile.gettempdir(), "/dev")})
+        self.skipped: dict[str, int] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the files of what is run inside."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(BaseProcess, {"start": _refused_process}))
+            stack.enter_context(replaced(os, {"fork": _refused_process}))
+            stack.enter_context(replaced(torch, {"save": self._saved(torch.save)}))
+            if not self._allowed:
+                for owner, values in self._file_calls():
+                    stack.enter_context(replaced(owner, values))
+            yield
+
+    def _file_calls(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        opened = self._opened(builtins.open)
+        yield builtins, {"open": opened}
+        yield io, {"open": opened}
+        names = ("stat", "lstat", "listdir", "scandir", "access", "chmod", "utime")
+        yield os, {name: self._looked(getattr(os, name)) for name in names}
+        yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
+        yield os, {name: self._moved(getattr(os, name)) for name in ("rename", "replace", "link", "symlink")}
+
+    def _apart(self, path: Any) -> str | None:
+        """Return where a file lies that the script writes, or nothing where it may write."""
+        if isinstance(path, int):
+            return None
+        whole = os.path.abspath(os.fsdecode(path))
+        if whole.startswith(tuple(f"{free}{os.sep}" for free in self._free)) or whole in self._free:
+            return None
+        return os.path.join(self._scratch, whole.lstrip(os.sep))
+
+    def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            apart = self._apart(file)
+            if apart is not None and _WRITES & set(mode):
+                self.skipped.setdefault(os.fsdecode(file), 0)
+                _makedirs(os.path.dirname(apart))
+                return function(apart, mode, *args, **options)
+            return function(apart if apart is not None and _exists(apart) else file, mode, *args, **options)
+
+        return opened
+
+    def _looked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(path: Any = ".", *args: Any, **options: Any) -> Any:
+            apart = self._apart(path)
+            return function(apart if apart is not None and _exists(apart) else path, *args, **options)
+
+        return looked
+
+    def _changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(path: Any, *args: Any, **options: Any) -> Any:
+            apart = self._apart(path)
+            if apart is None:
+                return function(path, *args, **options)
+            if function.__name__ == "mkdir":
+                if _exists(os.fsdecode(path)):
+                    raise FileExistsError(17, "File exists", os.fsdecode(path))
+                self.skipped.setdefault(os.fsdecode(path), 0)
+                _makedirs(os.path.dirname(apart))
+                return function(apart, *args)
+            self.skipped.setdefault(os.fsdecode(path), 0)
+            return function(apart) if _exists(apart) else None
+
+        return changed
+
+    def _moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(source: Any, target: Any, *args: Any, **options: Any) -> Any:
+            source, apart = self._apart(source) or source, self._apart(target) or target
+            if not _exists(source):
+                return None
+            _makedirs(os.path.dirname(os.fsdecode(apart)))
+            return function(source, apart, *args, **options)
+
+        return moved
+
+    def _saved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what saves nothing: the bytes of a checkpoint's tensors are counted."""
+        del function
+
+        def saved(thing: Any, file: Any, *_: Any, **__: Any) -> None:
+            name = os.fsdecode(file) if isinstance(file, str | os.PathLike) else "a stream"
+            self.skipped[name] = _bytes_of(thing)
+            if name != "a stream":
+                with open(file, "wb"):
+                    pass
+
+        return saved
+
+
+def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        if storage._cdata in seen:
+            return 0
+        seen.add(storage._cdata)
+        return int(storage.nbytes())
+    if isinstance(value, dict):
+        return sum(_bytes_of(item, seen) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_bytes_of(item, seen) for item in value)
+    if isinstance(value, torch.nn.Module):
+        return _bytes_of(value.state_dict(), seen)
+    return 0
+
+
+def _refused_process(*_: Any, **__: Any) -> Any:
+    raise RefusedError(
+        "the script starts a process of its own, whose tensors would not be seen; "
+        "run the one process that is to be judged (--gpus N --rank R for one of several)"
+    )
+
+
+def _exists(path: str) -> bool:
+    try:
+        _STAT(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _makedirs(path: str) -> None:
+    if path and not _exists(path):
+        _makedirs(os.path.dirname(path))
+        _MKDIR(path)
+
+
+_STAT, _MKDIR = os.stat, os.mkdir

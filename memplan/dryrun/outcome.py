@@ -1,0 +1,119 @@
+"""What is asked of a dry run, and what comes of it; both pass between two processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan.dryrun.answers_given import Answer
+from memplan.trace.recording.trace_result import Trace
+
+Ending = Literal["done", "ended", "failed", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The pretended GPU.
+
+    Attributes:
+        name: As the driver calls it.
+        compute_capability: Such as ``9.0``.
+        total_bytes: As CUDA reports it.
+        capacity_bytes: What torch's allocator can have of it.
+    """
+
+    name: str
+    compute_capability: str
+    total_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A script to run.
+
+    Attributes:
+        script: Path of the script, or the name of a module.
+        is_module: Whether it is a module, as ``python -m`` takes it.
+        arguments: What follows it.
+        card: The GPU that it is to find.
+        steps: Training steps to take.
+        gpus: GPUs of the job.
+        rank: Which of them is run.
+        timeout: Seconds.
+        worst: Whether masks hold everything, and all tokens go to the same experts.
+        synthetic: Whether batches of full length replace the script's data.
+        allow_writes: Whether files that the script writes are written.
+        kernels: Whether operators run as CUDA's, or as those of torch's CPU build.
+        alloc_conf: As ``PYTORCH_CUDA_ALLOC_CONF``.
+        scratch: Folder for what the script writes.
+    """
+
+    script: str
+    card: Card
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    steps: int = 3
+    gpus: int = 1
+    rank: int = 0
+    timeout: float = 600.0
+    worst: bool = False
+    synthetic: bool = False
+    allow_writes: bool = False
+    kernels: Literal["cuda", "cpu"] = "cuda"
+    alloc_conf: str = ""
+    scratch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunsOut:
+    """Where a script would run out of memory.
+
+    Attributes:
+        step: Number of the step, from 1; 0 before the first.
+        instant: Part of the step.
+        operation: Operator whose request fails.
+        line: Of the script, as ``folder/file:line``.
+        requested_bytes: What it requests.
+        message: What torch would say.
+    """
+
+    step: int
+    instant: str
+    operation: str
+    line: str
+    requested_bytes: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a dry run.
+
+    Attributes:
+        ending: Whether it took its steps, ended by itself before, failed by a fault of its own, or was stopped.
+        message: Why it failed or was stopped.
+        trace: The step that needs most, or nothing where none was taken.
+        reported_step: Number of that step; 0 for what comes before the first.
+        steps: Steps that were taken.
+        persistent_bytes: Weights, gradients kept and optimizer states of the last step.
+        model: Class of the first module that was called.
+        runs_out: Where memory ends, or nothing.
+        answers: Values that were asked for and are not known.
+        skipped: What was not written, as (file, bytes).
+        seconds: What it took.
+        peaks: Peak of what comes before the first step, and of every step.
+    """
+
+    ending: Ending
+    message: str = ""
+    trace: Trace | None = None
+    reported_step: int = 0
+    steps: int = 0
+    persistent_bytes: int = 0
+    model: str = ""
+    runs_out: RunsOut | None = None
+    answers: tuple[Answer, ...] = ()
+    skipped: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    peaks: tuple[int, ...] = ()

@@ -1,0 +1,187 @@
+"""The process in which a script runs: ``python -m memplan.dryrun.script_child``, started by ``script_process``.
+
+The script runs as ``python`` would run it: by its own name, with its own arguments, its folder first in the path.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from memplan.allocator.settings import parse_alloc_conf
+from memplan.dryrun.answers_given import RefusedError, StepsDoneError
+from memplan.dryrun.kept_files import KeptFiles
+from memplan.dryrun.known_values import KnownValues
+from memplan.dryrun.live_recorder import LiveRecorder
+from memplan.dryrun.outcome import Ending, Outcome, Request
+from memplan.dryrun.pretended_machine import pretended_machine
+from memplan.dryrun.script_lines import ScriptLines
+from memplan.dryrun.watched_steps import WatchedSteps
+from memplan.errors import CannotAnswerError
+from memplan.trace.recording.assembly import assembled
+from memplan.trace.recording.trace_result import Trace
+from memplan.trace.recording.workspaces import cublas_workspace_bytes
+
+
+def main() -> None:
+    """Run the script of the request in standard input; the outcome goes to the descriptor named last."""
+    request: Request = pickle.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    outcome = run_here(request)
+    with os.fdopen(int(sys.argv[1]), "wb") as out:
+        pickle.dump(outcome, out)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what the script left running ends with it
+
+
+def run_here(request: Request) -> Outcome:
+    """Run a script in this process, and return what came of it."""
+    started = time.monotonic()
+    script = request.script if request.is_module else str(Path(request.script).resolve())
+    lines = ScriptLines(script)
+    values = KnownValues(lines, "worst" if request.worst else "balanced")
+    cuda = request.kernels == "cuda"
+    recorder = LiveRecorder(
+        request.card,
+        lines,
+        parse_alloc_conf(request.alloc_conf),
+        cublas_bytes=cublas_workspace_bytes(request.card.compute_capability) if cuda else 0,
+        workspaces=cuda,
+    )
+    watched = WatchedSteps(recorder, request.steps)
+    files = KeptFiles(request.scratch, allow_writes=request.allow_writes)
+    ending, message = _ended(request, script, lines, (files.kept(), _machine(request, recorder, values), watched.watching()))
+    seconds = time.monotonic() - started
+    if not recorder.events:
+        return Outcome(ending, message, steps=watched.done, seconds=seconds)
+    number, trace, peaks = _fullest(recorder, watched.vocab_size)
+    return Outcome(
+        ending=ending,
+        message=message,
+        trace=trace,
+        reported_step=number,
+        steps=watched.done,
+        persistent_bytes=assembled(recorder, watched.vocab_size).persistent_bytes,
+        model=watched.model,
+        runs_out=recorder.runs_out,
+        answers=tuple(values.answers.values()),
+        skipped=tuple(files.skipped.items()),
+        seconds=seconds,
+        peaks=peaks,
+    )
+
+
+def _machine(request: Request, recorder: LiveRecorder, values: KnownValues) -> Any:
+    return pretended_machine(recorder, values, kernels=request.kernels)
+
+
+def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> tuple[Ending, str]:
+    """Run the script inside contexts; return how it ended, and why."""
+    from contextlib import ExitStack
+
+    def late(_: int, frame: FrameType | None) -> None:
+        where = lines.current()
+        raise RefusedError(f"still running after {request.timeout:g} s{f', at {where}' if where else ''} (see: --timeout)")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, request.timeout)
+    try:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            _run(request, script)
+    except StepsDoneError:
+        return "done", ""
+    except RefusedError as error:
+        return "refused", str(error)
+    except SystemExit as error:
+        return ("ended", "") if error.code in (None, 0) else ("failed", f"it ended itself with {error.code!r}")
+    except CannotAnswerError as error:
+        return "refused", str(error)
+    except BaseException as error:
+        return _failed(error, script, lines)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return "ended", ""
+
+
+def _run(request: Request, script: str) -> None:
+    folder = os.getcwd() if request.is_module else str(Path(script).parent)
+    before = sys.argv, list(sys.path)
+    sys.argv = [script, *request.arguments]
+    sys.path[:0] = [folder]
+    try:
+        if request.is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _failed(error: BaseException, script: str, lines: ScriptLines) -> tuple[Ending, str]:
+    """Tell a fault of the script from what cannot be pretended; show the script's own traceback of the first."""
+    own = lines.innermost_of(error.__traceback__)
+    text = " ".join(str(error).split())[:300]
+    kind = type(error).__name__
+    if kind in _NO_FORM or (isinstance(error, NotImplementedError) and "Meta" in str(error)):
+        operator = getattr(error, "func", None)
+        return "refused", (
+            f"{own}: {operator or text} has no form for tensors without memory; give it one in the script: "
+            f"torch.library.register_fake({str(operator).rpartition('.')[0] or 'NAME'!r}), a function that returns empty results"
+        )
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
+    print("Traceback (most recent call last):", *traceback.format_list(frames), sep="\n", end="", file=sys.stderr)
+    print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
+    return "failed", f"{own}: {kind}: {text}" if own else f"{kind}: {text}"
+
+
+_NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
+"""What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
+
+
+def _fullest(recorder: LiveRecorder, vocab_size: int) -> tuple[int, Trace, tuple[int, ...]]:
+    """Return the step that needs most, the last of equals; its trace; and the peak of each, with what comes before."""
+    ends = [begin for begin, _ in recorder.step_marks[1:]] + [len(recorder.events)]
+    peaks = _peaks(recorder, ends)
+    number = max(range(len(peaks)), key=lambda step: (peaks[step], step))
+    recorder.steady_from, recorder.steady_mark = recorder.step_marks[number]
+    whole = recorder.events, recorder.marks
+    last = number + 1 == len(ends)
+    if not last:
+        until = recorder.step_marks[number + 1]
+        recorder.events, recorder.marks = recorder.events[: until[0]], recorder.marks[: until[1]]
+    trace = assembled(recorder, vocab_size)
+    recorder.events, recorder.marks = whole
+    recorder.steady_from, recorder.steady_mark = recorder.step_marks[-1]
+    return number, trace, peaks
+
+
+def _peaks(recorder: LiveRecorder, ends: list[int]) -> tuple[int, ...]:
+    peaks, live, begin = [], 0, 0
+    for end in ends:
+        peak = live
+        for allocates, index in recorder.events[begin:end]:
+            record = recorder.records[index]
+            if record.component != "library_workspaces":
+                live += record.bytes if allocates else -record.bytes
+                peak = max(peak, live)
+        peaks.append(peak)
+        begin = end
+    return tuple(peaks)
+
+
+if __name__ == "__main__":
+    main()

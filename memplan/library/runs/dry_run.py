@@ -1,0 +1,230 @@
+"""A user's own script on a GPU that is not there: ``memplan.run``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+from memplan.documents.escaping import json_text
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.hardware.contexts import context_range
+from memplan.hardware.hardware_tables import hardware_tables
+from memplan.library.answers.answer import Answer
+from memplan.library.answers.trace_answer import traced_timeline
+from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, require_torch
+from memplan.library.job_options import FilePath
+from memplan.library.lookup import find_device, open_catalog
+from memplan.library.runs.dry_run_answer import dry_run_document, fits
+from memplan.plan.memory_plan import Device
+from memplan.report.document import Document
+from memplan.report.pictures.step_figure import Limits, step_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from memplan.allocator.results import AllocatorResult
+    from memplan.dryrun.outcome import Card, Outcome
+    from memplan.trace.recording.trace_result import Trace
+
+
+class RunOptions(TypedDict, total=False):
+    """Keywords of a dry run.
+
+    Attributes:
+        gpu: The GPU that the script is to find: catalog name, alias, ``local``, or a device.
+        gpu_memory: Memory of one that is in no catalog, in its place.
+        module: Whether ``script`` is the name of a module, as ``python -m`` takes it.
+        steps: Training steps to take.
+        gpus: GPUs of the job.
+        rank: Which of them is run.
+        timeout: Seconds that the script may take.
+        worst: Masks hold everything and all tokens go to the same experts, where nobody knows.
+        synthetic: Batches of full length in place of the script's data.
+        allow_writes: Let the script write its files.
+        alloc_conf: The allocator's settings, as ``PYTORCH_CUDA_ALLOC_CONF``.
+        largest: Tensors to list at the peak.
+        quiet: Drop what the script prints, which else goes to standard error.
+        catalog: Your own catalog file or folder, added to ours.
+    """
+
+    gpu: str | Device | None
+    gpu_memory: str | None
+    module: bool
+    steps: int
+    gpus: int
+    rank: int
+    timeout: float
+    worst: bool
+    synthetic: bool
+    allow_writes: bool
+    alloc_conf: str
+    largest: int
+    quiet: bool
+    catalog: FilePath | None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DryRun(Answer):
+    """What a script needs, run against a GPU that is not there.
+
+    Attributes:
+        script: The script, with its arguments.
+        device: The GPU.
+        outcome: What came of the run.
+        to_spare: What the allocator does with memory to spare.
+        on_device: What it does on the GPU.
+        context_bytes: Memory outside the allocator.
+        most_listed: Tensors at the peak to list.
+    """
+
+    script: str
+    device: Device
+    outcome: Outcome
+    to_spare: AllocatorResult
+    on_device: AllocatorResult
+    context_bytes: int
+    most_listed: int
+
+    @property
+    def trace(self) -> Trace:
+        """The step that needs most."""
+        assert self.outcome.trace is not None
+        return self.outcome.trace
+
+    @property
+    def requested_bytes(self) -> int:
+        """Live tensors, and what kernels allocate inside themselves, at the peak."""
+        return self.trace.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator gets by on the GPU."""
+        return fits(self)
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
+        """Return the answer of ``memplan run``."""
+        return dry_run_document(self, unit)
+
+    def timeline(self, form: Literal["svg", "json"] = "svg") -> str:
+        """Return what is alive over the step that needs most, as a picture or as JSON."""
+        if form == "svg":
+            from memplan.report.figures import picture_of
+
+            return picture_of(self.figure(), ".svg").decode()
+        from memplan.trace.recording.timeline import timeline_json
+
+        return json_text(timeline_json(self.trace), indent=1)
+
+    def figure(self) -> Figure:
+        """Return memory over that step by component, with what the GPU has."""
+        lines = {
+            "segments, and context": self.to_spare.reserved_peak_bytes + self.context_bytes,
+            "usable": self.device.usable_bytes(0),
+        }
+        title = f"{self.script}, run without {self.device.name}"
+        return step_figure(traced_timeline(self.trace), title, self.trace.peak_instant, Limits(self.context_bytes, lines))
+
+
+def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOptions]) -> DryRun:
+    """Run a training script as ``python`` would, on tensors without memory, and return what it would need.
+
+    It runs the script's code, in a process of its own, on this machine's CPU; nothing is fetched, and nothing is
+    written where the script would write.
+
+    Args:
+        script: Path of the script, or the name of a module.
+        arguments: The script's own arguments.
+        options: Keywords of :class:`memplan.RunOptions`.
+
+    Raises:
+        CannotAnswerError: The script does what cannot be pretended, never trains, or takes too long.
+        InvalidFileError: There is no such script, or it fails by a fault of its own.
+        MemplanError: An unknown GPU.
+
+    Example:
+        >>> import memplan
+        >>> memplan.run("train.py", ["--batch-size", "8"], gpu="rtx4090").fits  # doctest: +SKIP
+        True
+    """
+    request_of = _checked(script, options)
+    require_torch()
+    from memplan.dryrun.outcome import Card, Request
+    from memplan.dryrun.script_process import run_script
+
+    catalog = open_catalog(options.get("catalog"))
+    device = find_device(options.get("gpu"), options.get("gpu_memory"), 1, catalog) if _names(options) else None
+    device = device or Device(catalog.gpus[DEFAULT_GPU], DEFAULT_GPU)
+    context = context_range(device.gpu, hardware_tables(catalog.root)).expected_bytes
+    card = Card(
+        device.gpu.name,
+        device.gpu.compute_capability or DEFAULT_CAPABILITY,
+        device.gpu.cuda_total_bytes,
+        max(0, device.usable_bytes(0) - context),
+    )
+    request = Request(str(script), card, tuple(arguments), **request_of)
+    outcome = run_script(request, quiet=options.get("quiet", False))
+    shown = " ".join([str(script), *arguments])
+    _refuse(outcome, shown)
+    return DryRun(
+        script=shown,
+        device=device,
+        outcome=outcome,
+        to_spare=_replayed(outcome, request.alloc_conf, None),
+        on_device=_replayed(outcome, request.alloc_conf, card.capacity_bytes),
+        context_bytes=context,
+        most_listed=options.get("largest", MOST_LISTED),
+    )
+
+
+_PASSED = ("steps", "gpus", "rank", "timeout", "worst", "synthetic", "allow_writes", "alloc_conf")
+
+
+def _names(options: RunOptions) -> bool:
+    return options.get("gpu") is not None or options.get("gpu_memory") is not None
+
+
+def _checked(script: FilePath, options: RunOptions) -> dict[str, object]:
+    """Return what a request takes over from the options.
+
+    Raises:
+        InvalidFileError: There is no such script, or a number is out of range.
+    """
+    unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"memplan.run() takes no {unknown[0]}")
+    module = options.get("module", False)
+    if not module and not Path(script).is_file():
+        raise InvalidFileError([f"{os.fspath(script)}: no such script"])
+    if options.get("steps", 1) < 1 or not 0 <= options.get("rank", 0) < options.get("gpus", 1):
+        raise InvalidFileError(["steps are at least 1, and ranks are counted from 0 to the number of GPUs less one"])
+    return {"is_module": module, **{name: options[name] for name in _PASSED if name in options}}
+
+
+def _refuse(outcome: Outcome, script: str) -> None:
+    """Refuse to answer where no step was taken to its end.
+
+    Raises:
+        CannotAnswerError: The script does what cannot be pretended, or never trains.
+        InvalidFileError: It fails by a fault of its own.
+    """
+    if outcome.ending == "failed":
+        raise InvalidFileError([f"{script}: {outcome.message}"])
+    if outcome.ending == "refused":
+        raise CannotAnswerError(f"{script}: {outcome.message}")
+    if outcome.trace is None or not outcome.steps:
+        raise CannotAnswerError(
+            f"{script}: it ended without a training step on the GPU: no optimizer was stepped"
+            + ("" if outcome.trace is not None else ", and no tensor was on the GPU")
+        )
+
+
+def _replayed(outcome: Outcome, alloc_conf: str, capacity: int | None) -> AllocatorResult:
+    from memplan.allocator.caching_allocator import replay
+    from memplan.allocator.settings import parse_alloc_conf
+
+    assert outcome.trace is not None
+    events = ((1 if event.allocates else -1, event.storage, event.bytes) for event in outcome.trace.events)
+    return replay(events, parse_alloc_conf(alloc_conf), capacity)

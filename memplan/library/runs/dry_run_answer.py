@@ -1,0 +1,161 @@
+"""The answer of ``memplan run``: what a script needs, and where it would run out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import memplan
+from memplan.library.answers.trace_answer import tensor_data
+from memplan.plan.components import COMPONENTS
+from memplan.report.document import Block, Document, Table
+from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.library.runs.dry_run import DryRun
+
+MOST_ANSWERS = 10
+"""Values asked for that the tables list; the JSON has all."""
+
+
+def fits(run: DryRun) -> bool:
+    """Tell whether the script gets by on the GPU."""
+    return run.outcome.runs_out is None and run.on_device.survives
+
+
+def dry_run_document(run: DryRun, unit: str) -> Document:
+    """Return the answer of ``memplan run``.
+
+    Args:
+        run: The run.
+        unit: Unit of bytes in tables.
+    """
+    blocks: list[Block] = [_heading(run), _component_table(run, unit), _instant_table(run, unit), _totals_table(run, unit)]
+    if run.most_listed:
+        blocks.append(_largest_table(run, unit))
+    if run.outcome.answers:
+        blocks.append(_answer_table(run))
+    if run.outcome.skipped:
+        blocks.append(_written(run, unit))
+    blocks.append(_sentence(run))
+    return Document(_data(run), tuple(blocks), 0 if fits(run) else 1)
+
+
+def _heading(run: DryRun) -> tuple[str, str]:
+    device, outcome = run.device, run.outcome
+    needs = run.to_spare.reserved_peak_bytes + run.context_bytes
+    verdict = "FITS" if fits(run) else "NO"
+    return (
+        f"{verdict}: {run.script} needs {format_bytes(needs)} of {format_bytes(device.usable_bytes(0))} on {device.name}",
+        f"{outcome.model or 'no module'}, {outcome.steps} steps run on tensors without memory in {outcome.seconds:.1f} s",
+    )
+
+
+def _component_table(run: DryRun, unit: str) -> Table:
+    sizes = {str(name): size for name, size in run.trace.peak.components.items()}
+    rows = [(name, format_bytes(sizes[name], unit)) for name in COMPONENTS if name in sizes]
+    rows.append(("requested", format_bytes(run.trace.peak_bytes, unit)))
+    return Table(("component", ">bytes"), tuple(rows), f"At the peak: {_where(run)} ({run.trace.peak.operation})")
+
+
+def _where(run: DryRun) -> str:
+    number = run.outcome.reported_step
+    return f"step {number}, {run.trace.peak_instant}" if number else "before the first step"
+
+
+def _instant_table(run: DryRun, unit: str) -> Table:
+    rows = [
+        (name, format_bytes(moment.bytes, unit), moment.operation)
+        for name, moment in run.trace.instants.items()
+        if not name.startswith("layer") or name == run.trace.peak_instant
+    ]
+    return Table(("instant", ">bytes", "operation"), tuple(rows))
+
+
+def _totals_table(run: DryRun, unit: str) -> Table:
+    spare = run.to_spare
+    rows = (
+        ("requested", run.trace.peak_bytes, "live tensors and what kernels allocate while they run"),
+        ("allocated", spare.allocated_peak_bytes, "in blocks, with library workspaces (simulated)"),
+        ("reserved", spare.reserved_peak_bytes, f"in {spare.segments:,} segments (simulated)"),
+        ("device", spare.reserved_peak_bytes + run.context_bytes, "with the CUDA context"),
+    )
+    return Table(
+        ("total", ">bytes", "meaning"), tuple((name, format_bytes(size, unit), text) for name, size, text in rows)
+    )
+
+
+def _largest_table(run: DryRun, unit: str) -> Table:
+    rows = tuple(
+        (
+            format_bytes(one.bytes, unit),
+            one.component,
+            "x".join(map(str, one.shape)),
+            one.name or one.operation,
+            one.line or one.instant,
+        )
+        for one in run.trace.largest_at_peak(run.most_listed)
+    )
+    return Table((">bytes", "component", "shape", "made by", "where"), rows, "Largest tensors alive at the peak")
+
+
+def _answer_table(run: DryRun) -> Table:
+    answers = run.outcome.answers[:MOST_ANSWERS]
+    more = len(run.outcome.answers) - len(answers)
+    title = "Values that the script asked for and was told" + (f" ({more} more)" if more else "")
+    return Table(("line", "asked", "told first"), tuple((a.line, a.question, a.value) for a in answers), title)
+
+
+def _written(run: DryRun, unit: str) -> str:
+    saved = [(name, size) for name, size in run.outcome.skipped if size]
+    text = f"Not written: {len(run.outcome.skipped):,} files and folders"
+    if saved:
+        text += f", among them checkpoints of {', '.join(format_bytes(size, unit) for _, size in saved[:3])}"
+    return f"{text} (--allow-writes lets the script write its files; checkpoints are skipped all the same)."
+
+
+def _sentence(run: DryRun) -> str:
+    runs_out = run.outcome.runs_out
+    text = f"It peaks at {format_bytes(run.trace.peak_bytes)} in {_where(run)}"
+    if runs_out is None:
+        return f"{text}; {run.device.name} would hold it." if run.on_device.survives else f"{text}; {run.device.name} would not."
+    step = f"step {runs_out.step}, {runs_out.instant}" if runs_out.step else "before the first step"
+    line = f" at {runs_out.line}" if runs_out.line else ""
+    return f"{text}. It would run out of memory in {step}, {runs_out.operation}{line}: {runs_out.message}"
+
+
+def _data(run: DryRun) -> dict[str, Any]:
+    """Return the JSON: a plan's components, instants, peak and persistent bytes."""
+    trace, outcome = run.trace, run.outcome
+    sizes = {str(name): size for name, size in trace.peak.components.items()}
+    return {
+        "schema": "memplan/run/1",
+        "memplan_version": memplan.__version__,
+        "script": run.script,
+        "model": outcome.model,
+        "gpu": {"name": run.device.name, "usable_bytes": run.device.usable_bytes(0)},
+        "verdict": "fits" if fits(run) else "no",
+        "answer": _sentence(run),
+        "components": [{"name": name, "bytes": sizes[name]} for name in COMPONENTS if name in sizes],
+        "instants": [
+            {"name": name, "requested_bytes": m.bytes, "operation": m.operation} for name, m in trace.instants.items()
+        ],
+        "peak": {
+            "step": outcome.reported_step,
+            "instant": trace.peak_instant,
+            "operation": trace.peak.operation,
+            "requested_bytes": trace.peak_bytes,
+            "allocated_bytes": run.to_spare.allocated_peak_bytes,
+            "reserved_bytes": run.to_spare.reserved_peak_bytes,
+            "device_bytes": run.to_spare.reserved_peak_bytes + run.context_bytes,
+        },
+        "persistent_bytes": outcome.persistent_bytes,
+        "steps": outcome.steps,
+        "step_peaks": list(outcome.peaks),
+        "events": len(trace.events),
+        "survives": fits(run),
+        "runs_out": None if outcome.runs_out is None else asdict(outcome.runs_out),
+        "largest": [tensor_data(one) for one in trace.largest_at_peak(run.most_listed)],
+        "answers": [asdict(answer) for answer in outcome.answers],
+        "not_written": [{"file": name, "bytes": size} for name, size in outcome.skipped],
+    }
