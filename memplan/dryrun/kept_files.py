@@ -5,17 +5,18 @@ from __future__ import annotations
 import builtins
 import io
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memplan.dryrun.answers_given import RefusedError
-from memplan.dryrun.device_names import replaced
+from memplan.dryrun.machine.device_names import replaced
+from memplan.dryrun.terms.answers_given import RefusedError
 
 _WRITES = frozenset("wax+")
 
@@ -30,7 +31,7 @@ class KeptFiles:
 
     def __init__(self, scratch: str, *, allow_writes: bool) -> None:
         self._scratch, self._allowed = scratch, allow_writes
-        self._free = tuple({os.path.realpath(path) for path in (scratch, tempfile.gettempdir(), "/dev")})
+        self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev")})
         self.skipped: dict[str, int] = {}
 
     @contextmanager
@@ -39,7 +40,10 @@ class KeptFiles:
         with ExitStack() as stack:
             stack.enter_context(replaced(BaseProcess, {"start": _refused_process}))
             stack.enter_context(replaced(os, {"fork": _refused_process}))
-            stack.enter_context(replaced(torch, {"save": self._saved(torch.save)}))
+            stack.enter_context(replaced(torch, {"save": self._saved}))
+            if find_spec("safetensors") is not None:
+                tensors = import_module("safetensors.torch")
+                stack.enter_context(replaced(tensors, {"save_file": self._saved, "save_model": self._saved}))
             if not self._allowed:
                 for owner, values in self._file_calls():
                     stack.enter_context(replaced(owner, values))
@@ -107,18 +111,13 @@ class KeptFiles:
 
         return moved
 
-    def _saved(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what saves nothing: the bytes of a checkpoint's tensors are counted."""
-        del function
-
-        def saved(thing: Any, file: Any, *_: Any, **__: Any) -> None:
-            name = os.fsdecode(file) if isinstance(file, str | os.PathLike) else "a stream"
-            self.skipped[name] = _bytes_of(thing)
-            if name != "a stream":
-                with open(file, "wb"):
-                    pass
-
-        return saved
+    def _saved(self, thing: Any, file: Any, *_: Any, **__: Any) -> None:
+        """Save nothing: the bytes of a checkpoint's tensors are counted, and its file is empty."""
+        name = os.fsdecode(file) if isinstance(file, str | os.PathLike) else "a stream"
+        if name != "a stream":
+            with open(file, "wb"):
+                pass
+        self.skipped[name] = _bytes_of(thing)
 
 
 def _bytes_of(value: Any, seen: set[int] | None = None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import runpy
 import signal
 import sys
@@ -16,17 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from memplan.allocator.settings import parse_alloc_conf
-from memplan.dryrun.answers_given import RefusedError, StepsDoneError
 from memplan.dryrun.kept_files import KeptFiles
-from memplan.dryrun.known_values import KnownValues
-from memplan.dryrun.live_recorder import LiveRecorder
-from memplan.dryrun.outcome import Ending, Outcome, Request
-from memplan.dryrun.pretended_machine import pretended_machine
-from memplan.dryrun.script_lines import ScriptLines
-from memplan.dryrun.watched_steps import WatchedSteps
+from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.terms.answers_given import RefusedError, StepsDoneError
+from memplan.dryrun.terms.outcome import Ending, Outcome, Request
+from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.dryrun.watching.watched_steps import WatchedSteps
 from memplan.errors import CannotAnswerError
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.trace_result import Trace
@@ -61,7 +60,9 @@ def run_here(request: Request) -> Outcome:
     )
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, allow_writes=request.allow_writes)
-    ending, message = _ended(request, script, lines, (files.kept(), _machine(request, recorder, values), watched.watching()))
+    ending, message = _ended(
+        request, script, lines, (files.kept(), _machine(request, recorder, values), watched.watching())
+    )
     seconds = time.monotonic() - started
     if not recorder.events:
         return Outcome(ending, message, steps=watched.done, seconds=seconds)
@@ -90,9 +91,11 @@ def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> 
     """Run the script inside contexts; return how it ended, and why."""
     from contextlib import ExitStack
 
-    def late(_: int, frame: FrameType | None) -> None:
+    def late(_: int, __: FrameType | None) -> None:
         where = lines.current()
-        raise RefusedError(f"still running after {request.timeout:g} s{f', at {where}' if where else ''} (see: --timeout)")
+        raise RefusedError(
+            f"still running after {request.timeout:g} s{f', at {where}' if where else ''} (see: --timeout)"
+        )
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, request.timeout)
@@ -110,7 +113,7 @@ def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> 
     except CannotAnswerError as error:
         return "refused", str(error)
     except BaseException as error:
-        return _failed(error, script, lines)
+        return _failed(error, lines)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -131,16 +134,16 @@ def _run(request: Request, script: str) -> None:
         sys.argv, sys.path[:] = before
 
 
-def _failed(error: BaseException, script: str, lines: ScriptLines) -> tuple[Ending, str]:
+def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
     """Tell a fault of the script from what cannot be pretended; show the script's own traceback of the first."""
     own = lines.innermost_of(error.__traceback__)
     text = " ".join(str(error).split())[:300]
     kind = type(error).__name__
-    if kind in _NO_FORM or (isinstance(error, NotImplementedError) and "Meta" in str(error)):
-        operator = getattr(error, "func", None)
+    operator = _operator_without_form(error)
+    if operator:
         return "refused", (
-            f"{own}: {operator or text} has no form for tensors without memory; give it one in the script: "
-            f"torch.library.register_fake({str(operator).rpartition('.')[0] or 'NAME'!r}), a function that returns empty results"
+            f"{own}: {operator} has no form for tensors without memory; give it one in the script with "
+            f"torch.library.register_fake({operator!r}), a function that returns empty results"
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
     print("Traceback (most recent call last):", *traceback.format_list(frames), sep="\n", end="", file=sys.stderr)
@@ -150,6 +153,17 @@ def _failed(error: BaseException, script: str, lines: ScriptLines) -> tuple[Endi
 
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
+_UNREGISTERED = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:]+)\)>")
+"""What torch's custom operators say (torch/_library/custom_ops.py)."""
+
+
+def _operator_without_form(error: BaseException) -> str:
+    """Return the operator that cannot run on tensors without memory, or nothing where the error is another."""
+    if type(error).__name__ in _NO_FORM:
+        operator = getattr(error, "func", None)
+        return "::".join(str(operator).split(".")[:2])
+    unregistered = _UNREGISTERED.search(str(error))
+    return unregistered[1] if unregistered else ""
 
 
 def _fullest(recorder: LiveRecorder, vocab_size: int) -> tuple[int, Trace, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import memplan
-from memplan.dryrun.outcome import Outcome, Request
+from memplan.dryrun.terms.outcome import Outcome, Request
 
 GRACE_SECONDS = 10.0
 """After its timeout a script may take so long to be stopped from inside, and to be summed up."""
@@ -68,7 +68,7 @@ def _started(request: Request, descriptor: int, *, quiet: bool) -> subprocess.Po
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL if quiet else sys.__stderr__,
         stderr=subprocess.DEVNULL if quiet else None,
-        env={**os.environ, **OFFLINE, "PYTHONPATH": path},
+        env={**os.environ, **OFFLINE, "PYTHONPATH": path, "TMPDIR": request.scratch},
         pass_fds=(descriptor,),
         start_new_session=True,
     )
@@ -80,7 +80,7 @@ def _started(request: Request, descriptor: int, *, quiet: bool) -> subprocess.Po
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
     """Return all that a process writes, or None where it is late."""
-    parts = []
+    parts: list[bytes] = []
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline - time.monotonic())):

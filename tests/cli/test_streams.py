@@ -226,7 +226,10 @@ def _numbers(text: str) -> list[str]:
 
 
 def test_every_command_that_ends_is_asked_in_every_format_it_has():
-    assert {arguments[0] for arguments, _ in ASKED.values()} - {"--help", "--version"} == COMMANDS.keys() - {"ui"}
+    assert {arguments[0] for arguments, _ in ASKED.values()} - {"--help", "--version"} == COMMANDS.keys() - {
+        "ui",
+        "run",
+    }  # tests/dryrun
 
 
 @pytest.mark.parametrize(("name", "form"), QUICK, ids=lambda part: part)

@@ -48,18 +48,14 @@ class RunOptions:
         bool, option(_RUN, "--synthetic", help="Batches of full length in place of the script's data.")
     ] = False
     allow_writes: Annotated[bool, option(_RUN, "--allow-writes", help="Let the script write its files.")] = False
-    alloc_conf: Annotated[
-        str, option(_RUN, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")
-    ] = ""
+    alloc_conf: Annotated[str, option(_RUN, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")] = ""
     largest: Annotated[
         int, option(_RUN, "--largest", min=0, max=1000, metavar="N", help="Tensors to list at the peak.")
     ] = 10
 
 
 @command(example="memplan run train.py --gpu rtx4090 -- --batch-size 8")
-def run_command(
-    script: RunOptions, device: Annotated[DeviceOptions, without("profile")], output: OutputOptions
-) -> int:
+def run_command(script: RunOptions, device: Annotated[DeviceOptions, without("profile")], output: OutputOptions) -> int:
     """What would my own script need? It runs here, against a GPU that is not, on tensors without memory.
 
     It runs the script's code, as python would. Exit code 1: it would run out of memory; 2: it fails by itself;

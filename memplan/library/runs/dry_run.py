@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
+from memplan.catalog.catalog import Catalog
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from memplan.allocator.results import AllocatorResult
-    from memplan.dryrun.outcome import Card, Outcome
+    from memplan.dryrun.terms.outcome import Outcome
     from memplan.trace.recording.trace_result import Trace
+
+
+STEPS, TIMEOUT = 3, 600.0
+"""Steps that a script takes, and seconds that it may, where nothing else is asked for."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -125,7 +130,9 @@ class DryRun(Answer):
             "usable": self.device.usable_bytes(0),
         }
         title = f"{self.script}, run without {self.device.name}"
-        return step_figure(traced_timeline(self.trace), title, self.trace.peak_instant, Limits(self.context_bytes, lines))
+        return step_figure(
+            traced_timeline(self.trace), title, self.trace.peak_instant, Limits(self.context_bytes, lines)
+        )
 
 
 def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOptions]) -> DryRun:
@@ -149,14 +156,14 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         >>> memplan.run("train.py", ["--batch-size", "8"], gpu="rtx4090").fits  # doctest: +SKIP
         True
     """
-    request_of = _checked(script, options)
     require_torch()
-    from memplan.dryrun.outcome import Card, Request
     from memplan.dryrun.script_process import run_script
+    from memplan.dryrun.terms.outcome import Card, Request
 
-    catalog = open_catalog(options.get("catalog"))
-    device = find_device(options.get("gpu"), options.get("gpu_memory"), 1, catalog) if _names(options) else None
-    device = device or Device(catalog.gpus[DEFAULT_GPU], DEFAULT_GPU)
+    _check(script, options)
+    given = options.get("catalog")
+    catalog = open_catalog(None if given is None else Path(given))
+    device = _device(options, catalog)
     context = context_range(device.gpu, hardware_tables(catalog.root)).expected_bytes
     card = Card(
         device.gpu.name,
@@ -164,7 +171,20 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         device.gpu.cuda_total_bytes,
         max(0, device.usable_bytes(0) - context),
     )
-    request = Request(str(script), card, tuple(arguments), **request_of)
+    request = Request(
+        str(script),
+        card,
+        tuple(arguments),
+        options.get("module", False),
+        options.get("steps", STEPS),
+        options.get("gpus", 1),
+        options.get("rank", 0),
+        options.get("timeout", TIMEOUT),
+        options.get("worst", False),
+        options.get("synthetic", False),
+        options.get("allow_writes", False),
+        alloc_conf=options.get("alloc_conf", ""),
+    )
     outcome = run_script(request, quiet=options.get("quiet", False))
     shown = " ".join([str(script), *arguments])
     _refuse(outcome, shown)
@@ -179,15 +199,19 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     )
 
 
-_PASSED = ("steps", "gpus", "rank", "timeout", "worst", "synthetic", "allow_writes", "alloc_conf")
+def _device(options: RunOptions, catalog: Catalog) -> Device:
+    gpu, memory = options.get("gpu"), options.get("gpu_memory")
+    if isinstance(gpu, Device):
+        return gpu
+    return (
+        Device(catalog.gpus[DEFAULT_GPU], DEFAULT_GPU)
+        if gpu is memory is None
+        else find_device(gpu, memory, 1, catalog)
+    )
 
 
-def _names(options: RunOptions) -> bool:
-    return options.get("gpu") is not None or options.get("gpu_memory") is not None
-
-
-def _checked(script: FilePath, options: RunOptions) -> dict[str, object]:
-    """Return what a request takes over from the options.
+def _check(script: FilePath, options: RunOptions) -> None:
+    """Refuse what cannot be run.
 
     Raises:
         InvalidFileError: There is no such script, or a number is out of range.
@@ -195,12 +219,10 @@ def _checked(script: FilePath, options: RunOptions) -> dict[str, object]:
     unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
-    module = options.get("module", False)
-    if not module and not Path(script).is_file():
+    if not options.get("module", False) and not Path(script).is_file():
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
-    if options.get("steps", 1) < 1 or not 0 <= options.get("rank", 0) < options.get("gpus", 1):
+    if options.get("steps", STEPS) < 1 or not 0 <= options.get("rank", 0) < options.get("gpus", 1):
         raise InvalidFileError(["steps are at least 1, and ranks are counted from 0 to the number of GPUs less one"])
-    return {"is_module": module, **{name: options[name] for name in _PASSED if name in options}}
 
 
 def _refuse(outcome: Outcome, script: str) -> None:

@@ -30,7 +30,12 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
         run: The run.
         unit: Unit of bytes in tables.
     """
-    blocks: list[Block] = [_heading(run), _component_table(run, unit), _instant_table(run, unit), _totals_table(run, unit)]
+    blocks: list[Block] = [
+        _heading(run),
+        _component_table(run, unit),
+        _instant_table(run, unit),
+        _totals_table(run, unit),
+    ]
     if run.most_listed:
         blocks.append(_largest_table(run, unit))
     if run.outcome.answers:
@@ -107,18 +112,20 @@ def _answer_table(run: DryRun) -> Table:
 
 
 def _written(run: DryRun, unit: str) -> str:
-    saved = [(name, size) for name, size in run.outcome.skipped if size]
-    text = f"Not written: {len(run.outcome.skipped):,} files and folders"
-    if saved:
-        text += f", among them checkpoints of {', '.join(format_bytes(size, unit) for _, size in saved[:3])}"
-    return f"{text} (--allow-writes lets the script write its files; checkpoints are skipped all the same)."
+    saved = [format_bytes(size, unit) for _, size in run.outcome.skipped if size]
+    among = f", checkpoints of {', '.join(saved[:3])} among them" if saved else ""
+    return f"Not written: {len(run.outcome.skipped):,} files and folders{among} (see: --allow-writes)."
 
 
 def _sentence(run: DryRun) -> str:
     runs_out = run.outcome.runs_out
     text = f"It peaks at {format_bytes(run.trace.peak_bytes)} in {_where(run)}"
     if runs_out is None:
-        return f"{text}; {run.device.name} would hold it." if run.on_device.survives else f"{text}; {run.device.name} would not."
+        return (
+            f"{text}; {run.device.name} would hold it."
+            if run.on_device.survives
+            else f"{text}; {run.device.name} would not."
+        )
     step = f"step {runs_out.step}, {runs_out.instant}" if runs_out.step else "before the first step"
     line = f" at {runs_out.line}" if runs_out.line else ""
     return f"{text}. It would run out of memory in {step}, {runs_out.operation}{line}: {runs_out.message}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ from typing import Any
 
 import torch
 
-from memplan.dryrun.live_recorder import LiveRecorder
+from memplan.dryrun.watching.live_recorder import LiveRecorder
 
 GENERATOR_STATE_BYTES = 16
 """Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
 CUDA_VERSION = "13.0"
 """CUDA of torch 2.13's default wheels (https://pytorch.org/get-started)."""
+
+NATIVE = ("bitsandbytes",)
+"""Packages that load kernels of their own where there is a GPU, and know how to do without."""
 
 
 class Nothing:
@@ -60,6 +64,7 @@ def _answers(recorder: LiveRecorder) -> Iterator[tuple[Any, str, Any]]:
         (cuda, _memory_answers(recorder)),
         (cuda.memory, _memory_answers(recorder)),
         (cuda, _idle_answers()),
+        (cuda.random, _idle_answers()),
         (torch.accelerator, _accelerator_answers(recorder)),
     ):
         yield from ((owner, name, value) for name, value in answers.items())
@@ -86,17 +91,22 @@ class _Generator(metaclass=_AnyGenerator):
 _GENERATOR = torch.Generator
 
 
+def _is_available() -> bool:
+    """Tell that there is a GPU, but to libraries that would load their own code for it."""
+    return not str(sys._getframe(1).f_globals.get("__name__")).startswith(NATIVE)
+
+
 def _device_answers(recorder: LiveRecorder) -> dict[str, Any]:
     card = recorder.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
     properties = SimpleNamespace(name=card.name, major=major, minor=minor, total_memory=card.total_bytes)
     return {
-        "is_available": lambda: True,
+        "is_available": _is_available,
         "is_initialized": lambda: True,
         "_is_compiled": lambda: True,
         "init": _nothing,
         "_lazy_init": _nothing,
-        "_lazy_call": lambda call, **_: None,
+        "_lazy_call": _nothing,
         "device_count": lambda: 1,
         "_device_count_nvml": lambda: 1,
         "current_device": lambda: 0,
@@ -129,7 +139,11 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
             "active_bytes": (allocator.allocated_bytes, allocator.allocated_peak_bytes),
             "reserved_bytes": (driver.reserved_bytes, driver.reserved_peak_bytes),
         }
-        flat = {f"{name}.all.{kind}": value for name, both in pairs.items() for kind, value in zip(("current", "peak"), both, strict=True)}
+        flat = {
+            f"{name}.all.{kind}": value
+            for name, both in pairs.items()
+            for kind, value in zip(("current", "peak"), both, strict=True)
+        }
         return {**flat, "num_alloc_retries": allocator.retries, "num_ooms": 0}
 
     def free(*_: Any) -> tuple[int, int]:
@@ -157,7 +171,10 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
 
 def _idle_answers() -> dict[str, Any]:
     """Return what has nothing to do without a GPU: waiting, seeds, streams."""
-    state = lambda *_: torch.zeros(GENERATOR_STATE_BYTES, dtype=torch.uint8)  # noqa: E731
+
+    def state(*_: Any) -> torch.Tensor:
+        return torch.zeros(GENERATOR_STATE_BYTES, dtype=torch.uint8)
+
     idle = dict.fromkeys(
         ("synchronize", "manual_seed", "manual_seed_all", "seed", "seed_all", "ipc_collect", "set_sync_debug_mode",
          "set_rng_state", "set_rng_state_all", "set_stream"),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memplan.dryrun.answers_given import StepsDoneError
-from memplan.dryrun.live_recorder import LiveRecorder
+from memplan.dryrun.terms.answers_given import StepsDoneError
+from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.watched_parts import tensor_of
 
@@ -151,8 +151,13 @@ class WatchedSteps:
             self.model = self.model or type(module).__name__
         self._seen.add(module)
         lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        alike = [layers for layers in lists if len(layers) > 1 and len({type(layer) for layer in layers}) == 1]
-        for number, layer in enumerate(max(alike, key=len, default=[]), start=1):
+        alike: list[list[nn.Module]] = [
+            layers for layers in lists if len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+        ]
+        longest: list[nn.Module] = []
+        for layers in alike:
+            longest = max(longest, layers, key=len)
+        for number, layer in enumerate(longest, start=1):
             self._layers.setdefault(layer, number)
         sizes = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
         self.vocab_size = max([self.vocab_size, *sizes])

@@ -7,15 +7,14 @@ positions and loss scales are what they would be. Everything else follows from w
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.dryrun.answers_given import Answer
-from memplan.dryrun.script_lines import ScriptLines
+from memplan.dryrun.terms.answers_given import Answer
+from memplan.dryrun.terms.script_lines import ScriptLines
 
 KNOWN_INTEGERS = 2**20
 """Elements up to which integers and masks keep their values."""
@@ -119,16 +118,15 @@ class KnownValues:
             indices = (torch.arange(rows * count) % columns).view(chosen.shape)
         else:
             indices = torch.arange(count).expand(chosen.shape).contiguous()
-        chosen._known = Known(indices)
+        chosen._known = Known(indices)  # type: ignore[attr-defined]
 
     # What is asked.
 
-    def number(self, tensor: Tensor) -> bool | int | float:
+    def number(self, tensor: Tensor) -> Any:
         """Return a single value: the one that is known, or a plausible one, which is remembered as asked for."""
         known = self.of(tensor)
         if known is not None:
-            value: bool | int | float = known.item()
-            return value
+            return known.item()
         if tensor.dtype == torch.bool:
             return self.told("whether something holds", True)
         if not tensor.dtype.is_floating_point:

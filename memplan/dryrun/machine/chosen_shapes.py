@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.dryrun.known_values import KnownValues
+from memplan.dryrun.machine.known_values import KnownValues
 
 aten = torch.ops.aten
 Rule = Callable[[KnownValues, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,7 +48,7 @@ def _nonzero(values: KnownValues, func: Any, args: tuple[Any, ...], options: dic
 
 def _masked_select(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     del func, options
-    mask = args[1].expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
+    mask = args[1].expand(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
     return args[0].new_empty(len(_nonzero(values, aten.nonzero.default, (mask,), {})))
 
 

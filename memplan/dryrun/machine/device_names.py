@@ -45,6 +45,7 @@ def _device(value: Any) -> torch.device | None:
 @contextmanager
 def named_devices() -> Iterator[None]:
     """Let tensors be moved to CUDA, and be there, while what is inside runs."""
+
     def to_cuda(tensor: Tensor, device: Any = None, *rest: Any, **options: Any) -> Tensor:
         options.pop("memory_format", None)
         if isinstance(device, int) and not isinstance(device, bool):
@@ -60,7 +61,9 @@ def named_devices() -> Iterator[None]:
     with (
         replaced(FakeTensor, {**properties, "__new__": staticmethod(_made)}),
         replaced(Tensor, {"to": _with_inner_devices(Tensor.to), "cuda": to_cuda}),
-        replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}),
+        replaced(
+            torch, {name: _with_inner_devices(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+        ),
     ):
         yield
 
@@ -79,7 +82,7 @@ def _made(
     torch would take CUDA's, and break up what a build without CUDA knows no kernel for.
     """
     wanted = bare.requires_grad if requires_grad is None else requires_grad
-    tensor: Any = Tensor._make_subclass(cls, bare, wanted, dispatch_device=True, device_for_backend_keys=_BARE)  # type: ignore[call-arg]
+    tensor: Any = Tensor._make_subclass(cls, bare, wanted, dispatch_device=True, device_for_backend_keys=_BARE)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     tensor.fake_device, tensor.fake_mode = device, mode
     tensor.constant = tensor.pytype = tensor.dispatch_keys = tensor.real_tensor = None
@@ -97,7 +100,9 @@ def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:
     def named(*args: Any, **options: Any) -> Any:
         if "device" in options:
             options["device"] = inner_device(options["device"])
-        return function(*[inner_device(value) if isinstance(value, str | torch.device) else value for value in args], **options)
+        return function(
+            *[inner_device(value) if isinstance(value, str | torch.device) else value for value in args], **options
+        )
 
     return named
 

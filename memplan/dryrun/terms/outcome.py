@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memplan.dryrun.answers_given import Answer
+from memplan.dryrun.terms.answers_given import Answer
 from memplan.trace.recording.trace_result import Trace
 
 Ending = Literal["done", "ended", "failed", "refused"]

@@ -12,14 +12,13 @@ import torch.utils._foreach_utils as foreach
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.dryrun.cuda_runtime import pretended_runtime
-from memplan.dryrun.device_names import named_devices, replaced
-from memplan.dryrun.known_values import KnownValues
-from memplan.dryrun.live_recorder import LiveRecorder
-from memplan.dryrun.pretended_tensors import PretendedTensors
+from memplan.dryrun.machine.cuda_runtime import pretended_runtime
+from memplan.dryrun.machine.device_names import named_devices, replaced
+from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.pretended_tensors import PretendedTensors
+from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
-
 
 
 class _NoTensor:
@@ -81,11 +80,25 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         "__repr__": shown,
         "__format__": formatted,
         "pin_memory": lambda tensor, *_: tensor,
-        "record_stream": lambda tensor, _: None,
+        "data_ptr": lambda tensor: _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size(),
+        "record_stream": lambda *_: None,
         "data": property(data.__get__, set_data),  # type: ignore[attr-defined]
     }
-    with replaced(FakeTensor, methods), replaced(Tensor, {"pin_memory": lambda tensor, *_: tensor, "is_pinned": _no}):
+    stored = {"data_ptr": _address}
+    with (
+        replaced(torch.UntypedStorage, stored),
+        replaced(FakeTensor, methods),
+        replaced(Tensor, {"pin_memory": lambda tensor, *_: tensor, "is_pinned": _no}),
+    ):
         yield
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Return where a storage lies, or what tells one without memory from others."""
+    return int(storage._cdata) if storage.device.type == "meta" else _DATA_POINTER(storage)
+
+
+_DATA_POINTER = torch.UntypedStorage.data_ptr
 
 
 def _no(*_: Any) -> bool:
@@ -95,10 +108,10 @@ def _no(*_: Any) -> bool:
 @contextmanager
 def _moved_modules() -> Iterator[None]:
     """Let a module keep its parameters when it is moved: tied weights stay tied, and optimizers keep theirs."""
-    original = torch.nn.Module._apply
+    original: Any = torch.nn.Module._apply
     future: Any = torch.__future__
 
-    def applied(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+    def applied(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
         before = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
         try:

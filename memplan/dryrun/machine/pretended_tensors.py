@@ -1,13 +1,13 @@
 """Tensors on a pretended GPU have a shape, a dtype and a storage without memory; those on the CPU are real.
 
 It is torch's own fake tensors with three differences: what runs on the CPU alone really runs, large weights made on the
-CPU aside; what a script asks of a tensor's values is answered (:mod:`memplan.dryrun.known_values`); and results that
+CPU aside; what a script asks of a tensor's values is answered (:mod:`memplan.dryrun.machine.known_values`); and results that
 come back to the CPU are real again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memplan.dryrun.chosen_shapes import answered
-from memplan.dryrun.device_names import inner_device, outer_device
-from memplan.dryrun.known_values import KnownValues, written
+from memplan.dryrun.machine.chosen_shapes import answered
+from memplan.dryrun.machine.device_names import inner_device, outer_device
+from memplan.dryrun.machine.known_values import KnownValues, written
 
 LARGEST_REAL_BYTES = 2**20
 """Floats made on the CPU beyond this are without memory, so that weights that are later moved need none."""
@@ -37,7 +37,7 @@ _FACTORIES = frozenset(
 """What makes weights before they are given values."""
 
 
-class PretendedTensors(FakeTensorMode):
+class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Runs operators on what is on the CPU, and pretends to run those on what is on the GPU.
 
     Args:
@@ -47,16 +47,14 @@ class PretendedTensors(FakeTensorMode):
     def __init__(self, values: KnownValues) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.values = values
-        self.fake_tensor_converter.from_meta_and_device = _wrapped  # type: ignore[method-assign]
+        self.fake_tensor_converter.from_meta_and_device = _wrapped  # type: ignore[method-assign, assignment]
 
     @property
     def avoid_device_init(self) -> bool:
         """Tell torch that there is no device to initialise."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return torch.device("meta") if self.in_kernel_invocation else inner_device(args[0].fake_device)
         options = kwargs or {}
@@ -75,7 +73,7 @@ class PretendedTensors(FakeTensorMode):
         if answer is not NotImplemented:
             return answer
         args, options = each_tensor((args, options), self._without_memory)
-        result = super().__torch_dispatch__(func, types, args, options)
+        result: Any = super().__torch_dispatch__(func, types, args, options)
         if result is NotImplemented:
             return result
         self.values.derive(func, args, options, result)

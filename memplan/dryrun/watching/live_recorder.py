@@ -6,12 +6,11 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-
 from memplan.allocator.caching_allocator import CachingAllocator
 from memplan.allocator.results import AllocationError, OutOfMemory
 from memplan.allocator.settings import AllocatorSettings
-from memplan.dryrun.outcome import Card, RunsOut
-from memplan.dryrun.script_lines import ScriptLines
+from memplan.dryrun.terms.outcome import Card, RunsOut
+from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import Component
@@ -26,7 +25,7 @@ class Unrepeated(RepeatedOperators):
         return func(*args, **options)
 
 
-class LiveRecorder(Recorder):
+class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Tells a simulated allocator of every birth and death, and notes the first request that the card cannot hold.
 
     Args:
@@ -97,4 +96,3 @@ class LiveRecorder(Recorder):
         )
         instant = self.marks[-1][1]
         self.runs_out = RunsOut(self.step, instant, operation, self.lines.current(), size, message)
-

@@ -1,0 +1,1 @@
+"""A machine with the pretended GPU: its tensors, its runtime, its files."""

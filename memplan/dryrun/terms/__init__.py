@@ -1,0 +1,1 @@
+"""What passes between the processes of a dry run, and between its parts."""
