@@ -45,7 +45,11 @@ def fit_command(
         if shows_screen(output, detail):
             return emit(every.overview(output.unit, strict=verdict.strict), output, detail)
         return emit(every.document(output.unit, strict=verdict.strict, full=output.whole), output)
-    answer = memplan.plan(model.model, **options)
+    if shows_screen(output, detail):
+        from memplan.library.answers.planned_job import plan_at_a_glance as planned
+    else:
+        planned = memplan.plan
+    answer = planned(model.model, **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 

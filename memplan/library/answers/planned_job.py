@@ -260,11 +260,20 @@ def plan(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
         >>> plan.verdict, plan.suggestions[0].flips_verdict
         ('no', True)
     """
+    return _plan(model, options, least=True)
+
+
+def plan_at_a_glance(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
+    """Return what :func:`plan` does but for the least of a job that has memory to spare, which no screen shows."""
+    return _plan(model, options, least=None)
+
+
+def _plan(model: ModelGiven, options: JobOptions, *, least: bool | None) -> Plan:
     inputs = job_inputs("plan", model, options)
     known = inputs.model()
     device = inputs.device()
     setup = inputs.setup(known, gpus=inputs.gpus)
-    return Plan(simulation.simulated(CompiledPlan(known, setup).evaluate(device)), inputs.catalog)
+    return Plan(simulation.simulated(CompiledPlan(known, setup).evaluate(device), least=least), inputs.catalog)
 
 
 def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:

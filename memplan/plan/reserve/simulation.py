@@ -168,7 +168,7 @@ class Runs:
 
 
 def simulated(
-    plan: MemoryPlan, *, libraries_first: bool = False, least: bool = True, runs: Runs | None = None
+    plan: MemoryPlan, *, libraries_first: bool = False, least: bool | None = True, runs: Runs | None = None
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated; where that cannot be, the same with the reason.
 
@@ -177,7 +177,8 @@ def simulated(
     Args:
         plan: A plan with a share as its reserve.
         libraries_first: Whether libraries have made their workspaces before the run, as in a process that was warmed up.
-        least: Whether the least that it needs, and the lower end, are looked for; half of the time goes into that.
+        least: Whether the least that it needs, and the lower end, are looked for, which takes a third of the time; None
+            where they are only wanted of a run for which the device has too little to spare.
         runs: What is known already; none where libraries come first.
     """
     if reason := shares_reason(plan):
@@ -187,12 +188,14 @@ def simulated(
         simulation = Simulation(events_of(plan).libraries_first(), expandable=expandable)
     else:
         simulation = (runs or Runs())[plan]
-    result = simulation.result(least=least)
+    result = simulation.result(least=bool(least))
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
+    if least is None and result.most_bytes + missing + allowances.upper_context_bytes > plan.usable_bytes:
+        result = simulation.result()
     verdict, needed = _verdict(
         plan, lambda capacity: simulation.runs_in(capacity - missing), result.least_bytes + missing
     )

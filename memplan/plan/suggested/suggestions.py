@@ -197,7 +197,7 @@ def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -
     """Return what was found with shares, each simulated as the plan that is shown is; those that flip its verdict first."""
     shown = []
     for item in results:
-        plan = simulated(trial.tried[item.change])
+        plan = simulated(trial.tried[item.change], least=False)
         saves, flips = final.device_bytes - plan.device_bytes, plan.verdict == "fits"
         shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=plan.device_bytes))
     return tuple(sorted((item for item in shown if item.saves_bytes > 0), key=lambda item: not item.flips_verdict))
