@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, frozen: bool, slots: bool) -> Callable[[type], type]:
-        """Return the decorator for a class of frozen values with slots."""
+        """Return the decorator for a class of frozen values, with slots or, where it caches properties, without."""
         assert frozen
-        assert slots
 
         def made(cls: type) -> type:
             cls.__doc__ = cls.__doc__ or cls.__name__  # else the constructor's signature is written
-            return _with_methods(dataclasses.dataclass(init=False, repr=False, eq=False, slots=True)(cls))
+            return _with_methods(dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls))
 
         return made
 

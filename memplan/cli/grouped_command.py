@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from memplan.errors import InvalidFileError
+from memplan.values import dataclass
 
 WIDEST_NAMES = 26
 """Columns that an option's names take at most before its help starts on a line of its own."""

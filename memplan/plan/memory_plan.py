@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +15,7 @@ from memplan.plan.components import Component, components
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
+from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.step.instants import StepForms
@@ -96,7 +96,7 @@ class Suggestion:
         return ", ".join(dict.fromkeys(setting.text for setting in self.own if setting.own_key is not None))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=False)
 class MemoryPlan:
     """The answer: the peak of a training step, component by component, against a device.
 

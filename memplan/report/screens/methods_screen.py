@@ -40,6 +40,7 @@ def methods_screen(
     words = [
         *_words(plans),
         *notes,
+        "max batch: about, with the allocator's reserve as a share; -b N simulates it.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))

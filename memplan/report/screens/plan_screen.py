@@ -166,8 +166,8 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
         if value > now[key]
     ]
     if not rows:
-        return ["No larger batch and no longer sequence is sure to fit."]
-    return ["Room that is left for sure, for either of:", *canvas.columns(rows)]
+        return ["No larger batch and no longer sequence is likely to fit."]
+    return ["Room that is left, by the allocator's usual share, for either of:", *canvas.columns(rows)]
 
 
 def card_notes(plan: MemoryPlan) -> list[str]:
