@@ -79,6 +79,9 @@ class Method:
     reference_model: ReferenceModel | None = None
 
 
+Engine = Literal["torch", "fsdp1", "deepspeed"]
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
@@ -89,6 +92,8 @@ class Parallel:
             gradients and optimizer states (torch's ``fully_shard``).
         virtual: Chunks of layers in each pipeline stage.
         expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
+        engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
+            FullyShardedDataParallel, or ``deepspeed``.
     """
 
     data: int = 1
@@ -100,6 +105,7 @@ class Parallel:
     expert: int = 1
     virtual: int = 1
     expert_tensor: int | None = None
+    engine: Engine = "torch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.places import last_places
-from memplan.step.states.optimizer_scratch import average_bytes, clipping_bytes
+from memplan.step.states.optimizer_scratch import average_bytes
 from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant
@@ -43,7 +43,7 @@ def after_backward(
         update = constant_form(Part.TEMPORARIES, max(inputs.optimizer.bytes, scaling))
         yield Instant("optimizer step", "update", gradients + update)
     if config.clip_gradients:
-        scratch = constant_form(Part.TEMPORARIES, clipping_bytes(tensors))
+        scratch = constant_form(Part.TEMPORARIES, inputs.clipping_bytes)
         yield Instant("gradient clipping", "norms", gradients + scratch)
     filled = constant_form(Part.GRADIENTS, filled_bytes)
     if config.weight_average != "none" and config.gradients.lifetime == "step":

@@ -21,7 +21,7 @@ from memplan.step.kernels.layer_arguments import layer_arguments, masks_attentio
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.optimizer_scratch import step_temporaries, stored_names
+from memplan.step.states.optimizer_scratch import clipping_bytes, step_temporaries, stored_names
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
@@ -107,7 +107,8 @@ def step_on_tape(
     refuse_unquantised(model.spec, setup)
     refuse_liger(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
-    inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer)
+    clipping = clipping_bytes(states.tensors)
+    inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer, clipping)
     return inputs, model_on_tape(inputs)
 
 

@@ -21,11 +21,12 @@ from functools import partial
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.head_instants import head_backward, root_bytes, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
-from memplan.step.states.optimizer_scratch import step_temporaries
+from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
 from memplan.step.states.parallel_shards import Unit, gathered_setup, unit
 from memplan.step.step_inputs import StepInputs, buffers, tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
@@ -94,6 +95,9 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     step = _sharded_step(model, setup, states, regime)
     inputs = step.inputs
     candidates = tuple(step_instants(inputs, step.taped, partial(_one_pass, step)))
+    if setup.config.evaluation:
+        kept = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
+        candidates += tuple(_evaluated(step, constant_form(Part.GRADIENTS, kept)))
     return StepForms(
         candidates,
         buffers(inputs) + tables_of_graph(inputs),
@@ -107,9 +111,9 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
 def _sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> ShardedStep:
     """Return the tapes of gathered weights, and their units."""
     whole = gathered_setup(setup)
-    optimizer = step_temporaries(setup, states.tensors)
+    optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
     whole_states = model_states(whole, model.inventory, ())
-    inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer)
+    inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer, clipping)
     taped = model_on_tape(inputs)
     played = taped.played("first", inputs.recomputation)
     root = unit([tensor for tensor in model.inventory if "{}" not in tensor.name], setup)
@@ -192,6 +196,24 @@ def _loss_forward(step: ShardedStep, around: Form) -> Iterator[Instant]:
     yield _instant("forward", "log_softmax", form, root)
     rows = (single_form(Part.ACTIVATIONS, v.quantity, v.coefficient) for v in (head.section.entry, head.normed))
     yield _instant("forward", "head", sum(rows, around + logits), root + step.last.gathered_bytes)
+
+
+def _evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
+    root, stream = step.root.gathered_bytes, step.taped.embedding.output
+    x = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient)
+    yield _instant("evaluation", "copy of the first layer", around + x, 2 * root + 2 * step.units[0].gathered_bytes)
+    runs = step.taped.runs
+    if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
+        gathered = root + 2 * step.last.gathered_bytes + under.gathered_bytes
+        yield _instant("evaluation", "copy of the last layer", around + x, gathered)
+    own = dict(zip(step.taped.kinds, (2 * unit.gathered_bytes for unit in step.units), strict=True))
+    for kind, section in enumerate(step.taped.layers):
+        for moment in section.evaluated().forward:
+            yield _instant("evaluation", moment.operation, around + moment.form, root + own[kind])
+    for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
+        buffer = 0 if "softmax" in moment.operation or "loss" in moment.operation else step.last.gathered_bytes
+        yield _instant("evaluation", moment.operation, around + moment.form, root + buffer)
 
 
 # -------------------------------------------------------------------- backward

@@ -46,6 +46,7 @@ class StepInputs:
         regime: What batch and length decide.
         gradient_bytes: Gradients that the rank stores.
         optimizer: Scratch of the rank's optimizer step.
+        clipping_bytes: Scratch of clipping the rank's gradients.
     """
 
     spec: ModelSpec
@@ -54,6 +55,7 @@ class StepInputs:
     regime: Regime
     gradient_bytes: int
     optimizer: Temporaries
+    clipping_bytes: int
 
     @property
     def recomputation(self) -> Recomputation:

@@ -51,7 +51,10 @@ def parallel_refusals(
         if given != getattr(Parallel(), name):
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled; {POSSIBLE}"
             yield ("parallel", name), text
-    if parallel.zero_stage in (1, 2):
+    if parallel.engine != "torch" and parallel.zero_stage:
+        text = f"{parallel.engine} is not supported: its flat partitions and buckets are not modelled; {POSSIBLE}"
+        yield ("parallel", "engine"), text
+    elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.data == 1:
         yield (
@@ -91,19 +94,15 @@ def _when_sharded(
     weights = formats["hidden_matrix"]
     if len(set(formats.values())) > 1:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
-    if config.adapter is not None:
-        yield ("adapter",), f"adapters are not supported with zero_stage 3; {INSTEAD}"
     if config.master_weights != "none":
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
-    if config.loss_scaling or config.compute_dtype == "fp16":
-        yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {INSTEAD}"
+    if config.adapter is not None:
+        yield ("adapter",), f"adapters are not supported with zero_stage 3; {INSTEAD}"
     if config.weight_average != "none":
         yield ("weight_average",), f"an average of shards is not modelled; {INSTEAD}"
-    if config.clip_gradients:
-        yield ("clip_gradients",), f"norms of shards are not modelled; {INSTEAD}"
-    if config.evaluation:
-        yield ("evaluation",), f"evaluation with zero_stage 3 is not modelled; {INSTEAD}"
+    if config.loss_scaling or config.compute_dtype == "fp16":
+        yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {INSTEAD}"
     if profile.loss not in ("bf16", "fp32"):
         text = f"{profile.loss} is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text

@@ -47,7 +47,9 @@ SHARDED = [
     ("untied", 8, {"kernels": Kernels(loss="fp32", optimizer="fused")}, MANY),
     ("tied", 8, {"kernels": Kernels(norm="composite", optimizer="for-loop")}, MANY),
     ("untied", 8, {"optimizer": {"default": "sgd-momentum"}}, MANY),
-    ("untied", 8, {"save_checkpoint": True, "dropout": 0.1}, MANY),
+    ("untied", 8, {"save_checkpoint": True, "dropout": 0.1, "clip_gradients": True}, MANY),
+    ("tied", 3, {**MIXED, "clip_gradients": True, "evaluation": True}, MANY),
+    ("untied", 2, {"evaluation": True, "zero_gradients": "fill"}, MANY),
 ]
 REPLICATED = [
     ("untied", 8, {}, MANY),

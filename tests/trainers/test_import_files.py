@@ -105,7 +105,10 @@ def test_a_launcher_joins_the_trainer():
     answer = read("trl.yaml", beside=[EXAMPLES / "accelerate.yaml"])
     assert answer["training"]["parallel"] == {"data": 4}
     sharded = read("trl.yaml", beside=[EXAMPLES / "ds_z3.json"], gpus=8)["training"]
-    assert (sharded["parallel"], sharded["master_weights"]) == ({"zero_stage": 3, "data": 8}, "fp32")
+    assert (sharded["parallel"], sharded["master_weights"]) == (
+        {"zero_stage": 3, "engine": "deepspeed", "data": 8},
+        "fp32",
+    )
 
 
 def test_shards_without_a_number_of_gpus_are_refused_with_the_flag():
@@ -324,7 +327,7 @@ def test_a_swift_command_has_its_own_defaults():
     answer = memplan.import_file(words.split()).to_dict()
     training = answer["training"]
     assert (training["micro_batch_size"], training["gradient_accumulation_steps"]) == (1, 8)
-    assert training["parallel"] == {"zero_stage": 3, "data": 2}
+    assert training["parallel"] == {"zero_stage": 3, "engine": "deepspeed", "data": 2}
     assert answer["method"]["tuning"] == "lora"
 
 

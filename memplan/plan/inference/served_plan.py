@@ -147,7 +147,7 @@ class ServedModel:
         states = model_states(self.setup, self.model.inventory, ())
         regime = regime_of(self.model, self.setup, batch, length)
         temporaries = step_temporaries(self.setup, states.tensors)
-        taped = model_on_tape(StepInputs(self.model.spec, self.setup, states, regime, 0, temporaries))
+        taped = model_on_tape(StepInputs(self.model.spec, self.setup, states, regime, 0, temporaries, 0))
         values = quantities(batch, length, 1, self.model.spec.vocab_size)
         moments = (moment for section in taped.layers for moment in section.evaluated().forward)
         return max(moment.form.total_bytes(values) for moment in moments)

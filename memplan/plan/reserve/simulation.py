@@ -146,7 +146,7 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     setup, states = plan.setup, plan.states
     regime = regime_of(plan.model, setup, plan.micro_batch_size, plan.sequence_length)
     optimizer = step_temporaries(setup, states.tensors)
-    inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer)
+    inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES
     sizes = plan.values, plan.evaluated_values
     return run_events(inputs, model_on_tape(inputs), sizes, plan.forms.buffers, library_bytes, steps)

@@ -288,3 +288,21 @@ def clipping_bytes(tensors: Iterable[TensorStates]) -> int:
     norms = sum(count * width for count, width in widths)
     chunks = max(ceil_div(entry.tensor.elements, FOREACH_CHUNK_ELEMENTS) for entry in trained)
     return norms + max(4 * count * chunks, norms + max(width for _, width in widths))
+
+
+def sharded_clipping_bytes(tensors: Iterable[TensorStates]) -> int:
+    """Return the scratch memory of ``clip_grad_norm_`` over shards that are distributed tensors.
+
+    Formula:
+        Of each tensor, the larger of: its norm and partial norms in fp32, as many as the largest shard has chunks;
+        five norms: its own, a distributed tensor of it, what is reduced of that, their stack's part, and the stack again.
+
+    Source:
+        As :func:`clipping_bytes`; torch/distributed/tensor/_ops/_math_ops.py (v2.13.0), ``_foreach_norm``; traced.
+    """
+    trained = [entry for entry in tensors if entry.trainable]
+    if not trained:
+        return 0
+    chunks = max(ceil_div(entry.tensor.elements, FOREACH_CHUNK_ELEMENTS) for entry in trained)
+    widths = [(e.tensor.count, 4 if e.gradient_bytes == 4 * e.tensor.elements else 2) for e in trained]
+    return sum(count * max(width + 4 * chunks, 5 * width) for count, width in widths)

@@ -58,7 +58,8 @@ def share(parallel: Parallel) -> Fraction:
 def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup that forward and backward of gathered weights run under.
 
-    They are gathered in the compute dtype, so that nothing is cast in a product; norms run in it too.
+    They are gathered in the compute dtype, so that nothing is cast in a product; norms run in it too. Evaluation is
+    told apart: it gathers as well.
 
     Source:
         ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py (v2.13.0).
@@ -66,7 +67,7 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     config, dtype = setup.config, setup.config.compute_dtype
     return replace(
         setup,
-        config=replace(config, parallel=Parallel()),
+        config=replace(config, parallel=Parallel(), evaluation=False),
         format_names=dict.fromkeys(ROLES, dtype),
         formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")),
         gradient=None,
