@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import patch
 
 COLUMNS = 100
 
 
 def printed(*arguments: str) -> str:
     """Return what a ``memplan`` command prints at 100 columns."""
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "memplan", *arguments]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    from memplan.cli.main import run
+
+    out = io.StringIO()
+    environment = patch.dict(os.environ, COLUMNS=str(COLUMNS), NO_COLOR="1")
+    with environment, patch("sys.argv", ["memplan", *arguments]), contextlib.redirect_stdout(out):
+        try:
+            run()
+        except SystemExit as ended:
+            if ended.code:
+                raise RuntimeError(f"memplan {' '.join(arguments)} ended with {ended.code}") from ended
+    return out.getvalue()
 
 
 def write_reference(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 The seed is fixed here. ``python -m memplan.lab.survey --jobs 300 --shrink`` draws others, a new seed each day, and
 prints what differs as the smallest job that still does; ``--job`` takes one back. ``pytest -m slow tests/lab/test_survey.py``
-runs three hundred jobs of the seed in ``MEMPLAN_SURVEY_SEED``, of the day without one.
+runs three hundred jobs of this seed, and of the one in ``MEMPLAN_SURVEY_SEED``, or of the day without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memplan.lab.survey.shrinking import shrunk
 from memplan.model.families import families, model_spec
 
 SEED = 20_261_121
-TOGETHER = 15
+TOGETHER = 10
 BATCHES = range(10)
 WORST_PEAK = 0.01
 LEAST_RESERVED, MOST_RESERVED = 0.97, 1.10
@@ -49,15 +49,15 @@ def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
         if v.peak_share > PEAK_SHARE or v.instant_share > INSTANT_SHARE
     ]
     assert len(far) <= 1, far
-    assert len(answered) >= TOGETHER - 4
+    assert len(answered) >= TOGETHER - 3
     played = [(v.job.text, v.reserved_bytes / v.traced_reserved_bytes) for v in answered if v.reserved_bytes]
     assert played
     assert not [pair for pair in played if not LEAST_RESERVED <= pair[1] <= MOST_RESERVED]
 
 
 @pytest.mark.slow
-def test_a_new_seed_agrees_as_well(catalog):
-    seed = int(os.environ.get("MEMPLAN_SURVEY_SEED", int(time.time()) // 86400))
+@pytest.mark.parametrize("seed", [SEED, int(os.environ.get("MEMPLAN_SURVEY_SEED", int(time.time()) // 86400))])
+def test_other_jobs_and_a_new_seed_agree_as_well(seed, catalog):
     found = verdicts(seed, range(300), catalog)
     answered = [v for v in found if v.outcome != "refused"]
     assert not [(seed, v.job.text, v.reason) for v in found if v.outcome == "crashed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -10,12 +11,11 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
-from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import fewest_devices, largest_models, max_parameters
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolved import resolve
 
 CATALOG = Catalog(data_directory())
 MODELS = [(name, catalog_model(name, CATALOG)) for name in CATALOG.models]
@@ -23,16 +23,21 @@ GPUS = ["rtx3050", "rtx4090", "l40s", "a100-sxm-80gb", "mi300x"]
 CONFIGS = ["tier1", "tier3", "bf16-adamw", "qlora"]
 
 
-def fits(model: Model, resolved: TrainingSetup, on: Device) -> bool:
-    """Whether a model fits; one whose position table is shorter than the sequence does not even run."""
-    try:
-        return CompiledPlan(model, resolved).evaluate(on).verdict == "fits"
-    except MemplanError:
-        return False
-
-
 def setup(name: str):
     return resolve(CATALOG.configs[name], CATALOG, name)
+
+
+@cache
+def plan_of(model: str, config: str) -> CompiledPlan:
+    return CompiledPlan(dict(MODELS)[model], setup(config))
+
+
+def fits(model: str, config: str, on: Device) -> bool:
+    """Whether a model fits; one whose position table is shorter than the sequence does not even run."""
+    try:
+        return plan_of(model, config).evaluate(on).verdict == "fits"
+    except MemplanError:
+        return False
 
 
 def device(name: str, count: int = 1) -> Device:
@@ -63,11 +68,8 @@ def test_a_gpu_smaller_than_its_own_context_never_suffices():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_largest_fitting_model_fits_and_no_larger_one_does(config):
-    resolved = setup(config)
-    for row in largest_models(MODELS, resolved, [device(name) for name in GPUS]):
-        fitting = {
-            name: parameter_count(model.inventory) for name, model in MODELS if fits(model, resolved, row.device)
-        }
+    for row in largest_models(MODELS, setup(config), [device(name) for name in GPUS]):
+        fitting = {name: parameter_count(model.inventory) for name, model in MODELS if fits(name, config, row.device)}
         assert row.largest_fitting_parameters == max(fitting.values(), default=0)
         assert row.largest_fitting in fitting or (row.largest_fitting is None and not fitting)
 

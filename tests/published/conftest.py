@@ -8,6 +8,22 @@ from memplan.published.judged_tables import JudgedTable
 from memplan.published.judgement import Judge
 
 
+@pytest.fixture(scope="package", autouse=True)
+def judged_once():
+    """Judge a table once for all commands: what is beside its corrections plans every model on every GPU."""
+    known: dict[tuple[str, bool], JudgedTable] = {}
+    real = Judge.table
+
+    def once(judge, table, remarks=True):
+        if (table.id, remarks) not in known:
+            known[table.id, remarks] = real(judge, table, remarks)
+        return known[table.id, remarks]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "table", once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def judge(catalog) -> Judge:
     return Judge(catalog)
