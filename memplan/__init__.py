@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from memplan.library.runs.dry_run import run as run
     from memplan.library.runs.failed_run import Why as Why
     from memplan.library.runs.failed_run import why as why
+    from memplan.library.runs.gridded_model import Gridded as Gridded
+    from memplan.library.runs.gridded_model import plan_grid as plan_grid
     from memplan.library.runs.history_replay import Replay as Replay
     from memplan.library.runs.history_replay import replay as replay
     from memplan.library.trainers.emitted_file import emit as emit
@@ -108,6 +110,8 @@ _MODULES: dict[str, str] = {
     "run": "memplan.library.runs.dry_run",
     "Why": "memplan.library.runs.failed_run",
     "why": "memplan.library.runs.failed_run",
+    "Gridded": "memplan.library.runs.gridded_model",
+    "plan_grid": "memplan.library.runs.gridded_model",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",
     "emit": "memplan.library.trainers.emitted_file",

@@ -90,10 +90,17 @@ class Parallel:
         data: GPUs that each train on a micro-batch of their own.
         zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
             gradients and optimizer states (torch's ``fully_shard``).
+        replicate: Groups of data parallel GPUs that each divide everything anew (HSDP).
         virtual: Chunks of layers in each pipeline stage.
         expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
         engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
             FullyShardedDataParallel, or ``deepspeed``.
+        first_stage_layers: Layers of the first pipeline stage, where stages are uneven.
+        last_stage_layers: Layers of the last one.
+        embedding_as_layer: The embedding counts as a layer where layers are divided among stages.
+        loss_as_layer: So does the loss.
+        precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
+        overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
     """
 
     data: int = 1
@@ -103,9 +110,16 @@ class Parallel:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    replicate: int = 1
     virtual: int = 1
     expert_tensor: int | None = None
     engine: Engine = "torch"
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
+    precision_aware: bool = False
+    overlap_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)

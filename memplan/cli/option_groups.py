@@ -1,5 +1,6 @@
 """Options that several commands share, declared once: in frozen groups, whose fields are the options."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
 from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
     from memplan.library.lookup import Shapes
 
-MODEL, DEVICE, TRAINING, INFERENCE, OUTPUT = "Model", "Device", "Training", "Inference (--method inference)", "Output"
+MODEL, DEVICE, TRAINING, OUTPUT = "Model", "Device", "Training", "Output"
+INFERENCE, PARALLEL = "Inference (--method inference)", "Several GPUs"
 """Headings of help."""
 
 
@@ -111,6 +113,31 @@ SHAPES = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "
 
 
 # ------------------------------------------------------------------ devices
+class CountedGpus(int):
+    """How many GPUs, and which where it was said with them.
+
+    Example:
+        >>> count = CountedGpus.parsed("64x h100")
+        >>> int(count), count.gpu, CountedGpus.parsed("8").gpu
+        (64, 'h100', None)
+    """
+
+    gpu: str | None = None
+
+    @classmethod
+    def parsed(cls, text: str) -> "CountedGpus":
+        """Return the number and the GPU of ``64`` or ``64x h100``."""
+        match = _COUNTED.fullmatch(text)
+        if match is None or not 1 <= int(match[1]) <= MAXIMUM_GPUS:
+            raise typer.BadParameter(f"expected 1 to {MAXIMUM_GPUS}, or such as '64x h100', got {printable(text)!r}")
+        count = cls(match[1])
+        count.gpu = match[2]
+        return count
+
+
+_COUNTED = re.compile(r"\s*(\d{1,9})(?:\s*[x*]\s*(\S.*?))?\s*", re.ASCII | re.IGNORECASE)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """A GPU, and how many."""
@@ -135,10 +162,9 @@ class DeviceOptions:
             DEVICE,
             "--gpus",
             "-n",
-            min=1,
-            max=MAXIMUM_GPUS,
+            parser=CountedGpus.parsed,
             metavar="N",
-            help="How many of them share the job.",
+            help="How many share the job, or '64x h100'.",
         ),
     ] = 1
     profile: Annotated[
@@ -151,6 +177,21 @@ class DeviceOptions:
             help="Measured by validate --calibrate.",
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Take the GPU that is named with its number.
+
+        Raises:
+            InvalidFileError: Another one is named too.
+        """
+        named = getattr(self.gpus, "gpu", None)
+        if named is not None and (self.gpu is not None or self.gpu_memory is not None):
+            raise InvalidFileError(
+                [f"--gpus names a GPU, {printable(named)}, and so does another option: give one of them"]
+            )
+        if named is not None:
+            object.__setattr__(self, "gpu", named)
+        object.__setattr__(self, "gpus", int(self.gpus))
 
 
 # ------------------------------------------------------------------ output

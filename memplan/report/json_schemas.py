@@ -40,6 +40,7 @@ FILES: Mapping[str, type] = {
 ANSWERS: Mapping[str, Callable[[], Schema]] = {
     "plan": plans.plan_schema,
     "inference": plans.inference_schema,
+    "grid": plans.grid_schema,
     "why": plans.why_schema,
     "check": check_schema,
     "diff": diff_schema,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
@@ -10,18 +11,25 @@ from memplan.catalog.training_config import MAXIMUM_GPUS, Offload, Parallel, Tra
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel)"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel), and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0"
 
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
-_DEGREES = ("tensor", "sequence", "pipeline", "virtual", "context", "expert", "expert_tensor")
+_DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
+_STAGES = ("first_stage_layers", "last_stage_layers")
+
+
+def divides_model(parallel: Parallel) -> bool:
+    """Tell whether the model itself is divided, and not only what data parallel GPUs share."""
+    rest = replace(parallel, data=1, zero_stage=0, replicate=1, engine="torch")
+    return rest != Parallel()
 
 
 def parallel_problems(parallel: Parallel) -> Problems:
     """Yield impossible degrees, each with its path of keys."""
-    for name in ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor"):
+    for name in (*_DEGREES, *_STAGES):
         value = getattr(parallel, name)
         if value is not None and not 1 <= value <= MAXIMUM_GPUS:
             yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
@@ -46,10 +54,10 @@ def parallel_refusals(
         optimizers: Catalog entries of the optimizers in use, by name.
     """
     parallel = config.parallel
-    for name in _DEGREES:
+    for name, default in asdict(Parallel()).items():
         given = getattr(parallel, name)
-        if given != getattr(Parallel(), name):
-            text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled; {POSSIBLE}"
+        if name not in ("data", "zero_stage", "engine") and given != default:
+            text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
     if parallel.engine != "torch" and parallel.zero_stage:
         text = f"{parallel.engine} is not supported: its flat partitions and buckets are not modelled; {POSSIBLE}"

@@ -57,6 +57,7 @@ class MegatronJob:
     sharded: bool
     bucket: int
     multiple: int
+    replicate: int
 
 
 def drawn(seed: int) -> MegatronJob:
@@ -84,6 +85,9 @@ def drawn(seed: int) -> MegatronJob:
         embedding, loss = uneven in ("embedding", "both"), uneven in ("loss", "both")
         layers -= embedding + loss
     groups = draw.choice((1, 2, 4, 8))
+    sharded, bucket, multiple = draw.random() < 0.75, draw.choice((0, 0, 20_000)), draw.choice((1, 128))
+    groups_of = [world // pipeline // tensor, world // pipeline // (expert * expert_tensor)]
+    replicate = draw.choice((1, 2)) if sharded and all(ranks % 2 == 0 for ranks in groups_of) else 1
     return MegatronJob(
         kind, layers, draw.choice((64, 72, 96)), 8, 8 if kind in ("gpt", "latent") else groups, draw.choice((8, 16)),
         draw.choice((48, 100, 176)), draw.choice((500, 1000, 1537)), draw.random() < 0.4,
@@ -91,7 +95,7 @@ def drawn(seed: int) -> MegatronJob:
         draw.choice((4, 8)) if mixture else 0, draw.choice((0, 48)) if mixture else 0,
         draw.choice((0, 1)) if mixture else 0, draw.choice((0, 24)) if kind == "latent" else 0,
         world, tensor, pipeline, virtual, context, expert, expert_tensor, first, last, embedding, loss,
-        draw.random() < 0.75, draw.choice((0, 0, 20_000)), draw.choice((1, 128)),
+        sharded, bucket, multiple, replicate,
     )  # fmt: skip
 
 
@@ -148,6 +152,7 @@ def process_groups(job: MegatronJob, rank: int) -> Iterator[None]:  # pragma: no
             virtual_pipeline_model_parallel_size=job.virtual if job.virtual > 1 else None,
             context_parallel_size=job.context, expert_model_parallel_size=job.expert,
             expert_tensor_parallel_size=job.expert_tensor, create_gloo_process_groups=False,
+            num_distributed_optimizer_instances=job.replicate,
         )  # fmt: skip
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         yield
@@ -185,7 +190,7 @@ def wrapped_chunk(job: MegatronJob, stage: int, virtual: int):  # pragma: no cov
     )  # fmt: skip
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=job.sharded, overlap_grad_reduce=job.bucket > 0,
-        bucket_size=job.bucket or None,
+        bucket_size=job.bucket or None, num_distributed_optimizer_instances=job.replicate,
     )  # fmt: skip
     return DistributedDataParallel(config, settings, Float16Module(config, model), disable_bucketing=virtual > 0)
 

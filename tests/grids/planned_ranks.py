@@ -38,7 +38,15 @@ def spec_of(job) -> ModelSpec:
 def grid_of_job(job) -> Grid:
     """Return the grid of a drawn job."""
     return Grid(
-        job.world, job.tensor, job.pipeline, job.virtual, job.context, job.expert, job.expert_tensor, int(job.sharded)
+        job.world,
+        job.tensor,
+        job.pipeline,
+        job.virtual,
+        job.context,
+        job.expert,
+        job.expert_tensor,
+        int(job.sharded),
+        job.replicate,
     )
 
 

@@ -39,7 +39,7 @@ def test_states_are_the_sum_over_chunks():
             experts = job.expert_tensor * job.expert
             dense = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["dense"])
             routed = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["experts"])
-            assert updated == dense * job.tensor + routed * experts
+            assert updated == (dense * job.tensor + routed * experts) * job.replicate
 
 
 def test_layers_that_do_not_divide_name_the_nearest():

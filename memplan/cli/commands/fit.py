@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import memplan
+from memplan.cli.grids.grid_options import GridOptions
 from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import (
     DetailOptions,
@@ -16,6 +19,9 @@ from memplan.cli.output import draw, emit, shows_screen
 from memplan.cli.training_options import MethodOptions, TrainingOptions, job_options
 from memplan.errors import CannotAnswerError, InvalidFileError
 
+if TYPE_CHECKING:
+    from memplan.library.job_options import JobOptions
+
 
 @command(example="memplan fit llama-8b --gpu rtx4090 --qlora -b 2 -s 4k")
 def fit_command(
@@ -23,6 +29,7 @@ def fit_command(
     device: DeviceOptions,
     training: TrainingOptions,
     method: MethodOptions,
+    grid: GridOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
     detail: DetailOptions,
@@ -30,15 +37,18 @@ def fit_command(
 ) -> int:
     """Will this training job fit on that GPU? Without --config: the usual methods.
 
-    Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not.
+    Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not; 3: that cannot be said.
     """
+    device = grid.counted(device)
     if _serves(method):
         if plot.plot is not None:
             raise InvalidFileError(["--plot: serving has no picture; leave it out"])
         return _served(model, device, training, method, verdict, output)
-    options = job_options(output, training, model, device)
+    options = job_options(output, grid.over(training), model, device)
     if method.method not in (None, "pretrain"):
         options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
+    if grid.divides(model.model, options):
+        return _divided(model, options, grid, plot, output, detail)
     if options["config"] is None:
         every = memplan.fit(model.model, **options)
         draw(every, plot)
@@ -52,6 +62,23 @@ def fit_command(
     answer = planned(model.model, **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+
+
+def _divided(
+    model: ModelOptions,
+    options: JobOptions,
+    grid: GridOptions,
+    plot: PlotOptions,
+    output: OutputOptions,
+    detail: DetailOptions,
+) -> int:
+    """Answer for a model that is divided among GPUs."""
+    from memplan.library.runs.gridded_model import plan_grid
+
+    if plot.plot is not None:
+        raise InvalidFileError(["--plot: a divided model has no picture yet; leave it out"])
+    answer = plan_grid(model.model, rank=grid.rank, **options)
+    return emit(answer.document(output.unit, full=output.whole), output, detail)
 
 
 def _serves(method: MethodOptions) -> bool:

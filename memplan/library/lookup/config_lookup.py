@@ -89,6 +89,12 @@ def find_setup(
     return replace(setup, changed=True) if overrides.settings else setup
 
 
+def read_config(config_given: ConfigGiven, overrides: Overrides, catalog: Catalog) -> TrainingConfig:
+    """Return a training config as it is written, with what is changed in it; arguments and errors as of :func:`find_setup`."""
+    config, _ = _config(config_given, overrides, catalog)
+    return replace(config, **_changes(config, overrides, {path for path, _ in _settings(overrides.settings)}))
+
+
 def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) -> dict[str, Any]:
     """Return the keys of a config that shorthands replace, but for those that are set by name."""
     shorthands = {

@@ -88,6 +88,38 @@ def inference_schema() -> t.Schema:
     )
 
 
+def grid_schema() -> t.Schema:
+    """Return the schema of ``memplan fit`` for a model that is divided among GPUs."""
+    component = t.array_schema(t.object_schema({"name": t.TEXT, "bytes": t.BYTES}))
+    places = t.same(t.BYTES, "stage", "layers", "parameters_per_rank", "first_rank", "last_rank", "fullest_rank")
+    stage = t.object_schema(
+        {
+            **places,
+            **t.same(t.FLAG, "embedding", "head"),
+            "components": component,
+            **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes"),
+        }
+    )
+    degrees = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
+    return t.object_schema(
+        {
+            "schema": {"const": "memplan/grid/1"},
+            **t.same(t.TEXT, "memplan_version", "catalog_hash", "answer", "stack"),
+            "verdict": {"enum": ["no", "unknown"]},
+            "model": _model(),
+            "gpu": t.object_schema(
+                {"name": t.TEXT, "count": t.COUNT, **t.same(t.BYTES, "memory_bytes", "usable_bytes")}
+            ),
+            "parallel": t.object_schema({**t.same(t.COUNT, *degrees), "zero_stage": t.BYTES, "sequence": t.FLAG}),
+            "stages": t.array_schema(stage),
+            "rank": t.object_schema({"number": t.BYTES, "components": component, "persistent_bytes": t.BYTES}),
+            **t.same(t.BYTES, "fullest_rank", "persistent_bytes", "expected_bytes", "least_bytes"),
+            **t.same(t.BYTES, "most_communicator_bytes"),
+            **t.same(t.array_schema(t.TEXT), "communicators", "assumptions", "not_modelled"),
+        }
+    )
+
+
 def _suggestion() -> t.Schema:
     own = t.object_schema({"setting": t.TEXT, "own_key": t.TEXT_OR_NULL, "own_value": t.TEXT_OR_NULL})
     figures = {"saves_bytes": t.INTEGER, "flips_verdict": t.FLAG}

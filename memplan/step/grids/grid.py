@@ -23,6 +23,7 @@ class Grid:
         expert: GPUs that the routed experts are divided among.
         expert_tensor: GPUs that share each expert's matrices.
         zero_stage: What is divided among data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        replicate: Groups of data parallel GPUs that each divide states anew.
         sequence: What lies between the divided matrices is divided along the sequence.
     """
 
@@ -34,6 +35,7 @@ class Grid:
     expert: int = 1
     expert_tensor: int = 1
     zero_stage: int = 0
+    replicate: int = 1
     sequence: bool = False
 
     @property
@@ -43,13 +45,13 @@ class Grid:
 
     @property
     def shards(self) -> int:
-        """GPUs among which the states of what is no expert are divided: data and context ranks together."""
-        return self.data * self.context
+        """GPUs among which the states of what is no expert are divided: data and context ranks of a group together."""
+        return self.data * self.context // self.replicate
 
     @property
     def expert_shards(self) -> int:
-        """GPUs that hold the same experts."""
-        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+        """GPUs among which the states of the same experts are divided."""
+        return self.world // (self.expert_tensor * self.expert * self.pipeline * self.replicate)
 
 
 def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
@@ -66,7 +68,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         ``initialize_model_parallel`` in megatron/core/parallel_state.py (0.16.1): experts have a grid of their own,
         with the same stages.
     """
-    dense = parallel.tensor * parallel.pipeline * parallel.context
+    dense = parallel.tensor * parallel.pipeline * parallel.context * parallel.replicate
     expert_tensor = parallel.expert_tensor or parallel.tensor
     experts = expert_tensor * parallel.expert * parallel.pipeline
     world = gpus or dense * parallel.data
@@ -88,6 +90,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         parallel.expert,
         expert_tensor,
         parallel.zero_stage,
+        parallel.replicate,
         parallel.sequence,
     )
 

@@ -101,7 +101,10 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
         expert_updated = list(map(add, expert_updated, experts.updated))
     apart = grid.expert_tensor * grid.expert
     ranks = range(grid.world // grid.pipeline)
-    updated = tuple(dense_updated[rank // grid.tensor] + expert_updated[rank // apart] for rank in ranks)
+    updated = tuple(
+        dense_updated[rank // grid.tensor % grid.shards] + expert_updated[rank // apart % grid.expert_shards]
+        for rank in ranks
+    )
     precision = settings.precision
     weights = (held if grid.zero_stage else parameters) * precision.weight_bytes
     states = tuple(
@@ -120,7 +123,7 @@ def _buffers(
     tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, *, bucketed: bool
 ) -> tuple[FlatBuffer, FlatBuffer]:
     """Return the buffers of what is no expert and of experts; buckets of both are as large."""
-    size = max(LEAST_BUCKET, BUCKET_PER_RANK * grid.shards) if bucketed and settings.overlap else 0
+    size = max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data) if bucketed and settings.overlap else 0
     sharded, busy = grid.zero_stage == 1, settings.busy
     dense = Bucketing(grid.shards, sharded, size, busy)
     expert = Bucketing(grid.expert_shards, sharded, size, busy)

@@ -1,0 +1,1 @@
+"""Options of jobs whose model is divided among GPUs."""

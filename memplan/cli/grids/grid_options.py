@@ -1,0 +1,122 @@
+"""Options of degrees of parallelism, each a key of ``parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.cli.option_groups import PARALLEL, DeviceOptions, option
+from memplan.cli.training_options import TrainingOptions
+from memplan.errors import InvalidFileError
+from memplan.values import dataclass
+
+if TYPE_CHECKING:
+    from memplan.library.job_options import JobOptions
+
+DEFAULT_GPUS_PER_NODE = 8
+FILES = (".yaml", ".yml", ".json", ".toml", ".sh")
+"""Ends of the names of files that may say how a model is divided."""
+KEYS: Mapping[str, str] = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vp": "virtual",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "zero": "zero_stage",
+    "hsdp": "replicate",
+    "sequence_parallel": "sequence",
+}
+"""Option -> the key of ``parallel`` that it sets."""
+
+
+DEGREES = "Degrees: tensor, pipeline, virtual, context, expert, expert tensor; replicas of what data ranks divide."
+NODES = f"Machines, and GPUs of each ({DEFAULT_GPUS_PER_NODE} where nothing is said)."
+
+
+def _number(name: str, text: str = DEGREES) -> Any:
+    return option(PARALLEL, name, min=1, metavar="N", help=text)
+
+
+@dataclass(frozen=True, slots=True)
+class GridOptions:
+    """How many GPUs share the job, and how."""
+
+    tp: Annotated[int | None, _number("--tp")] = None
+    pp: Annotated[int | None, _number("--pp")] = None
+    vp: Annotated[int | None, _number("--vp")] = None
+    cp: Annotated[int | None, _number("--cp")] = None
+    ep: Annotated[int | None, _number("--ep")] = None
+    etp: Annotated[int | None, _number("--etp")] = None
+    hsdp: Annotated[int | None, _number("--hsdp")] = None
+    zero: Annotated[
+        int | None, option(PARALLEL, "--zero", min=0, max=3, metavar="STAGE", help="What data ranks divide: 0 to 3.")
+    ] = None
+    sequence_parallel: Annotated[
+        bool, option(PARALLEL, "--sequence-parallel", help="Divide what is between the matrices too.")
+    ] = False
+    nodes: Annotated[int | None, _number("--nodes", NODES)] = None
+    gpus_per_node: Annotated[int | None, _number("--gpus-per-node", NODES)] = None
+    rank: Annotated[str, option(PARALLEL, "--rank", metavar="RANK", help="Which is shown: worst, all or a number.")] = (
+        "worst"
+    )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What was given, as ``--set`` takes it."""
+        given = {key: getattr(self, name) for name, key in KEYS.items() if getattr(self, name) not in (None, False)}
+        return tuple(f"parallel.{key}={str(value).lower()}" for key, value in given.items())
+
+    def over(self, training: TrainingOptions) -> TrainingOptions:
+        """Return a training config's options with these degrees among what is set.
+
+        Raises:
+            InvalidFileError: A degree is given here and by ``--set``.
+        """
+        return replace(training, settings=[*self.settings, *(training.settings or ())]) if self.settings else training
+
+    def divides(self, model: str | None, options: JobOptions) -> bool:
+        """Tell whether the model itself is divided.
+
+        Args:
+            model: MODEL as it was typed.
+            options: The job's keywords.
+
+        Raises:
+            InvalidFileError: ``--rank`` where it is not.
+        """
+        told = any(setting.startswith("parallel") for setting in options["set"] or ())
+        files = any(str(name).endswith(FILES) for name in (options["config"], model))
+        if told or files or (options["stack"] or "").startswith("megatron"):
+            from memplan.library.runs.gridded_model import is_grid
+
+            if is_grid(model, options):
+                return True
+        if self.rank != "worst":
+            raise InvalidFileError(["--rank counts where the model itself is divided: give --tp, --pp or --ep"])
+        return False
+
+    def counted(self, device: DeviceOptions) -> DeviceOptions:
+        """Return a device's options with the number of GPUs that ``--nodes`` and ``--gpus-per-node`` make.
+
+        Raises:
+            InvalidFileError: ``--gpus`` is another number.
+        """
+        if self.nodes is None and self.gpus_per_node is None:
+            return device
+        given = device.gpus
+        per = self.gpus_per_node or (given // self.nodes if given > 1 and self.nodes else DEFAULT_GPUS_PER_NODE)
+        nodes = self.nodes or max(1, round(given / per))
+        if given > 1 and nodes * per != given:
+            raise InvalidFileError(
+                [
+                    f"--gpus {given}: it is no {nodes} nodes of equally many GPUs; the nearest that is: {nodes * max(1, round(given / nodes))}"
+                ]
+            )
+        if nodes * per > MAXIMUM_GPUS:
+            raise InvalidFileError(
+                [f"--nodes {nodes}: {nodes * per:,} GPUs are more than {MAXIMUM_GPUS:,}, the most that are planned"]
+            )
+        return replace(device, gpus=nodes * per)

@@ -1,0 +1,210 @@
+"""A model over a grid of GPUs: from keywords to what each rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.training_config import Offload, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.hardware.hardware_tables import hardware_tables
+from memplan.library.answers.answer import Answer
+from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
+from memplan.library.lookup.config_lookup import read_config
+from memplan.model.inventory import ROLES
+from memplan.plan.grids.grid_plan import GridPlan, outside_of
+from memplan.step.grids.grid import grid_of
+from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
+from memplan.step.grids.pipeline_stages import StageSplit
+from memplan.training.parallelism import divides_model
+from memplan.training.resolved import FLOAT_BYTES, config_problems
+from memplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memplan.report.document import Document
+
+STACK = "megatron"
+"""The stack whose grids are planned, and that of a grid where none is named."""
+
+OWN_PRECISION = {
+    "weights": {"default": "bf16"},
+    "master_weights": "fp32",
+    "optimizer": {"default": "adamw-fp32"},
+}
+"""What Megatron-LM keeps with ``--bf16`` where no config says otherwise (megatron/training/arguments.py)."""
+
+
+@dataclass(frozen=True)
+class Gridded(Answer):
+    """What each rank of a grid keeps between steps.
+
+    Attributes:
+        plan: All ranks.
+        config: The training config.
+        rank: The rank that is shown: ``worst``, ``all`` or its number.
+        notes: What is taken for granted, one sentence each.
+    """
+
+    plan: GridPlan
+    config: TrainingConfig
+    rank: str
+    notes: tuple[str, ...]
+    catalog: Catalog
+
+    @property
+    def verdict(self) -> str:
+        """``no`` where model states alone do not fit, else ``unknown``."""
+        return self.plan.verdict
+
+    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
+        """Return the answer as tables, sentences and JSON."""
+        from memplan.report.plans.grid_answer import grid_document
+
+        del strict
+        return grid_document(self.plan, self.rank, self.notes, self.catalog.hash if full else "", unit)
+
+
+def is_grid(given: ModelGiven, options: JobOptions) -> bool:
+    """Tell whether a job is Megatron-LM's on several GPUs, or divides a model and names no training config."""
+    inputs = job_inputs("fit", given, options)
+    config = _config(inputs)
+    divides = divides_model(config.parallel)
+    if _stack(config.stack) != STACK:
+        return divides and inputs.config is None and inputs.options.get("stack") is None
+    return divides or inputs.gpus > 1 or config.parallel.data > 1
+
+
+def _stack(name: str | None) -> str:
+    return (name or "").partition("@")[0]
+
+
+def _config(inputs: JobInputs) -> TrainingConfig:
+    """Return the training config, with what the keywords change in it; where none is given, Megatron-LM's own precision."""
+    given = inputs.config
+    config = {"description": "Megatron-LM's own precision", **OWN_PRECISION} if given is None else given
+    return read_config(config, inputs.overrides(), inputs.catalog)
+
+
+def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) -> Gridded:
+    """Return what the ranks of a grid keep between steps.
+
+    Args:
+        model: The model.
+        rank: ``worst``, ``all`` or a rank's number.
+        options: Keywords of :class:`memplan.JobOptions`; degrees are keys of ``parallel`` in ``set`` or ``config``.
+
+    Raises:
+        InvalidFileError: Degrees that do not divide what they have to, or unknown keys.
+        CannotAnswerError: A model, optimizer or format that is not modelled under Megatron-LM.
+    """
+    inputs = job_inputs("plan_grid", model, options)
+    config = _config(inputs)
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in config_problems(config, inputs.catalog)]:
+        raise InvalidFileError(problems)
+    _refuse(config)
+    known, device = inputs.model(), inputs.device()
+    grid = grid_of(config.parallel, inputs.options.get("gpus"))
+    stages = megatron_states(known.spec, grid, _settings(config, inputs.catalog))
+    outside = outside_of(grid, device, hardware_tables(inputs.catalog.root))
+    usable = device.usable_bytes(parse_bytes(config.reserve))
+    plan = GridPlan(known, device, grid, stages, usable, outside)
+    _check_rank(rank, grid.world)
+    return Gridded(plan, config, rank, (*_notes(config), *known.notes), inputs.catalog)
+
+
+def _check_rank(rank: str, world: int) -> None:
+    """Refuse a rank that is none of the job's."""
+    if rank not in ("worst", "all") and not (rank.isascii() and rank.isdigit() and int(rank) < world):
+        raise InvalidFileError([f"rank: expected worst, all or a number from 0 to {world - 1:,}, got {rank!r}"])
+
+
+def _refuse(config: TrainingConfig) -> None:
+    """Raise for what is not modelled of Megatron-LM's model states."""
+    if _stack(config.stack) not in (STACK, DEFAULT_STACK):
+        raise CannotAnswerError(f"stack: a model divided under {config.stack} is not modelled; it is under {STACK}")
+    said = {
+        "adapter": config.adapter,
+        "offload": config.offload != Offload(),
+        "parallel.engine": config.parallel.engine != "torch",
+        "method.stage": config.method.stage != "sft",
+        "weight_average": config.weight_average != "none",
+    }
+    for name, given in said.items():
+        if given:
+            raise CannotAnswerError(f"{name}: it is not modelled where the model itself is divided; leave it out")
+
+
+def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
+    parallel = config.parallel
+    split = StageSplit(
+        parallel.first_stage_layers, parallel.last_stage_layers, parallel.embedding_as_layer, parallel.loss_as_layer
+    )
+    return MegatronSettings(split, precision=_precision(config, catalog), overlap=parallel.overlap_gradients)
+
+
+def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
+    """Return the bytes of what Megatron-LM keeps of an element."""
+    names = set(config.weights.values()) or {"bf16"}
+    if len(names) > 1 or not names <= {"bf16", "fp16", "fp32"}:
+        raise CannotAnswerError(
+            f"weights: Megatron-LM keeps all of them in one of bf16, fp16 and fp32, not in {', '.join(sorted(names))}"
+        )
+    weights = names.pop()
+    gradients = config.gradients.dtype or ("fp32" if weights == "bf16" else weights)
+    if gradients not in ("fp32", weights):
+        raise CannotAnswerError(f"gradients.dtype: Megatron-LM sums gradients in {weights} or fp32, not in {gradients}")
+    narrow = weights != "fp32"
+    if config.master_weights != ("fp32" if narrow else "none"):
+        kept = (
+            "fp32 copies of them: set master_weights: fp32" if narrow else "no copies of them: set master_weights: none"
+        )
+        raise CannotAnswerError(f"master_weights: beside {weights} weights Megatron-LM's optimizer keeps {kept}")
+    states = _state_bytes(config, catalog)
+    aware = config.parallel.precision_aware
+    if (aware or states != 8) and config.parallel.zero_stage != 1:
+        raise CannotAnswerError(
+            "parallel.precision_aware: it takes Megatron-LM's distributed optimizer; set parallel.zero_stage: 1"
+        )
+    if states != 8 and not aware:
+        raise CannotAnswerError(
+            "optimizer: states in other dtypes than fp32 take Megatron-LM's precision-aware optimizer; set parallel.precision_aware: true"
+        )
+    master = 0 if not narrow else 2 if aware and weights == "bf16" else 4
+    return MegatronPrecision(FLOAT_BYTES[weights], FLOAT_BYTES[gradients], master, states)
+
+
+def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
+    """Return the bytes of both moments of an element."""
+    names = {
+        catalog.optimizers.name_of(config.optimizer.get(role, config.optimizer.get("default", "adamw-fp32")))
+        for role in ROLES
+    }
+    sizes = set()
+    for name in sorted(names):
+        entry = catalog.optimizers[name]
+        moments = [slot for slot in entry.slots if slot.layout == "elementwise"]
+        if entry.implementation != "torch.optim.AdamW" or any(slot.block_elements != 1 for slot in moments):
+            raise CannotAnswerError(
+                f"optimizer: {name} under Megatron-LM is not modelled; its Adam is: adamw-fp32 or adamw-bf16"
+            )
+        sizes.add(sum(slot.block_bytes for slot in moments))
+    if len(sizes) > 1:
+        raise CannotAnswerError("optimizer: several optimizers are not modelled under Megatron-LM")
+    return sizes.pop()
+
+
+def _notes(config: TrainingConfig) -> tuple[str, ...]:
+    """Return what is taken for granted."""
+    parallel = config.parallel
+    notes = [
+        "Megatron-LM's modules with Transformer Engine (megatron-core 0.16.1); the vocabulary is padded to a multiple of 128 times the tensor degree"
+    ]
+    if not parallel.zero_stage:
+        notes.append(
+            "every data parallel rank keeps all optimizer states, as without --use-distributed-optimizer; --zero 1 divides them"
+        )
+    if not parallel.overlap_gradients:
+        notes.append("gradients are one buffer, as without --overlap-grad-reduce")
+    return tuple(notes)

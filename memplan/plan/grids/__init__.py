@@ -1,0 +1,1 @@
+"""A job over a grid of GPUs against one of them."""

@@ -1,0 +1,95 @@
+"""``memplan fit`` for a model that is divided among GPUs."""
+
+from __future__ import annotations
+
+import jsonschema
+import pytest
+
+import memplan
+from memplan.report.json_schemas import schema_of
+
+LLAMA = ("fit", "llama-70b", "--gpus", "64x h100", "--tp", "8", "--pp", "4")
+
+
+def test_the_answer_names_the_fullest_rank_and_what_is_left(cli):
+    ran = cli(*LLAMA, "--zero", "1")
+    assert ran.exit_code == 3
+    assert "UNKNOWN: before a step rank 48 holds" in ran.out
+    assert "tensor 8, pipeline 4, data 2; distributed optimizer" in ran.out
+    assert max(map(len, ran.out.split("Assumed")[0].splitlines())) <= 80
+
+
+def test_json_follows_its_schema_and_adds_up(cli):
+    data = cli(*LLAMA, "--zero", "1", "--rank", "all", "--json").data
+    jsonschema.validate(data, schema_of("grid"))
+    for stage in data["stages"]:
+        assert sum(line["bytes"] for line in stage["components"]) == stage["persistent_bytes"]
+    assert data["persistent_bytes"] == max(stage["persistent_bytes"] for stage in data["stages"])
+    parts = {line["name"]: line["bytes"] for line in data["stages"][0]["components"]}
+    parameters = data["stages"][0]["parameters_per_rank"]
+    assert parts["weights"] - 2 * parameters in range(2 * 64 * 300)  # paddings
+    assert abs(parts["optimizer_states"] - 8 * parameters // 2) < 8 * 64 * 300
+
+
+def test_states_that_do_not_fit_are_no(cli):
+    ran = cli("fit", "llama-8b", "--gpus", "8", "--gpu", "rtx4090", "--pp", "2", "--rank", "7")
+    assert ran.exit_code == 1
+    assert ran.out.startswith("NO: what rank 4 keeps between steps takes")
+    assert "rank 7\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (("--gpus", "60", "--tp", "8", "--pp", "4"), 2, "60 GPUs are no multiple of tensor x pipeline x context = 32; the nearest that is: 64"),
+        (("--gpus", "64", "--tp", "3"), 2, "64 GPUs are no multiple of tensor x pipeline x context = 3; the nearest that is: 63"),
+        (("--gpus", "48", "--tp", "3"), 2, "32 of attention heads cannot be divided among 3 tensor parallel ranks"),
+        (("--gpus", "64", "--pp", "64"), 2, "32 layers cannot be divided among 64 stages; the nearest that divides them is 32"),
+        (("--gpus", "8", "--tp", "2", "--rank", "8"), 2, "rank: expected worst, all or a number from 0 to 7"),
+        (("--gpus", "8", "--rank", "1"), 2, "--rank counts where the model itself is divided"),
+        (("--gpus", "12", "--nodes", "5", "--tp", "2"), 2, "the nearest that is: 10"),
+        (("--gpus", "8x h100", "--tp", "2"), 2, "so does another option: give one of them"),
+        (("--gpus", "8", "--tp", "2", "--zero", "3"), 3, "3 under Megatron-LM is another engine"),
+        (("--gpus", "8", "--tp", "2", "--set", "parallel.tensor=4"), 2, "given more than once"),
+        (("--gpus", "8", "--tp", "2", "--config", "qlora"), 3, "tensor parallelism is not modelled"),
+        (("--gpus", "8", "--tp", "2", "--set", "optimizer=muon-int4"), 3, "optimizer: muon-int4 under Megatron-LM"),
+        (("--gpus", "8", "--tp", "2", "--set", "parallel.precision_aware=true"), 3, "set parallel.zero_stage: 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_impossible_or_not_modelled_is_one_line(refused, words, code, reason):
+    assert reason in refused("fit", "llama-8b", "--gpu", "h100", *words, code=code)
+
+
+def test_machines_make_the_number_of_gpus(cli):
+    one = cli("fit", "llama-8b", "--gpu", "h100", "--nodes", "2", "--tp", "2", "--json").data
+    assert one == cli("fit", "llama-8b", "--gpus", "16x h100", "--tp", "2", "--json").data
+
+
+def test_the_library_answers_the_same():
+    options = {"gpu": "h100", "gpus": 2048, "set": {"parallel.pipeline": 16, "parallel.expert": 64}}
+    options["set"] |= {"parallel.tensor": 2, "parallel.expert_tensor": 1, "parallel.zero_stage": 1}
+    options["set"] |= {"parallel.last_stage_layers": 1}
+    plan = memplan.plan_grid("deepseek-v3", **options).plan
+    assert plan.grid.data == 64
+    assert plan.grid.expert_shards == 2
+    assert [stage.layers for stage in plan.stages] == [4] * 15 + [1]
+    assert plan.fullest.index == 1
+
+
+def test_what_an_optimizer_keeps_by_its_precision():
+    def kept(**keys):
+        options = {"parallel.tensor": 2, "parallel.zero_stage": 1, **keys}
+        states = memplan.plan_grid("llama-8b", gpu="h100", gpus=2, set=options).plan.fullest
+        one = states.fullest
+        return tuple(
+            round(size / states.parameters, 2)
+            for size in (one.weights, one.gradients, one.master_weights, one.optimizer_states)
+        )
+
+    assert kept() == (2, 4, 4, 8)
+    assert kept(**{"gradients.dtype": "bf16"}) == (2, 2, 4, 8)
+    assert kept(**{"parallel.precision_aware": True}) == (2, 4, 2, 8)
+    assert kept(**{"parallel.precision_aware": True, "optimizer": "adamw-bf16"}) == (2, 4, 2, 4)
+    assert kept(weights="fp32", master_weights="none") == (4, 4, 0, 8)
+    assert kept(weights="fp16", compute_dtype="fp16") == (2, 2, 4, 8)
