@@ -88,12 +88,15 @@ class StackProjections:
         codes_scales: Whether decoding forms the scales of codes first where these are codes themselves.
         adapter_sum: ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their
             sum; on codes ``wide`` casts before, and casts nothing under autocast.
+        fused_gradients: Dtype in which one function for a projection and its adapter forms the adapter's gradients: that
+            of products (``compute``), or at once that of the ``adapter``.
     """
 
     codes_result: Literal["compute", "input"]
     codes_cloned: bool
     codes_scales: bool
     adapter_sum: Literal["narrow", "wide"]
+    fused_gradients: Literal["compute", "adapter"] = "compute"
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def unfused(config: TrainingConfig, profile: KernelProfile, hidden: StorageForma
     """Return the kernels of a config, without a stack's own fused adapters where codes are multiplied as integers.
 
     Source:
-        ``check_auto_enable_lora_kernels`` in axolotl/utils/schemas/config.py (0.19.0): not with ``load_in_8bit``.
+        ``lora_kernels_auto_enable`` in axolotl/utils/schemas/validation.py (0.21.0): not with ``load_in_8bit``.
     """
     alone = hidden.product == "integers" and config.kernels.adapters is None
     return replace(profile, adapters="composite") if alone else profile

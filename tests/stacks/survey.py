@@ -39,7 +39,7 @@ def environment(folder: Path, packages: list[str], without_dependencies: Sequenc
     wanted = "\n".join((*packages, *without_dependencies, *OWN))
     if not (done.is_file() and done.read_text(encoding="utf-8") == wanted):
         venv.create(folder, with_pip=True)
-        alone = [["--no-deps", package] for package in without_dependencies]
+        alone = [["--no-deps", "--ignore-requires-python", package] for package in without_dependencies]
         for group in (*([package] for package in packages), *alone, list(OWN)):
             subprocess.run([str(python), "-m", "pip", "install", "-q", *group], check=True)
         done.write_text(wanted, encoding="utf-8")

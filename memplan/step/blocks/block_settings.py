@@ -8,6 +8,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
@@ -100,7 +101,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
-        fp16=setup.config.compute_dtype == "fp16" and own.attention == "eager",
+        fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec)),
         code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,
         gathered_rows=setup.stack.rotary_tables.gathered,

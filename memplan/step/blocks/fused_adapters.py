@@ -5,7 +5,7 @@ Each product with a base weight is followed by its adapter's, which is added in 
 
 Source:
     ``matmul_lora``, ``LoRA_QKV``, ``LoRA_MLP`` and ``LoRA_O`` in axolotl/kernels/lora.py, ``dequantize`` in quantize.py
-    (0.19.0), which follow unsloth/kernels/fast_lora.py.
+    (0.21.0), which follow unsloth/kernels/fast_lora.py.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ def _function(
 
 
 def _narrow(builder: Builder, weight: Weight) -> Weight:
-    """Return an adapter's matrix, whose gradient is formed in the dtype of products and cast when all are formed."""
+    """Return an adapter's matrix, whose gradient may be formed in the dtype of products and cast when all are formed."""
+    if builder.settings.projections.fused_gradients == "adapter":
+        return weight
     size = weight.rows * weight.columns * builder.compute
     return weight if size == weight.own_bytes else replace(weight, formed_bytes=size, copy_bytes=size, copy_saved=True)

@@ -108,8 +108,8 @@ def _axolotl() -> Iterator[ModuleType]:
     lora, quantize = (import_module(f"axolotl.kernels.{part}") for part in ("lora", "quantize"))
     stands: list[tuple[Any, str, Any]] = [
         (quantize, "_ctypes_nf4_dequant", _decoded),
-        *((lora, f"{kind}_forward", lambda _, up: torch.empty_like(up)) for kind in ("swiglu", "geglu")),
-        *((lora, f"{kind}_backward", lambda *given: given) for kind in ("swiglu", "geglu")),  # in place
+        (lora, "_activation_kernels", lambda _: (lambda _, up: torch.empty_like(up), lambda *given: given)),  # in place
+        (lora, "_gradient_mm", _wide_product),
     ]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
     original = patches.__dict__["get_attention_cls_from_config"]
@@ -121,6 +121,12 @@ def _axolotl() -> Iterator[ModuleType]:
         patches.__dict__["get_attention_cls_from_config"] = original
         for owner, key, value in saved:
             setattr(owner, key, value)
+
+
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return what ``_gradient_mm`` makes on a card: one product in the dtype of the adapter's matrix."""
+    wide = dtype if dtype == torch.float32 else left.dtype
+    return torch.empty((left.shape[0], right.shape[1]), dtype=wide, device=left.device).mul_(scale)
 
 
 def _decoded(
