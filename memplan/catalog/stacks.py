@@ -181,6 +181,9 @@ class Stack:
         full_floats: What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts
             them, but where attention is a library's flash kernel.
         stages: What it can learn from whose steps the formula follows.
+        unused_parameters: When replicas look for parameters without a gradient, for which DistributedDataParallel copies
+            what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
+            with adapters, which PEFT wraps it in, it is always.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -214,6 +217,7 @@ class Stack:
     aliases: tuple[str, ...] = ()
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)
+    unused_parameters: Literal["never", "unless-checkpointed"] = "never"
     name: str = ""
     version: str = ""
 

@@ -89,6 +89,32 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -
         yield moment.around(around, "forward", f"{moment.operation} of a chunk")
 
 
+def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Instant]:
+    """Yield the moment at which replicas that look for unused parameters copy what the model returns: loss and logits.
+
+    Accelerate has cast logits to fp32 before, where the model ran under autocast.
+
+    Args:
+        inputs: What is compiled.
+        head: Norm, head and loss.
+        around: What is there then, with what all parts have saved.
+
+    Source:
+        ``_DDPSink`` in torch/nn/parallel/distributed.py (v2.13.0); ``ConvertOutputsToFp32`` in
+        accelerate/utils/operations.py (1.15.0).
+    """
+    setup, logits = inputs.setup, head.logits
+    config = setup.config
+    whole = config.adapter is None and setup.checkpointing != "none"
+    if setup.stack.unused_parameters == "never" or whole or config.parallel.data == 1:
+        return
+    form = around + constant_form(Part.LOGITS, 8)
+    if logits is not None:
+        width = 4 if setup.autocast else logits.element_bytes
+        form += single_form(Part.LOGITS, logits.quantity, 2 * width * logits.width)
+    yield Instant("forward", "copy of the outputs", form)
+
+
 def _size(part: Part, value: Value) -> Form:
     """Return the bytes of a tensor, as a part of the sum."""
     return single_form(part, value.quantity, value.coefficient)

@@ -15,7 +15,7 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward, reference_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
-from memplan.step.head_instants import gradients_left, head_backward, head_forward, root_bytes, tied_sum
+from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
 from memplan.step.kernels.family_code import family_code, refuse_liger, refuse_unquantised
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
@@ -239,6 +239,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     base += apart
     bare_base = base + _called_again(inputs)
     base += kept_arguments(inputs) + tables_of_graph(inputs)
+    yield from copied_outputs(inputs, taped.head, base + played.saved + played.head.saved)
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)

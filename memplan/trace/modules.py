@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memplan.errors import CannotAnswerError, MemplanError
-from memplan.trace.cuda_kernels import cuda_kernels
 from memplan.trace.jobs.bundled_optimizer import short_loops
 from memplan.trace.jobs.module_job import ModuleJob
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.jobs.reference_job import skipped_files
+from memplan.trace.pretended_cuda.cuda_kernels import cuda_kernels
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 from memplan.model.model import Model
 from memplan.step.states.parallel_shards import is_sharded
-from memplan.trace.cuda_kernels import cuda_operators
 from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.bundled_optimizer import short_loops
 from memplan.trace.jobs.reference_job import Session, skipped_files
+from memplan.trace.pretended_cuda.cuda_kernels import cuda_operators
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
@@ -61,9 +61,9 @@ def trace_training(
 def _one_rank(model: Model, setup: TrainingSetup, compute_capability: str | None, workspaces: bool) -> Trace:
     """Return the trace of one GPU of several; ``torch.distributed`` takes a second to import."""
     if is_sharded(setup.config.parallel):
-        from memplan.trace.sharded_trace import trace_sharded
+        from memplan.trace.ranks.sharded_trace import trace_sharded
 
         return trace_sharded(model, setup, compute_capability=compute_capability, workspaces=workspaces)
-    from memplan.trace.replicated import trace_replicated
+    from memplan.trace.ranks.replicated import trace_replicated
 
     return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)

@@ -77,15 +77,16 @@ def parallel_refusals(
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:
     """Yield what neither kind of data parallelism is modelled with."""
-    weights = formats["hidden_matrix"]
-    if coded := sorted(set(formats.values()) - floats.keys()):
-        text = f"{', '.join(coded)} cannot be reduced over several GPUs: codes are no parameters; use bf16 or fp32"
+    trained = formats["hidden_matrix"] if config.adapter is None else config.adapter.dtype
+    coded = sorted(set(formats.values()) - floats.keys())
+    if coded and config.adapter is None:
+        text = f"{', '.join(coded)} cannot be trained on several GPUs: gradients of codes are not reduced; use bf16 or fp32, or an adapter"
         yield ("weights",), text
     if config.gradients.lifetime == "layer":
         text = "layer is not supported on several GPUs, whose gradients wait to be reduced; use step"
         yield ("gradients", "lifetime"), text
-    if config.gradients.dtype not in (None, weights) and config.adapter is None:
-        text = f"{config.gradients.dtype} is not supported on several GPUs, which reduce gradients in {weights}, the weights' dtype"
+    if config.gradients.dtype not in (None, trained):
+        text = f"{config.gradients.dtype} is not supported on several GPUs, which reduce gradients in {trained}, the weights' dtype"
         yield ("gradients", "dtype"), text
     if config.offload != Offload():
         yield ("offload",), "offloading is not supported on several GPUs"
@@ -100,6 +101,8 @@ def _when_sharded(
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
+    if coded := sorted(set(formats.values()) - floats.keys()):
+        yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
     if len(set(formats.values())) > 1:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
     if config.master_weights != "none":

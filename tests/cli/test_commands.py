@@ -223,7 +223,7 @@ def test_where_never_recommends_a_bound_from_pooled_memory(cli, write):
     assert [row["pooled"] for row in data["rows"]] == sorted(row["pooled"] for row in data["rows"])
     assert ran.exit_code == 0
     assert "costs least on 1 x h100-sxm-80gb" in ran.out
-    assert "Not planned on several GPUs: tier1: weights: q4-0, q8-0 cannot be reduced" in ran.out
+    assert "Not planned on several GPUs: tier1: weights: q4-0, q8-0 cannot be trained" in ran.out
 
 
 def test_where_only_bounds_are_left_the_answer_is_unknown(cli):

@@ -25,6 +25,10 @@ SHAPES = {
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
 FULL = {"activation_checkpointing": "full"}
+QLORA = {
+    "weights": {"default": "bf16", "hidden_matrix": "nf4-dq"},
+    "optimizer": {"default": "adamw-8bit-bnb"},
+}
 MANY, FEW = (2, 128), (1, 16)
 """(sequences, tokens): with few tokens weights decide, with many activations and logits."""
 
@@ -57,6 +61,7 @@ REPLICATED = [
     ("tied", 2, {"kernels": Kernels(loss="chunked"), "clip_gradients": True}, MANY),
     ("untied", 2, {"adapter": Adapter(), **FULL}, MANY),
     ("untied", 2, {"optimizer": {"default": "adamw-8bit-bnb"}, "evaluation": True}, MANY),
+    ("untied", 8, {"adapter": Adapter(), **QLORA, "clip_gradients": True, "gradient_accumulation_steps": 2}, FEW),
     ("untied", 2, {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}}, FEW),
 ]
 OFF_BY_A_SCALAR = 4

@@ -168,9 +168,14 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
         ({"parallel": Parallel(pipeline=2)}, "pipeline parallelism"),
         ({"parallel": Parallel(context=2)}, "context parallelism"),
         ({"parallel": Parallel(expert=2)}, "expert parallelism"),
-        ({"parallel": Parallel(8), **CODED}, "q4-0 cannot be reduced over several GPUs"),
+        ({"parallel": Parallel(8), **CODED}, "q4-0 cannot be trained on several GPUs"),
         ({"parallel": Parallel(8), "gradients": Gradients(lifetime="layer")}, "use step"),
         ({"parallel": Parallel(8), "gradients": Gradients(dtype="fp8-e4m3")}, "reduce gradients in bf16"),
+        (
+            {"parallel": Parallel(8), "adapter": Adapter(dtype="bf16"), "gradients": Gradients(dtype="fp32")},
+            "reduce gradients in bf16",
+        ),
+        ({"parallel": SHARDED, **CODED, "adapter": Adapter()}, "shards of codes"),
         ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "offloading is not supported"),
         (
             {"parallel": SHARDED, "optimizer": {"hidden_matrix": "muon-bf16"}},

@@ -11,7 +11,7 @@ for package in ("transformers", "peft", "accelerate", "bitsandbytes"):
     pytest.importorskip(package)
 
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
+from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig  # noqa: E402
 from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
@@ -105,5 +105,15 @@ def test_four_bits_under_autocast_are_decoded_in_the_dtype_that_they_were_loaded
     weights = {"hidden_matrix": "nf4-dq", "default": loaded}
     found = differences(
         catalog, stack=stack, weights=weights, adapter=Adapter(rank=4, dropout=0.1), activation_checkpointing=kind
+    )
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
+@pytest.mark.parametrize("job", ["all weights", "4 bits"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_replicas_of_trainer_copy_what_the_model_returns(catalog, job, kind):
+    keys = {"4 bits": {"adapter": Adapter(rank=4), "weights": NF4, "optimizer": {"default": "adamw-8bit-bnb"}}}
+    found = differences(
+        catalog, stack="transformers", parallel=Parallel(8, 0), activation_checkpointing=kind, **keys.get(job, {})
     )
     assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
@@ -21,7 +22,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
 )
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines
-from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict
+from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
 from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [drawn_stack_job(options.seed, number, catalog, stacks) for number in range(options.jobs)]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
+    jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
     if options.record:
@@ -68,6 +70,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", action="append", help="jobs of this preference method instead; may be repeated")
     parser.add_argument("--verbose", action="store_true", help="print every job that differs")
     parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
+    parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

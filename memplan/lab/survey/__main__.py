@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.survey.drawn_jobs import Job, Verdict, drawn_job, verdict
+from memplan.lab.survey.drawn_jobs import Job, Verdict, drawn_job, on_several, verdict
 from memplan.lab.survey.shrinking import shrunk
 
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [Job(**json.loads(options.job))]
     else:
         jobs = [drawn_job(options.seed, number, catalog) for number in range(options.jobs)]
+    jobs = [on_several(job, options.gpus, options.zero) for job in jobs]
     verdicts = []
     for number, job in enumerate(jobs):
         verdicts.append(verdict(job, catalog))
@@ -42,6 +43,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=300)
     parser.add_argument("--shrink", action="store_true", help="shrink jobs that fail to what matters")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
+    parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

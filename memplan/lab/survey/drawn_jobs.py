@@ -109,6 +109,13 @@ def drawn_job(seed: int, number: int, catalog: Catalog) -> Job:
     return Job(values, config_keys(rng, model_of(values), catalog))
 
 
+def on_several(job: Job, gpus: int, zero_stage: int) -> Job:
+    """Return a job whose work so many GPUs share."""
+    if gpus == 1:
+        return job
+    return replace(job, training={**job.training, "parallel": {"data": gpus, "zero_stage": zero_stage}})
+
+
 def verdict(job: Job, catalog: Catalog) -> Verdict:
     """Return what formula and trace say of a job; a refusal counts only where the formula gives it."""
     try:

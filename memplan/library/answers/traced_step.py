@@ -263,8 +263,6 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
         raise CannotAnswerError(
             "stack: memplan has no formula for this model; trace its code with --hf, without --stack"
         )
-    if setup.config.parallel.data > 1:
-        raise CannotAnswerError("parallel.data: the code of a stack is traced on one GPU only")
     capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
     note(f"tracing the code of {setup.stack.name}")
     keys = released_keys(model, subject.catalog)

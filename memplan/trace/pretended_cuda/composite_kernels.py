@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
-from memplan.trace.cuda_kernels import grouped_mm
+from memplan.trace.pretended_cuda.cuda_kernels import grouped_mm
 from memplan.trace.reference.operations import aten, rms_norm
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.units import round_up

@@ -32,6 +32,9 @@ PROGRAMS: Mapping[str, str] = {
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 
+ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl")
+"""Stacks whose own code is traced as one rank of several."""
+
 
 def traceable_stacks() -> tuple[str, ...]:
     """Return the names of stacks whose own code can be traced."""
@@ -50,6 +53,8 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
         CannotAnswerError: There is no program for that stack, a package is missing, or the library cannot do the job.
     """
     program = _program(name)
+    if inputs.setup.config.parallel.data > 1 and name not in ON_SEVERAL_GPUS:
+        raise CannotAnswerError(f"parallel.data: the code of stack {name} is traced on one GPU only")
     cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
     recorder = Recorder("meta", _own_files(), cublas_bytes=cublas)
     with _explained(name):

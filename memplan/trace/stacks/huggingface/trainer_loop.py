@@ -21,6 +21,7 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
@@ -186,7 +187,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
     trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
     trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
-    with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+    with several_gpus(recorder, setup), AnyNumber(), recorder:  # type: ignore[no-untyped-call]
         trainer.train()
     config = trainer.model.config.get_text_config()
     return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))

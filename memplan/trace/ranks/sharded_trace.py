@@ -11,12 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
-from memplan.trace import fully_shard
-from memplan.trace.cuda_kernels import cuda_operators
-from memplan.trace.fully_shard import Allocates, ShardedRecorder
 from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.reference_job import Session, skipped_files
 from memplan.trace.jobs.training_job import Watcher
+from memplan.trace.pretended_cuda.cuda_kernels import cuda_operators
+from memplan.trace.ranks import fully_shard
+from memplan.trace.ranks.fully_shard import Allocates, ShardedRecorder
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
@@ -106,7 +106,7 @@ def trace_sharded(
 ) -> Trace:
     """Return the trace of one rank under ``zero_stage: 3``, whose last step is reported."""
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
-    files = (__file__, str(fully_shard.__file__), str(Path(__file__).with_name("tracer.py")), *skipped_files())
+    files = (__file__, str(fully_shard.__file__), str(Path(__file__).parent.with_name("tracer.py")), *skipped_files())
     with warnings.catch_warnings(), fully_shard.process_group(setup.config.parallel.data) as mesh:
         # Logits are a view, as of any linear layer; nothing changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

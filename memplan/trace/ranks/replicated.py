@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
-from memplan.trace.cuda_kernels import cuda_operators
 from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.bundled_optimizer import short_loops
 from memplan.trace.jobs.reference_job import Session, skipped_files
+from memplan.trace.pretended_cuda.cuda_kernels import cuda_operators
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
@@ -33,20 +34,14 @@ STEPS = 3
 _COPY = torch.ops.aten.copy_.default
 
 
-class ReplicatedRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A recorder that leaves out reading sizes of buckets back from a device without memory."""
+class HostKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what a host tensor holds where it would be filled from ``meta``: sizes of buckets are read back."""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Keep what a host tensor holds where it would be filled from ``meta``."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
         if func is _COPY and args[1].is_meta and not args[0].is_meta:
             return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class _NoLogger:
@@ -56,33 +51,53 @@ class _NoLogger:
         """Do nothing."""
 
 
+class Replica(DistributedDataParallel):
+    """A model inside DistributedDataParallel whose buckets are booked, and sent nowhere.
+
+    Args:
+        module: The model.
+        recorder: Is told of the buckets.
+        options: Of DistributedDataParallel.
+    """
+
+    def __init__(self, module: nn.Module, recorder: Recorder, **options: Any) -> None:
+        with _buckets(recorder):
+            super().__init__(module, init_sync=False, **options)
+        self.register_comm_hook(None, _unsent)
+        self.logger = _NoLogger()
+        self.recorder = recorder
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the model; torch would make new buckets just here too."""
+        with _buckets(self.recorder):
+            self.reducer._rebuild_buckets()
+        return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+
+
 class ReplicatedSession(Session):
     """A reference model in training inside DistributedDataParallel, with torch's default buckets."""
 
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, recorder: Recorder) -> None:
         super().__init__(spec, setup)
         self.watch(recorder)
-        self._recorder = recorder
-        with recorder, self._buckets():
-            self.replica = DistributedDataParallel(self.model, init_sync=False)
-            self.replica.register_comm_hook(None, _unsent)
-        self.replica.logger = _NoLogger()
-
-    @contextmanager
-    def _buckets(self) -> Iterator[None]:
-        """Book what is made as communication."""
-        before = len(self._recorder.records)
-        yield
-        for record in self._recorder.records[before:]:
-            record.component = "communication"
+        with recorder:
+            # codes are buffers of the reference model, and frozen parameters of the libraries', which are never sent
+            self.replica = Replica(self.model, recorder, forward_sync_buffers=False)
 
     def loss(self) -> Tensor:
-        """Return the loss of one micro-batch; torch would make new buckets just here too."""
+        """Return the loss of one micro-batch."""
         batch = self.batch
-        with self._buckets():
-            self.replica.reducer._rebuild_buckets()
         loss: Tensor = self.replica(batch.ids, batch.targets, batch.tables, batch.positions)
         return loss
+
+
+@contextmanager
+def _buckets(recorder: Recorder) -> Iterator[None]:
+    """Book what is made as communication."""
+    before = len(recorder.records)
+    yield
+    for record in recorder.records[before:]:
+        record.component = "communication"
 
 
 def _unsent(state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -116,15 +131,16 @@ def trace_replicated(
 ) -> Trace:
     """Return the trace of one rank under ``zero_stage: 0``, whose last step is reported."""
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
-    recorder = ReplicatedRecorder(
+    recorder = Recorder(
         "meta",
-        (__file__, str(Path(__file__).with_name("tracer.py")), *skipped_files()),
+        (__file__, str(Path(__file__).parent.with_name("tracer.py")), *skipped_files()),
         cublas_bytes=cublas,
         workspaces=workspaces,
     )
     with process_group(setup.config.parallel.data):
-        session = ReplicatedSession(model.spec, setup, recorder)
-        with optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:
+        with HostKept():  # type: ignore[no-untyped-call]
+            session = ReplicatedSession(model.spec, setup, recorder)
+        with HostKept(), optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
                 session.step(recorder)
