@@ -208,7 +208,10 @@ class MethodOptions:
     method: Annotated[
         str | None,
         option(
-            TRAINING, "--method", metavar="NAME", help="sft or pretrain; dpo or kto, as TRL runs them; or inference."
+            TRAINING,
+            "--method",
+            metavar="NAME",
+            help="sft or pretrain; dpo, kto or reward, as TRL runs them; or inference.",
         ),
     ] = None
     context: Annotated[

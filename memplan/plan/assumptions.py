@@ -64,6 +64,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
     yield f"method {method.stage}{pairs}; every token of a row is one of the answer"
+    if plan.setup.scores:
+        yield "the head yields one number for each token in place of logits, and is trained"
     if method.reference_model != "none":
         yield f"reference model: {REFERENCES[str(method.reference_model)]}"
 

@@ -33,6 +33,7 @@ class EndSettings:
         shifts_labels: Whether the loss is given a shifted copy of the labels.
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
+        scores: Whether the head yields one number for each token, of which the loss takes that of the last one.
         arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     """
 
@@ -49,6 +50,7 @@ class EndSettings:
     shifts_labels: bool
     embedding_dropout: float
     input_gradients: bool
+    scores: bool = False
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
     @property
@@ -70,18 +72,19 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
     drops = block.code.drops_embedding or setup.config.dropout is not None
     return EndSettings(
         block=block,
-        vocab_size=spec.vocab_size,
+        vocab_size=1 if setup.scores else spec.vocab_size,
         final_norm=spec.final_norm,
         tied=spec.tie_word_embeddings,
         learned_positions=spec.learned_positions > 0,
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap),
-        loss=setup.profile.loss,
+        loss="bf16" if setup.scores else setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
+        scores=setup.scores,
         arguments=_arguments(spec, block, setup),
     )
 

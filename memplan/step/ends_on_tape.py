@@ -205,9 +205,21 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
         given: Logits.
         wide: Whether they are cast to fp32 first.
     """
+    if settings.scores:
+        return _last_score(builder, given)
     logits = builder.cast(given, 4) if wide else given
     with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
         return cross_entropy(builder, logits, shifted=settings.shifts_labels, loss_bytes=settings.loss_bytes)
+
+
+def _last_score(builder: Builder, scores: Value) -> Value:
+    """Record the loss over the scores of rows' last tokens, a few numbers; return it.
+
+    Source:
+        ``compute_loss`` in trl/trainer/reward_trainer.py (1.16.0).
+    """
+    loss = builder.tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return builder.tape.apply("score of the last token", [(scores, NEW)], loss, traits=SAVES_NOTHING)
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:

@@ -144,6 +144,8 @@ def buffers(inputs: StepInputs) -> Form:
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
     micro_steps = setup.config.gradient_accumulation_steps
     batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
+    if setup.scores:
+        batch = batch * 2 // 3  # no labels
     if setup.config.method.stage == "kto":
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
     form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)

@@ -79,9 +79,9 @@ def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[Para
 def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
     """Tell whether a tensor of the model is trained whole beside adapters, as a copy of a module."""
     adapter = setup.config.adapter
-    return (
-        adapter is not None and tensor.role in ("embedding", "head") and _projection(tensor) in adapter.modules_to_save
-    )
+    if adapter is None or tensor.role not in ("embedding", "head"):
+        return False
+    return _projection(tensor) in adapter.modules_to_save or (setup.scores and tensor.role == "head")
 
 
 def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:

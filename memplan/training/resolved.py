@@ -140,6 +140,11 @@ class TrainingSetup:
         return 2 if self.config.method.stage in PAIRED else 1
 
     @property
+    def scores(self) -> bool:
+        """Whether the model has a head that yields one number in place of logits, which is always trained."""
+        return self.config.method.stage == "reward"
+
+    @property
     def trains_codes(self) -> bool:
         """Whether matrices that are stored as codes are trained."""
         return self.config.adapter is None and self.format_names["hidden_matrix"] not in FLOAT_BYTES
@@ -281,7 +286,8 @@ def format_name(config: TrainingConfig, role: Role) -> str:
 def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
     trained = config.adapter.dtype if config.adapter is not None else format_name(config, "hidden_matrix")
-    if config.adapter is not None and config.adapter.modules_to_save and role in ("embedding", "head"):
+    saved = config.adapter is not None and config.adapter.modules_to_save and role in ("embedding", "head")
+    if saved or (config.adapter is not None and config.method.stage == "reward" and role == "head"):
         names = {each: format_name(config, each) for each in ROLES}
         trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"

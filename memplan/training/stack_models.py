@@ -42,7 +42,21 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
             f"{setup.name}: stack: {stack.label} makes masks of (t, t) for a sliding window in each layer: not modelled"
         )
     spec = _built_spec(model.spec, rules)
+    if setup.scores:
+        return _scoring(model, spec)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _scoring(model: Model, spec: ModelSpec) -> Model:
+    """Return a model whose head yields one number for each token.
+
+    Source:
+        ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
+    """
+    spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0)
+    head = f"{spec.names.head}.weight"
+    inventory = [replace(t, shape=(1, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)]
+    return replace(model, spec=spec, inventory=tuple(inventory))
 
 
 @lru_cache(maxsize=128)

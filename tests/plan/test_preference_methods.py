@@ -40,6 +40,15 @@ def test_kto_takes_one_row_for_each_answer():
     assert plan(stage="kto").memory.requested_bytes < plan(stage="dpo").memory.requested_bytes
 
 
+def test_a_reward_model_has_one_score_for_each_token_and_no_logits():
+    reward = plan("bf16-adamw", stage="reward")
+    pairs = plan("bf16-adamw", stage="dpo", reference_model="precomputed")
+    assert part(reward, "logits") < 1e-3 * part(pairs, "logits") + 2**20
+    assert reward.memory.requested_bytes < pairs.memory.requested_bytes
+    with pytest.raises(InvalidFileError, match="has no reference model"):
+        plan(stage="reward", reference_model="resident")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

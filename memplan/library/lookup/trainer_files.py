@@ -23,7 +23,7 @@ OWN_KEYS = frozenset(("description", "schema"))
 MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config"))
 """Keys of a model's ``config.json``; trainers' files have ``model_type`` too, for something else."""
 
-STAGES = {"sft": "sft", "pretraining": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"}
+STAGES = {"sft": "sft", "pretraining": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto", "reward": "reward"}
 """What trainers' files call a kind of training -> the stage of a training config."""
 TUNINGS = ("full", "lora", "qlora")
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"

@@ -23,10 +23,10 @@ from memplan.training.resolved import FLOAT_BYTES, resolve
 if TYPE_CHECKING:
     from memplan.report.document import Document
 
-METHODS = ("sft", "pretrain", "dpo", "kto", "inference")
+METHODS = ("sft", "pretrain", "dpo", "kto", "reward", "inference")
 """Methods that are planned; all but the last are training steps, and the first two are the same."""
 
-OTHER_METHODS = ("cpo", "distillation", "grpo", "orpo", "ppo", "reward", "simpo")
+OTHER_METHODS = ("cpo", "distillation", "grpo", "orpo", "ppo", "simpo")
 """Methods that people name and that are not modelled."""
 
 KEY_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}

@@ -133,6 +133,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what its products hold until the loss goes is not told as events"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
+    if plan.setup.scores:
+        return "a head that yields scores is not told as events"
     if config.method.reference_model in ("resident", "adapter-off"):
         return "a reference model's forward is not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)

@@ -30,7 +30,7 @@ def lora_config(inputs: StackInputs) -> Any:
         modules_to_save=list(details.modules_to_save) or None,
         fan_in_fan_out=inputs.model.spec.transposed_linear,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if inputs.setup.scores else "CAUSAL_LM",
     )
 
 

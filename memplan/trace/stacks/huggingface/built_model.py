@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -79,7 +79,9 @@ def loaded_model(inputs: StackInputs) -> Any:
     """
     setup, attention = inputs.setup, inputs.details.attention
     config, dtype = huggingface_config(inputs.keys, setup), base_dtype(setup)
-    auto: Any = AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if setup.scores else AutoModelForCausalLM
+    if setup.scores:
+        config.num_labels, config.pad_token_id = 1, 0
     with without_memory():
         try:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -25,6 +25,7 @@ from memplan.trace.stacks.huggingface.chosen_rows import ChosenRows
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.training.stack_rules import REFERRED
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
@@ -34,6 +35,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "kto": (trl.KTOTrainer, trl.KTOConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
 }
 """Stage -> its trainer, and that one's arguments."""
 
@@ -90,7 +92,9 @@ def _rows(inputs: StackInputs) -> Any:
     row, prompt, answer = [[1] * length] * count, [[1]] * count, [[1] * (length - 1)] * count
     known = [0.0] * count if config.method.reference_model == "precomputed" else None
     columns: dict[str, Any] = {"input_ids": row, "labels": row}
-    if stage == "kto":
+    if stage == "reward":
+        columns = {"chosen_ids": row, "rejected_ids": row}
+    elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}
         columns |= {"ref_logps": known, "ref_KL_logps": known} if known else {}
@@ -120,8 +124,11 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
     stage = inputs.setup.config.method.stage
     if stage != "sft":
         own, _ = TRAINERS[stage]
-        replaced += [(own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps")]
-        replaced.append((import_module(own.__module__), "hash_module", _nothing))
+        replaced += [
+            (own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps") if hasattr(own, name)
+        ]
+        if stage in REFERRED:
+            replaced.append((import_module(own.__module__), "hash_module", _nothing))
     saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)

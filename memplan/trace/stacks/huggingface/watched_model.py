@@ -45,6 +45,7 @@ def watch(model: nn.Module, recorder: Recorder) -> None:
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head or next((part for name, part in model.named_modules() if name.endswith("score")), None)
     if isinstance(head, nn.Module):
         head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
 
