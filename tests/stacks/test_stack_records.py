@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 FILES = sorted((FOLDER / "records").glob("*.json"))
 PEAK_SHARE, WORST_SHARE, INSTANT_SHARE = 0.001, 0.01, 0.02
 
-KNOWN_GAPS: dict[str, set[int]] = {"axolotl": {11, 25}, "trl.preferences": {4, 14}}
+KNOWN_GAPS: dict[str, set[int]] = {"axolotl": {11, 25}, "llama-factory": {32, 37}, "trl.preferences": {4, 14}}
 """Records, drawn at random and none left out, that the formula does not follow yet. One that it follows must leave the list."""
 
 NEAR = {
@@ -27,6 +27,7 @@ NEAR = {
     "torchtitan": 0.95,
     "torchtune": 0.95,
     "litgpt": 1.0,
+    "llama-factory": 1.0,
     "plain-loop": 1.0,
     "transformers": 1.0,
     "trl": 1.0,

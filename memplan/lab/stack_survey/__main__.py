@@ -13,6 +13,7 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
+    ALONE,
     LLAMA_LIKE,
     STACKS,
     StackJob,
@@ -63,7 +64,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=250)
     parser.add_argument(
-        "--stack", action="append", choices=(*STACKS, *LLAMA_LIKE, *OWN_MODELS), help="only this stack; may be repeated"
+        "--stack",
+        action="append",
+        choices=(*STACKS, *ALONE, *LLAMA_LIKE, *OWN_MODELS),
+        help="only this stack; may be repeated",
     )
     parser.add_argument("--family", action="append", help="only models of this family; may be repeated")
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")

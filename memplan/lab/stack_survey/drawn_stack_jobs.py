@@ -23,6 +23,8 @@ from memplan.training.stack_rules import REFERRED
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
+ALONE = ("llama-factory",)
+"""Stacks that take the same jobs in an environment of their own."""
 LLAMA_LIKE = ("axolotl",)
 """Stacks whose own code takes models that are built like Llama."""
 CARDS = ("7.5", "8.0", "8.6", "8.9", "9.0")

@@ -29,6 +29,7 @@ PROGRAMS: Mapping[str, str] = {
     "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
     "litgpt": "memplan.trace.stacks.litgpt_finetune",
+    "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 

@@ -17,11 +17,11 @@ import trl.trainer.sft_trainer as sft_trainer
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
+from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
 from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
-from memplan.trace.stacks.huggingface.chosen_rows import ChosenRows
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun

@@ -1,0 +1,74 @@
+"""LLaMA-Factory's model on Trainer's loop: its own gradient checkpointing, which makes each layer's input need a gradient."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import transformers
+
+from memplan.errors import CannotAnswerError
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.stacks.huggingface.adapted_model import with_adapters
+from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
+from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+
+PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes")
+
+
+def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run Trainer on the model as ``prepare_model_for_training`` and ``init_adapter`` leave it."""
+    setup = inputs.setup
+    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
+        model = loaded_model(inputs)
+        options = SimpleNamespace(
+            upcast_layernorm=False,
+            upcast_lmhead_output=False,
+            disable_gradient_checkpointing=setup.checkpointing == "none",
+            use_unsloth_gc=False,
+            use_reentrant_gc=inputs.details.reentrant,
+        )
+        _checkpointing().prepare_model_for_training(model, options)
+        _bind_layers(model)
+        if setup.config.adapter is not None:
+            model = with_adapters(model, inputs)
+        # hparams leave Trainer's own gradient_checkpointing off: the model has it already
+        arguments = {**training_arguments(inputs, Path(folder)), "gradient_checkpointing": False}
+        args = transformers.Seq2SeqTrainingArguments(**arguments)
+        trainer: Any = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Rows(setup))
+        return trained(trainer, model, recorder, "LLaMA-Factory's model in Trainer's loop", setup)
+
+
+def _bind_layers(model: Any) -> None:
+    """Let layers hand their checkpointing a bound method, of which it asks what it is bound to.
+
+    transformers 5.23.0 hands it a function and the layer (``GradientCheckpointingLayer`` in modeling_layers.py); the newest
+    release that LLaMA-Factory 0.9.5 allows, 5.6, hands it the layer's own call.
+    """
+
+    def bound(own: Callable[..., Any], call: partial[Any], *args: Any) -> Any:
+        return own(partial(MethodType(call.func, call.args[0]), **call.keywords), *args)
+
+    for module in model.modules():
+        if own := module.__dict__.get("_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = partial(bound, own)
+
+
+def _checkpointing() -> Any:
+    """Import LLaMA-Factory's checkpointing without its loader beside it."""
+    spec = find_spec("llamafactory")
+    if spec is None or spec.submodule_search_locations is None:
+        raise CannotAnswerError("tracing stack llama-factory needs llamafactory")
+    for name in ("model", "model.model_utils"):
+        package = ModuleType(f"llamafactory.{name}")
+        package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")))]
+        sys.modules.setdefault(package.__name__, package)
+    return import_module("llamafactory.model.model_utils.checkpointing")
