@@ -14,7 +14,8 @@ LLAMA = ("fit", "llama-70b", "--gpus", "64x h100", "--tp", "8", "--pp", "4")
 def test_the_answer_names_the_fullest_rank_and_what_is_left(cli):
     ran = cli(*LLAMA, "--zero", "1")
     assert ran.exit_code == 3
-    assert "UNKNOWN: before a step rank 48 holds" in ran.out
+    assert ran.out.startswith("UNKNOWN 25.39 GiB kept between steps, ")
+    assert ran.out.splitlines()[-1].startswith("UNKNOWN: before a step rank 48 holds 28.05 GiB of ")
     assert "tensor 8, pipeline 4, data 2; distributed optimizer" in ran.out
     assert max(map(len, ran.out.split("Assumed")[0].splitlines())) <= 80
 
@@ -34,7 +35,7 @@ def test_json_follows_its_schema_and_adds_up(cli):
 def test_states_that_do_not_fit_are_no(cli):
     ran = cli("fit", "llama-8b", "--gpus", "8", "--gpu", "rtx4090", "--pp", "2", "--rank", "7")
     assert ran.exit_code == 1
-    assert ran.out.startswith("NO: what rank 4 keeps between steps takes")
+    assert ran.out.splitlines()[-1].startswith("NO: what rank 4 keeps between steps takes")
     assert "rank 7\n" in ran.out
 
 
@@ -49,6 +50,9 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "8", "--rank", "1"), 2, "--rank counts where the model itself is divided"),
         (("--gpus", "12", "--nodes", "5", "--tp", "2"), 2, "the nearest that is: 10"),
         (("--gpus", "8x h100", "--tp", "2"), 2, "so does another option: give one of them"),
+        (("--gpus", "8", "--ep", "8"), 2, "parallel.expert: Llama-3.1-8B has no experts"),
+        (("--gpus", "8", "--tp", "2", "--hsdp", "2"), 2, "parallel.replicate: without --zero 1 nothing is divided"),
+        (("--gpus", "16", "--tp", "2", "--hsdp", "3", "--zero", "1"), 2, "context x replicate = 6; the nearest that is: 18"),
         (("--gpus", "8", "--tp", "2", "--zero", "3"), 3, "3 under Megatron-LM is another engine"),
         (("--gpus", "8", "--tp", "2", "--set", "parallel.tensor=4"), 2, "given more than once"),
         (("--gpus", "8", "--tp", "2", "--config", "qlora"), 3, "tensor parallelism is not modelled"),
@@ -93,3 +97,27 @@ def test_what_an_optimizer_keeps_by_its_precision():
     assert kept(**{"parallel.precision_aware": True, "optimizer": "adamw-bf16"}) == (2, 4, 2, 4)
     assert kept(weights="fp32", master_weights="none") == (4, 4, 0, 8)
     assert kept(weights="fp16", compute_dtype="fp16") == (2, 2, 4, 8)
+
+
+RUN = """MODEL_ARGS:
+  --num-layers: 32
+  --hidden-size: 4096
+  --num-attention-heads: 32
+  --seq-length: 4096
+  --micro-batch-size: 1
+  --bf16: true
+  --tensor-model-parallel-size: 2
+  --pipeline-model-parallel-size: 4
+  --num-layers-per-virtual-pipeline-stage: 4
+  --use-distributed-optimizer: true
+"""
+
+
+def test_a_file_of_megatrons_flags_fills_the_degrees(cli, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    job = ("fit", "llama-8b", "--gpu", "h100", "--gpus", "64", "--json")
+    read = cli(*job, "--config", str(file)).data
+    assert read["parallel"]["virtual"] == 2
+    said = cli(*job, "--tp", "2", "--pp", "4", "--vp", "2", "--zero", "1").data
+    assert read["stages"] == said["stages"]

@@ -92,7 +92,8 @@ def find_setup(
 def read_config(config_given: ConfigGiven, overrides: Overrides, catalog: Catalog) -> TrainingConfig:
     """Return a training config as it is written, with what is changed in it; arguments and errors as of :func:`find_setup`."""
     config, _ = _config(config_given, overrides, catalog)
-    return replace(config, **_changes(config, overrides, {path for path, _ in _settings(overrides.settings)}))
+    alone = replace(overrides, gpus=1)  # how GPUs share the work is the config's own
+    return replace(config, **_changes(config, alone, {path for path, _ in _settings(overrides.settings)}))
 
 
 def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _config(inputs: JobInputs) -> TrainingConfig:
     """Return the training config, with what the keywords change in it; where none is given, Megatron-LM's own precision."""
     given = inputs.config
     config = {"description": "Megatron-LM's own precision", **OWN_PRECISION} if given is None else given
-    return read_config(config, inputs.overrides(), inputs.catalog)
+    return read_config(config, inputs.overrides(inputs.gpus), inputs.catalog)
 
 
 def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) -> Gridded:
@@ -106,6 +106,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     _refuse(config)
     known, device = inputs.model(), inputs.device()
     grid = grid_of(config.parallel, inputs.options.get("gpus"))
+    if grid.expert > 1 and not any(tensor.experts_per_token for tensor in known.inventory):
+        raise InvalidFileError([f"parallel.expert: {known.spec.name} has no experts to divide"])
     stages = megatron_states(known.spec, grid, _settings(config, inputs.catalog))
     outside = outside_of(grid, device, hardware_tables(inputs.catalog.root))
     usable = device.usable_bytes(parse_bytes(config.reserve))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import memplan
@@ -40,6 +39,7 @@ def grid_document(plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_has
         _components(plan, number, unit),
         tuple(f"Assumed: {note}" for note in notes),
         tuple(f"Not modelled: {what}" for what in NOT_MODELLED),
+        grid_sentence(plan, unit),
     )
     return Document(_data(plan, number, notes, catalog_hash), blocks, 1 if plan.verdict == "no" else 3)
 
@@ -69,14 +69,18 @@ def _head(plan: GridPlan, unit: str) -> tuple[str, ...]:
         said = [word for word in said if not word.startswith("expert tensor")]
     optimizer = "distributed optimizer" if grid.zero_stage else "optimizer states on every data rank"
     return (
-        *_wrapped(grid_sentence(plan, unit)),
+        *_verdict(plan, unit),
         f"{spec.name} ({format_count(parameter_count(plan.model.inventory))}), {grid.world:,} x {plan.device.name}, stack megatron",
-        f"       {', '.join(said) or 'one GPU'}; {optimizer}",
+        f"        {', '.join(said) or 'one GPU'}; {optimizer}",
     )
 
 
-def _wrapped(text: str) -> tuple[str, ...]:
-    return tuple(wrap(text, 79, subsequent_indent="       "))
+def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
+    usable, states = format_bytes(plan.usable_bytes, unit), format_bytes(plan.fullest.fullest.total, unit)
+    if plan.verdict == "no":
+        return (f"NO      {states} kept between steps, {usable} usable",)
+    left = format_bytes(plan.usable_bytes - plan.expected_bytes, unit)
+    return (f"UNKNOWN {states} kept between steps, {usable} usable, {left} left",)
 
 
 def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:

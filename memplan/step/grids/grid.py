@@ -68,19 +68,19 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         ``initialize_model_parallel`` in megatron/core/parallel_state.py (0.16.1): experts have a grid of their own,
         with the same stages.
     """
-    dense = parallel.tensor * parallel.pipeline * parallel.context * parallel.replicate
+    model = parallel.tensor * parallel.pipeline * parallel.context
     expert_tensor = parallel.expert_tensor or parallel.tensor
-    experts = expert_tensor * parallel.expert * parallel.pipeline
-    world = gpus or dense * parallel.data
-    for words, size in (("tensor x pipeline x context", dense), ("expert tensor x expert x pipeline", experts)):
+    expert_model = expert_tensor * parallel.expert * parallel.pipeline
+    world = gpus or model * max(parallel.data, parallel.replicate)
+    copies = " x replicate" if parallel.replicate > 1 else ""
+    for words, size in (("tensor x pipeline x context", model), ("expert tensor x expert x pipeline", expert_model)):
+        size *= parallel.replicate
         if world % size:
-            raise InvalidFileError(
-                [f"parallel: {world} GPUs are no multiple of {words} = {size}; {_nearest(world, lcm(dense, experts))}"]
-            )
-    if gpus and parallel.data not in (1, gpus // dense):
-        raise InvalidFileError(
-            [f"parallel.data: {gpus} GPUs leave {gpus // dense} of them for data parallelism, not {parallel.data}"]
-        )
+            near = _nearest(world, lcm(model, expert_model) * parallel.replicate)
+            raise InvalidFileError([f"parallel: {world:,} GPUs are no multiple of {words}{copies} = {size:,}; {near}"])
+    if parallel.data not in (1, world // model):
+        text = f"{world:,} GPUs leave {world // model} for data parallelism, not {parallel.data}"
+        raise InvalidFileError([f"parallel.data: {text}"])
     return Grid(
         world,
         parallel.tensor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import add
 
-from memplan.errors import CannotAnswerError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.spec import ModelSpec
 from memplan.step.grids.flat_buffers import Bucketing, FlatBuffer, flat_buffer
 from memplan.step.grids.grid import Grid
@@ -79,6 +79,8 @@ def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> 
             f"parallel.zero_stage: {grid.zero_stage} under Megatron-LM is another engine (Megatron-FSDP or torch's), which is not modelled; "
             "use 1, its distributed optimizer, or 0"
         )
+    if grid.replicate > 1 and not grid.zero_stage:
+        raise InvalidFileError(["parallel.replicate: without --zero 1 nothing is divided that could be replicated"])
     stages = chunks_of(spec.num_hidden_layers, grid, settings.split)
     return tuple(_stage(spec, grid, settings, index, chunks) for index, chunks in enumerate(stages))
 
