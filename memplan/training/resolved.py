@@ -283,11 +283,18 @@ def format_name(config: TrainingConfig, role: Role) -> str:
     return config.compute_dtype
 
 
+def _is_whole(config: TrainingConfig, role: Role) -> bool:
+    """Tell whether tensors of a role are trained whole beside adapters: modules to save, and a head that scores."""
+    if config.adapter is None or role not in ("embedding", "head"):
+        return False
+    return bool(config.adapter.modules_to_save) or (config.method.stage == "reward" and role == "head")
+
+
 def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
     trained = config.adapter.dtype if config.adapter is not None else format_name(config, "hidden_matrix")
-    saved = config.adapter is not None and config.adapter.modules_to_save and role in ("embedding", "head")
-    if saved or (config.adapter is not None and config.method.stage == "reward" and role == "head"):
+    whole = _is_whole(config, role)
+    if whole:
         names = {each: format_name(config, each) for each in ROLES}
         trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
@@ -298,6 +305,8 @@ def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str
     if entry.takes == "matrices" and role not in MATRIX_ROLES and entry.rest is not None:
         return entry.rest
     stack, alike = catalog.stack(config.stack), entry.implementation == catalog.optimizers[default].implementation
+    if whole and alike and role not in config.optimizer:
+        return default  # its states are as wide as the module that is trained, not as adapters are
     if config.adapter is None and alike and stack.full_floats != "as-is":
         names = {each: format_name(config, each) for each in ROLES}
         wide = kbit_formats(config, stack, names)[role] == "fp32"
