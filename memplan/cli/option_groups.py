@@ -191,7 +191,7 @@ class DeviceOptions:
             )
         if named is not None:
             object.__setattr__(self, "gpu", named)
-        object.__setattr__(self, "gpus", int(self.gpus))
+            object.__setattr__(self, "gpus", CountedGpus(self.gpus))
 
 
 # ------------------------------------------------------------------ output

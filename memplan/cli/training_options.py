@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.cli.option_groups import INFERENCE, TRAINING, DeviceOptions, Engine, ModelOptions, OutputOptions, option
+from memplan.cli.option_groups import (
+    INFERENCE,
+    TRAINING,
+    CountedGpus,
+    DeviceOptions,
+    Engine,
+    ModelOptions,
+    OutputOptions,
+    option,
+)
 from memplan.errors import InvalidFileError, printable
 from memplan.values import dataclass
 
@@ -279,5 +288,8 @@ def job_options(
         options["beside"] = tuple(model.beside or ())
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
-        options["gpus"] = device.gpus if device.gpus > 1 else None
+        said = device.gpus > 1 or (
+            isinstance(device.gpus, CountedGpus) and chosen is not None and is_trainer_file(chosen)
+        )
+        options["gpus"] = int(device.gpus) if said else None
     return options

@@ -175,6 +175,7 @@ class JobInputs:
             checkpointing=options.get("activation_checkpointing"),
             settings=settings_of(options.get("set")),
             gpus=gpus,
+            counted=options.get("gpus") is not None,
             stack=options.get("stack"),
             beside=tuple(map(str, options.get("beside") or ())),
         )

@@ -482,3 +482,12 @@ def test_evaluation_has_the_rows_that_its_own_key_or_its_trainers_default_says(t
     assert 0 == sizes[0] < sizes[1]
     assert sizes[2] > 4 * sizes[1] - 4 * plan.memory.states.weight_bytes
     assert plan.memory.peak.name == "evaluation"
+
+
+def test_one_gpu_that_is_said_is_told_from_none(tmp_path):
+    text = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: x}]\nsequence_len: 512\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
+    path = written(tmp_path, text)
+    with pytest.raises(CannotAnswerError, match="--gpus N"):
+        memplan.plan(path, gpu="h100")
+    with pytest.raises(MemplanError, match="one GPU, which has nothing to share"):
+        memplan.plan(path, gpu="h100", gpus=1)

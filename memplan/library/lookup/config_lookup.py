@@ -32,6 +32,7 @@ class Overrides:
     Attributes:
         stack: The stack, in place of the config's own.
         gpus: GPUs that share the work; a config that says nothing of it is sharded over them.
+        counted: Whether their number was said, be it one.
         beside: Files of a launcher that go with a trainer's own file.
     """
 
@@ -40,6 +41,7 @@ class Overrides:
     checkpointing: str | None = None
     settings: tuple[str, ...] = field(default=())
     gpus: int = 1
+    counted: bool = False
     stack: str | None = None
     beside: tuple[str, ...] = ()
 
@@ -183,7 +185,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         if canonical in (document.data.get("configs") or {}):
             document = Document(document.name, document.data["configs"][canonical], {})
     elif is_trainer_file(name):
-        gpus = overrides.gpus if overrides.gpus > 1 else None
+        gpus = overrides.gpus if overrides.counted or overrides.gpus > 1 else None
         document = Document(name, training_data(name, overrides.beside, gpus, catalog, given=_said(overrides)), {})
     else:
         document = load_document(usable_path(name))
