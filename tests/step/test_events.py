@@ -11,7 +11,7 @@ from memplan.catalog.training_config import Gradients
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import events_of, simulated
+from memplan.plan.reserve.simulation import Runs, events_of, simulated
 from memplan.training.resolved import resolve
 from tests.jobs import SHAPES, shipped_catalog
 
@@ -72,10 +72,23 @@ def test_a_simulated_plan_orders_its_figures():
 def test_the_verdict_is_whether_the_run_survives_in_what_there_is():
     plan = plan_of("bf16-adamw")
     roomy = simulated(plan)
-    by_capacity = {}
+    by_capacity, runs = {}, Runs()
     for mebibytes in range(roomy.lower_bytes // 2**20 - 100, roomy.upper_bytes // 2**20 + 200, 50):
-        by_capacity[mebibytes] = simulated(replace(plan, usable_bytes=mebibytes * 2**20)).verdict
+        by_capacity[mebibytes] = simulated(replace(plan, usable_bytes=mebibytes * 2**20), runs=runs).verdict
     assert list(dict.fromkeys(by_capacity.values())) == ["no", "tight", "fits"]
+
+
+def test_the_least_is_left_out_where_there_is_memory_to_spare_and_changes_nothing_else():
+    plan = plan_of("bf16-adamw")
+    whole = simulated(plan)
+    for usable, same in ((whole.upper_bytes, False), (whole.upper_bytes - 1, True)):
+        full, quick = (simulated(replace(plan, usable_bytes=usable), least=least) for least in (True, None))
+        assert (full.verdict, full.device_bytes, full.upper_bytes) == (
+            quick.verdict,
+            quick.device_bytes,
+            quick.upper_bytes,
+        )
+        assert ((full.least_bytes, full.lower_bytes) == (quick.least_bytes, quick.lower_bytes)) == same
 
 
 def test_shares_are_named_where_nothing_is_simulated():
