@@ -61,14 +61,25 @@ def spaces(catalog):
     }
 
 
+PLANS: dict[str, CompiledPlan] = {}
+"""Plans of GPT-2 by their config, which the spaces share on every GPU."""
+
+
+def planned(search: Search, state, way, batch) -> CompiledPlan:
+    """Return a combination resolved and compiled by itself."""
+    config = search.space.config(state, way, batch)
+    if repr(config) not in PLANS:
+        PLANS[repr(config)] = CompiledPlan(search.model, resolve(config, search.catalog, "exhaustive"))
+    return PLANS[repr(config)]
+
+
 def everything(search: Search) -> list[Combination]:
     """Return every combination that fits, each resolved, compiled and timed by itself."""
     found = []
     for state, standing in search.states:
         for way in search.space.passes():
             for batch in (b for b in search.space.batches if search.space.allowed(way, b)):
-                setup = resolve(search.space.config(state, way, batch), search.catalog, "exhaustive")
-                plan = CompiledPlan(search.model, setup)
+                plan = planned(search, state, way, batch)
                 if plan.evaluate(search.device, batch, search.length).verdict == "fits":
                     token, step = times(search, plan, way, batch)
                     group = search.class_of(state, standing, way.lifetime)
@@ -132,9 +143,7 @@ def test_the_nearest_miss_is_the_least_of_all(catalog, model, spaces, name):
     search = Search(model("gpt2"), spaces[name], small("gpt2", 0.8), LENGTH, catalog, experimental=True)
     assert search.run().front == ()
     least = min(
-        CompiledPlan(search.model, resolve(search.space.config(state, way, batch), catalog, "one"))
-        .evaluate(search.device, batch, LENGTH)
-        .upper_bytes
+        planned(search, state, way, batch).evaluate(search.device, batch, LENGTH).upper_bytes
         for state, _ in search.states
         for way in search.space.passes()
         for batch in search.space.batches

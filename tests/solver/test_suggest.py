@@ -8,12 +8,32 @@ import jsonschema
 import pytest
 import yaml
 
+import memplan
 from memplan.library.lookup import Overrides, find_setup
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
 BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def searched_once():
+    """Search once for what several tests ask; answers are values, and are written anew each time."""
+    known: dict[str, object] = {}
+    real = memplan.suggest
+
+    def once(model=None, **options):
+        if options["config"] is not None:  # which may be a file that has changed
+            return real(model, **options)
+        question = repr((model, {key: value for key, value in options.items() if key != "catalog"}))
+        if question not in known:
+            known[question] = real(model, **options)
+        return known[question]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memplan, "suggest", once)
+        yield
 
 
 @pytest.fixture
