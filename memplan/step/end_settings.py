@@ -9,7 +9,7 @@ from memplan.catalog.kernel_profiles import LossKernel
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.layer_arguments import layer_arguments
-from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, single_form
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -95,6 +95,11 @@ def _arguments(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> t
     form = layer_arguments(spec, setup, masked=masked)
     if setup.checkpointing != "none":
         form -= layer_arguments(spec, setup, masked=masked, kept=True)
+    if spec.learned_positions and block.code.forms_tables:  # names of embeddings whose sum the layers are given
+        row = spec.hidden_size * setup.residual_bytes
+        leaf = _input_gradients(setup) and setup.config.adapter is not None
+        form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
+        form += ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     return tuple([(Quantity(place), size) for place, size in enumerate(form.totals()) if size])
 
 

@@ -153,7 +153,9 @@ def _saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
 def _named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
     spec, setup = inputs.spec, inputs.setup
-    if not family_code(setup.stack.model_code, spec.architecture).forms_tables or setup.checkpointing != "none":
+    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
+        return ZERO
+    if setup.checkpointing != "none" and not spec.learned_positions:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
     leaf = embedded_leaf(inputs, taped) is not ZERO  # counted already
