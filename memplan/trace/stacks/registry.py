@@ -36,6 +36,9 @@ PROGRAMS: Mapping[str, str] = {
 ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl")
 """Stacks whose own code is traced as one rank of several."""
 
+IN_THE_EXTRA = ("plain-loop", "transformers", "trl")
+"""Those whose packages ``memplan[stacks]`` installs; others need an environment of their own (tests/stacks/environments.yaml)."""
+
 
 def traceable_stacks() -> tuple[str, ...]:
     """Return the names of stacks whose own code can be traced."""
@@ -77,20 +80,21 @@ def _program(name: str) -> Any:
     try:
         program: Any = import_module(PROGRAMS[name])
     except ImportError as error:
-        missing = error.name or str(error)
-        raise CannotAnswerError(
-            f"tracing stack {name} needs {missing.partition('.')[0]}: pip install '.[stacks]' in a checkout of memplan"
-        ) from None
+        raise _missing(name, (error.name or str(error)).partition(".")[0]) from None
     finally:
         logging.disable(logging.NOTSET)
     for package in program.PACKAGES:
         try:
             version(package)
         except PackageNotFoundError:
-            raise CannotAnswerError(
-                f"tracing stack {name} needs {package}: pip install '.[stacks]' in a checkout of memplan"
-            ) from None
+            raise _missing(name, package) from None
     return program
+
+
+def _missing(name: str, package: str) -> CannotAnswerError:
+    """Return why a stack's code cannot be traced here, and what makes an environment in which it can."""
+    command = "pip install '.[stacks]'" if name in IN_THE_EXTRA else f"python tests/stacks/survey.py {name} --jobs 1"
+    return CannotAnswerError(f"tracing stack {name} needs {package}: {command} in a checkout of memplan")
 
 
 def _own_files() -> tuple[str, ...]:
