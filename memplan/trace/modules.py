@@ -132,8 +132,8 @@ def _traced(job: ModuleJob, setup: TrainingSetup, label: str) -> Trace:
 
 
 def _own_files() -> tuple[str, ...]:
-    from memplan.trace.pretended_cuda import cuda_kernels
     from memplan.trace.jobs import module_job
+    from memplan.trace.pretended_cuda import cuda_kernels
 
     return (str(cuda_kernels.__file__), str(module_job.__file__))
 
