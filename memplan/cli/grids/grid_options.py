@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_GPUS_PER_NODE = 8
 FILES = (".yaml", ".yml", ".json", ".toml", ".sh")
 """Ends of the names of files that may say how a model is divided."""
+MOST_READ = 2**20
 KEYS: Mapping[str, str] = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -38,6 +40,16 @@ NODES = f"Machines, and GPUs of each ({DEFAULT_GPUS_PER_NODE} where nothing is s
 
 def _number(name: str, text: str = DEGREES) -> Any:
     return option(PARALLEL, name, min=1, metavar="N", help=text)
+
+
+def _may_divide(file: str) -> bool:
+    """Tell whether a file has a word that one has which divides a model, so that others are not read twice."""
+    try:
+        with Path(file).open("rb") as opened:
+            text = opened.read(MOST_READ)
+    except OSError:
+        return False
+    return any(word in text for word in (b"parallel", b"megatron", b"MODEL_ARGS"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class GridOptions:
             InvalidFileError: ``--rank`` where it is not.
         """
         told = any(setting.startswith("parallel") for setting in options["set"] or ())
-        files = any(str(name).endswith(FILES) for name in (options["config"], model))
+        files = any(_may_divide(str(name)) for name in (options["config"], model) if str(name).endswith(FILES))
         if told or files or (options["stack"] or "").startswith("megatron"):
             from memplan.library.runs.gridded_model import is_grid
 
