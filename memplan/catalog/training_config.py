@@ -101,6 +101,7 @@ class Parallel:
         loss_as_layer: So does the loss.
         precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
         overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
+        vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
     """
 
     data: int = 1
@@ -120,6 +121,7 @@ class Parallel:
     loss_as_layer: bool = False
     precision_aware: bool = False
     overlap_gradients: bool = False
+    vocabulary_multiple: int = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
-_STAGES = ("first_stage_layers", "last_stage_layers")
+_STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
 
 def divides_model(parallel: Parallel) -> bool:

@@ -110,6 +110,9 @@ RUN = """MODEL_ARGS:
   --pipeline-model-parallel-size: 4
   --num-layers-per-virtual-pipeline-stage: 4
   --use-distributed-optimizer: true
+  --grad-reduce-in-bf16: true
+  --make-vocab-size-divisible-by: 1024
+  --overlap-grad-reduce: true
 """
 
 
@@ -119,5 +122,7 @@ def test_a_file_of_megatrons_flags_fills_the_degrees(cli, tmp_path):
     job = ("fit", "llama-8b", "--gpu", "h100", "--gpus", "64", "--json")
     read = cli(*job, "--config", str(file)).data
     assert read["parallel"]["virtual"] == 2
-    said = cli(*job, "--tp", "2", "--pp", "4", "--vp", "2", "--zero", "1").data
+    keys = ("gradients.dtype=bf16", "parallel.vocabulary_multiple=1024", "parallel.overlap_gradients=true")
+    settings = [word for key in keys for word in ("--set", key)]
+    said = cli(*job, "--tp", "2", "--pp", "4", "--vp", "2", "--zero", "1", *settings).data
     assert read["stages"] == said["stages"]

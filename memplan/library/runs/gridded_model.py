@@ -17,6 +17,7 @@ from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import grid_of
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
+from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit
 from memplan.training.parallelism import divides_model
 from memplan.training.resolved import FLOAT_BYTES, config_problems
@@ -143,7 +144,8 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
     split = StageSplit(
         parallel.first_stage_layers, parallel.last_stage_layers, parallel.embedding_as_layer, parallel.loss_as_layer
     )
-    return MegatronSettings(split, precision=_precision(config, catalog), overlap=parallel.overlap_gradients)
+    build = MegatronBuild(vocabulary_multiple=parallel.vocabulary_multiple)
+    return MegatronSettings(split, build, _precision(config, catalog), parallel.overlap_gradients)
 
 
 def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
@@ -201,7 +203,7 @@ def _notes(config: TrainingConfig) -> tuple[str, ...]:
     """Return what is taken for granted."""
     parallel = config.parallel
     notes = [
-        "Megatron-LM's modules with Transformer Engine (megatron-core 0.16.1); the vocabulary is padded to a multiple of 128 times the tensor degree"
+        f"Megatron-LM's modules with Transformer Engine (megatron-core 0.16.1); the vocabulary is padded to a multiple of {parallel.vocabulary_multiple} times the tensor degree"
     ]
     if not parallel.zero_stage:
         notes.append(
