@@ -19,6 +19,7 @@ from typing import Any
 
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.dryrun.kept_files import KeptFiles
+from memplan.dryrun.libraries.library_changes import known_libraries
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
 from memplan.dryrun.terms.answers_given import RefusedError, StepsDoneError
@@ -61,7 +62,15 @@ def run_here(request: Request) -> Outcome:
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, allow_writes=request.allow_writes)
     ending, message = _ended(
-        request, script, lines, (files.kept(), _machine(request, recorder, values), watched.watching())
+        request,
+        script,
+        lines,
+        (
+            files.kept(),
+            pretended_machine(recorder, values, kernels=request.kernels),
+            known_libraries(request.card.compute_capability),
+            watched.watching(),
+        ),
     )
     seconds = time.monotonic() - started
     if not recorder.events:
@@ -81,10 +90,6 @@ def run_here(request: Request) -> Outcome:
         seconds=seconds,
         peaks=peaks,
     )
-
-
-def _machine(request: Request, recorder: LiveRecorder, values: KnownValues) -> Any:
-    return pretended_machine(recorder, values, kernels=request.kernels)
 
 
 def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> tuple[Ending, str]:

@@ -85,7 +85,7 @@ def peaks_of(tree: list[Any]) -> dict[str, int]:
     """Return the largest sum of allocations by instant, of the last step."""
     total, instant = 0, NEXT_STEP
     peaks: dict[str, int] = {}
-    for _, what in sorted(_moments(tree), key=lambda moment: moment[0]):
+    for _, what in sorted(moments(tree), key=lambda moment: moment[0]):
         if isinstance(what, int):
             total += what
         else:
@@ -97,7 +97,7 @@ def peaks_of(tree: list[Any]) -> dict[str, int]:
     return peaks
 
 
-def _moments(tree: list[Any]) -> Iterator[tuple[int, int | str]]:
+def moments(tree: list[Any]) -> Iterator[tuple[int, int | str]]:
     """Yield (time, bytes allocated or freed) and (time, name of the instant that begins)."""
     waiting = list(tree)
     while waiting:

@@ -99,3 +99,70 @@ def test_a_loop_without_modules_is_told_too(tmp_path):
     ran = run(tmp_path, written(tmp_path, TRAINS), "--json", "--gpu", "rtx4090")
     answer = json.loads(ran.stdout)
     assert (answer["steps"], answer["verdict"]) == (3, "fits")
+
+
+KEYS = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def folder_of_a_model(folder: Path) -> Path:
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **KEYS}))
+    return folder / "m"
+
+
+@pytest.mark.slow
+def test_a_trainer_needs_what_its_trace_says(tmp_path):
+    pytest.importorskip("transformers")
+    model = folder_of_a_model(tmp_path)
+    traced = memplan.trace(
+        str(model), stack="transformers", config="bf16-adamw", micro_batch_size=2, sequence_length=512,
+        set={"kernels.optimizer": "foreach"}, gpu="h100",
+    )  # fmt: skip
+    ran = memplan.run(SCRIPTS / "trainer_rows.py", [str(model)], gpu="h100", quiet=True)
+    assert ran.requested_bytes == traced.requested_bytes
+    assert ran.to_spare == traced.step.replayed
+    assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
+
+
+@pytest.mark.slow
+def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_path):
+    for package in ("trl", "peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    model = folder_of_a_model(tmp_path)
+    traced = memplan.trace(
+        str(model), stack="trl", config="qlora", micro_batch_size=1, sequence_length=512, activation_checkpointing="full",
+        set={"optimizer": "adamw-8bit"}, gpu="h100",
+    )  # fmt: skip
+    ran = memplan.run(SCRIPTS / "trl_sft_qlora.py", [str(model)], gpu="h100", quiet=True)
+    assert abs(ran.requested_bytes - traced.requested_bytes) <= 1024 + 64  # a table of codes; positions kept in fp32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [("attention_accumulated", 3), ("averaged_weights", 3), ("custom_function", 3), ("adversarial", 6)],
+)
+def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp_path):
+    from memplan.dryrun.script_process import run_script
+    from memplan.dryrun.terms.outcome import Card, Request
+
+    script = str(SCRIPTS / f"{name}.py")
+    counted = [sys.executable, str(SCRIPTS.parent / "counted_run.py"), str(updates), script]
+    really = subprocess.run(counted, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=True)
+    peak = int(really.stdout.split()[-1])
+    outcome = run_script(Request(script, Card("none", "9.0", 2**36, 2**36), kernels="cpu"), quiet=True)
+    assert outcome.ending == "done", outcome.message
+    assert abs(max(outcome.peaks) - peak) <= peak / 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classifier", "bundled_muon", "adversarial", "averaged_weights", "custom_function"])
+def test_scripts_run_unchanged(name, tmp_path):
+    ran = memplan.run(SCRIPTS / f"{name}.py", gpu="rtx4090", quiet=True)
+    assert ran.fits
+    assert ran.outcome.steps == 3
+    assert any(f"/{name}.py:" in storage.line for storage in ran.trace.largest_at_peak())

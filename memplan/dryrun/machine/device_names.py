@@ -18,28 +18,61 @@ from torch._subclasses.fake_tensor import FakeTensor
 FIRST_INDEX = 64
 """Index under which C++ knows ``cuda:0``; no script has so many devices of type ``meta``."""
 
+_PLAIN = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "arange",
+    "empty_strided",
+    *_PLAIN,
+    *(f"{name}_like" for name in _PLAIN),
+)
+"""What makes tensors on a device that a script may name by its number alone."""
+
 
 def inner_device(device: Any) -> Any:
     """Return what C++ is told in place of a device of CUDA's; other devices, and what is none, are returned as they are."""
     named = _device(device)
     if named is None or named.type != "cuda":
         return device
-    return torch.device("meta", FIRST_INDEX + (named.index or 0))
+    return _DEVICE("meta", FIRST_INDEX + (named.index or 0))
 
 
 def outer_device(device: Any) -> Any:
     """Return the device that Python is told, of one that C++ names."""
-    if isinstance(device, torch.device) and device.type == "meta" and (device.index or 0) >= FIRST_INDEX:
-        return torch.device("cuda", (device.index or 0) - FIRST_INDEX)
+    if isinstance(device, _DEVICE) and device.type == "meta" and (device.index or 0) >= FIRST_INDEX:
+        return _DEVICE("cuda", (device.index or 0) - FIRST_INDEX)
     return device
 
 
 def _device(value: Any) -> torch.device | None:
-    if isinstance(value, torch.device):
+    if isinstance(value, _DEVICE):
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _DEVICE("cuda", value)
     if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        return torch.device(value)
+        return _DEVICE(value)
     return None
+
+
+class _AnyDevice(type):
+    """Takes every device for one of its class, and makes real ones: a bare number is a GPU's, which C++ has none of."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _DEVICE)
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            return _DEVICE("cuda", args[0])
+        return _DEVICE(*args, **options)
+
+
+class _Device(metaclass=_AnyDevice):
+    """Stands for ``torch.device``."""
+
+
+_DEVICE = torch.device
 
 
 @contextmanager
@@ -48,9 +81,7 @@ def named_devices() -> Iterator[None]:
 
     def to_cuda(tensor: Tensor, device: Any = None, *rest: Any, **options: Any) -> Tensor:
         options.pop("memory_format", None)
-        if isinstance(device, int) and not isinstance(device, bool):
-            device = torch.device("cuda", device)
-        return tensor.to(inner_device(device or torch.device("cuda", 0)), *rest, **options)
+        return tensor.to(inner_device(_DEVICE("cuda", 0) if device is None else device), *rest, **options)
 
     properties = {
         "is_cuda": property(lambda tensor: tensor.fake_device.type == "cuda"),
@@ -60,10 +91,16 @@ def named_devices() -> Iterator[None]:
     }
     with (
         replaced(FakeTensor, {**properties, "__new__": staticmethod(_made)}),
-        replaced(Tensor, {"to": _with_inner_devices(Tensor.to), "cuda": to_cuda}),
         replaced(
-            torch, {name: _with_inner_devices(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+            Tensor,
+            {
+                "to": _with_inner_devices(Tensor.to),
+                "cuda": to_cuda,
+                "_make_subclass": staticmethod(_subclassed(Tensor._make_subclass)),
+            },
         ),
+        replaced(torch, {"device": _Device}),
+        replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
     ):
         yield
 
@@ -94,6 +131,22 @@ def _made(
 _BARE = torch.device("meta")
 
 
+def _subclassed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes subclasses of tensors, of fake ones too: parameters of 4 bits, say."""
+    classes: dict[type, type] = {}
+
+    def made(cls: Any, data: Tensor, require_grad: bool = False, **options: Any) -> Any:
+        if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
+            return function(cls, data, require_grad, **options)
+        if cls not in classes:
+            classes[cls] = type(cls)(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
+        tensor = data.detach()
+        tensor.__class__ = classes[cls]
+        return tensor.requires_grad_(require_grad)
+
+    return made
+
+
 def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function to whose C++ a device of CUDA's is named as C++ knows it."""
 
@@ -101,7 +154,7 @@ def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:
         if "device" in options:
             options["device"] = inner_device(options["device"])
         return function(
-            *[inner_device(value) if isinstance(value, str | torch.device) else value for value in args], **options
+            *[inner_device(value) if isinstance(value, str | _DEVICE) else value for value in args], **options
         )
 
     return named

@@ -111,16 +111,37 @@ def _moved_modules() -> Iterator[None]:
     original: Any = torch.nn.Module._apply
     future: Any = torch.__future__
 
-    def applied(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    def applied(module: Any, function: Any, recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        own, real = module._parameters, {}
+        for name, parameter in own.items():
+            if isinstance(parameter, FakeTensor):
+                _move(parameter, function)
+            else:
+                real[name] = parameter
         before = future.get_swap_module_params_on_conversion()
         future.set_swap_module_params_on_conversion(True)
+        module._parameters = real
         try:
-            return original(module, *args, **options)
+            return original(module, function, recurse=False)
         finally:
+            module._parameters = own
             future.set_swap_module_params_on_conversion(before)
 
     with replaced(torch.nn.Module, {"_apply": applied}):
         yield
+
+
+def _move(parameter: Tensor, function: Any) -> None:
+    """Give a parameter without memory what a function makes of it, as torch does where types agree."""
+    gradient = parameter.grad
+    with torch.no_grad():
+        moved = function(parameter)
+        if moved is not parameter:
+            parameter.data = moved
+        if gradient is not None:
+            parameter.grad = function(gradient)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memplan.dryrun.terms.answers_given import StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tensors
 from memplan.trace.stacks.watched_parts import tensor_of
 
 EVALUATION = "evaluation"
@@ -174,6 +176,8 @@ class WatchedSteps:
                     parameter.register_post_accumulate_grad_hook(self._finished(name))  # type: ignore[no-untyped-call]
             for name, tensor in model.named_buffers():
                 self.recorder.mark(tensor, "buffers", name)
+            for name, tensor in quantised_tensors(model) if "bitsandbytes" in sys.modules else ():
+                self.recorder.mark(tensor, "weights", name)
 
     def _finished(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:

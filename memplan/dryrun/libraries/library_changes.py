@@ -1,0 +1,93 @@
+"""What is changed in transformers, bitsandbytes and TRL, so that their own code runs on tensors without memory.
+
+``from_pretrained`` builds a model from its ``config.json`` and loads weights that have a shape and a dtype; what loading
+does with them, quantising included, is transformers' own code. Kernels of bitsandbytes and TRL that are launched on a
+GPU allocate what they would.
+
+Source:
+    transformers 5.23.0, modeling_utils.py (``_get_resolved_checkpoint_files``, ``_load_pretrained_model``);
+    bitsandbytes 0.50.2, functional.py (``get_paged``, ``is_on_gpu``); trl 1.16.0, kernels/chunked_logprob.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.dryrun.libraries.after_import import changed_when_imported
+from memplan.dryrun.machine.device_names import replaced
+from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
+
+NO_FILE = "weights-without-memory.safetensors"
+
+
+@contextmanager
+def known_libraries(compute_capability: str) -> Iterator[None]:
+    """Change the libraries that a script imports inside.
+
+    Args:
+        compute_capability: Of the card.
+    """
+    with ExitStack() as stack:
+        changes = {
+            "transformers.modeling_utils": lambda module: _without_weights(module, stack),
+            "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
+            "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
+            "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
+        }
+        stack.enter_context(changed_when_imported(changes))
+        yield
+
+
+def _without_weights(module: Any, stack: ExitStack) -> None:
+    """Let ``from_pretrained`` find weights that have no values."""
+    model_class = module.PreTrainedModel
+    load = model_class._load_pretrained_model
+
+    def loaded(model: Any, state_dict: Any, files: Any, *args: Any, **options: Any) -> Any:
+        if state_dict is None and files == [NO_FILE]:
+            state_dict, files = weights_of(model), None
+        return load(model, state_dict, files, *args, **options)
+
+    stack.enter_context(replaced(model_class, {"_load_pretrained_model": staticmethod(loaded)}))
+    stack.enter_context(replaced(module, {"_get_resolved_checkpoint_files": lambda *_, **__: ([NO_FILE], None)}))
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint of a model holds, tied weights once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    return {
+        name: torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu")
+        for name, tensor in model.state_dict().items()
+        if name not in tied and isinstance(tensor, Tensor)
+    }
+
+
+def _quantised_on_the_gpu(module: Any, stack: ExitStack, compute_capability: str) -> None:
+    """Run bitsandbytes' kernels as its CUDA backend does; paged states are host memory, which it manages itself."""
+    functional = module.functional
+    stack.enter_context(cuda_backend(compute_capability))
+
+    def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        del device
+        state = torch.empty(shape, dtype=dtype, device="cpu")
+        state.is_paged, state.page_deviceid = True, 0  # type: ignore[attr-defined]
+        return state
+
+    idle: Any = lambda *_, **__: None  # noqa: E731
+    changes = {"get_paged": paged, "is_on_gpu": lambda _: True, "prefetch_tensor": idle, "_get_tensor_stream": idle}
+    stack.enter_context(
+        replaced(functional, {name: value for name, value in changes.items() if hasattr(functional, name)})
+    )
+
+
+def _silent(module: Any, stack: ExitStack) -> None:
+    """Launch no Triton kernel: each writes into what it is given."""
+    names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+    idle: Any = lambda *_, **__: None  # noqa: E731
+    stack.enter_context(replaced(module, dict.fromkeys([name for name in names if hasattr(module, name)], idle)))
