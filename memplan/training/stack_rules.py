@@ -88,10 +88,10 @@ def method_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
     """Yield what of a config's method the formula does not follow."""
     stage = config.method.stage
     if stage not in stack.stages:
-        yield (
-            ("method", "stage"),
-            f"{stage} as {stack.label} runs it is not modelled; it runs {', '.join(stack.stages)}",
-        )
+        older = any(change.changes.get("stages") == list(stack.stages) for change in stack.history)
+        newest = f"; as its newest version runs it: --stack {stack.name}" if older else ""
+        planned = f"planned of it are {', '.join(stack.stages)}"
+        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{newest}"
     elif stage != "sft" and config.parallel != Parallel():
         yield (
             ("method", "stage"),
