@@ -82,6 +82,18 @@ def test_trls_loss_types_are_the_losses_that_its_version_has(tmp_path):
     assert loss("chunked_nll", "1.12") == "token-chunks-fp32"
 
 
+def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
+    def said(more):
+        answer = memplan.import_file(written(tmp_path, TRL + more)).to_dict()
+        assumed = {one["key"]: one["why"] for one in answer["assumed"]}
+        return "not counted" in assumed.get("kernels.attention", "")
+
+    assert said("packing: true\n")
+    assert not said("packing: false\n")
+    assert not said("packing: true\npacking_strategy: wrapped\n")
+    assert not said("packing: true\nattn_implementation: flash_attention_2\n")
+
+
 def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
     text = (EXAMPLES / "trl.yaml").read_text().replace("max_length", "max_seq_length").replace("dtype: bfloat16\n", "")
     answer = memplan.import_file(written(tmp_path, text)).to_dict()
