@@ -15,7 +15,7 @@ from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
 from tests.grids.megatron_jobs import MegatronJob
 from tests.grids.planned_ranks import grid_of_job, planned, spec_of, summary
 
-RECORD = json.loads((Path(__file__).parent.parent / "records" / "grids" / "megatron-core-0.16.1.json").read_text())
+RECORD = json.loads((Path(__file__).parent / "megatron-core-0.16.1.json").read_text())
 JOBS = [(MegatronJob(**row["job"]), row["held"]) for row in RECORD["jobs"]]
 
 
