@@ -184,6 +184,8 @@ class Stack:
         unused_parameters: When replicas look for parameters without a gradient, for which DistributedDataParallel copies
             what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
             with adapters, which PEFT wraps it in, it is always.
+        sharded_units: What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head,
+            or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -218,6 +220,7 @@ class Stack:
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
+    sharded_units: Literal["root", "ends-apart"] = "root"
     name: str = ""
     version: str = ""
 

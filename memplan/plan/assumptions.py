@@ -108,9 +108,15 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
             "gradients (gradient_as_bucket_view=False, the default)"
         )
         return
+    apart = plan.setup.stack.sharded_units == "ends-apart" and not plan.model.spec.tie_word_embeddings
+    ends = (
+        "the embedding is one, final norm and head another, which stays gathered"
+        if apart
+        else "the root (embedding, final norm, head) stays gathered"
+    )
     yield (
-        f"parallel.data {ranks}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; the root "
-        "(embedding, final norm, head) stays gathered; shards on dimension 0, padded to be equal"
+        f"parallel.data {ranks}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
+        "shards on dimension 0, padded to be equal"
     )
     own = plan.setup.format_names["hidden_matrix"]
     if own == config.compute_dtype:

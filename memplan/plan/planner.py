@@ -240,7 +240,7 @@ class CompiledPlan:
         """Return the closed forms of one rank's step."""
         if not is_sharded(self.setup.config.parallel):
             return compile_step(*self._tapes(regime))
-        from memplan.step.parallel_step import compile_sharded_step
+        from memplan.step.ranks.parallel_step import compile_sharded_step
 
         return compile_sharded_step(self.model, self.setup, self.states, regime)
 

@@ -68,8 +68,17 @@ OFF_BY_A_SCALAR = 4
 """Loss and gradient of an accumulating backward under autocast, on one GPU as on several."""
 
 
-def both(catalog, model, config):
+APART = [
+    ("untied", 8, {"clip_gradients": True}, MANY),
+    ("untied", 3, {**MIXED, "gradient_accumulation_steps": 2}, FEW),
+    ("two layers", 2, FULL, MANY),
+    ("tied", 8, {}, FEW),
+]
+
+
+def both(catalog, model, config, units="root"):
     setup = resolve(config, catalog, "test")
+    setup = replace(setup, stack=replace(setup.stack, sharded_units=units))
     plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus["a100-80gb"], "a100-80gb"))
     return plan, trace_training(model, setup)
 
@@ -87,6 +96,18 @@ def test_fully_sharded_every_instant_is_equal_to_the_byte(catalog, shape, ranks,
     assert plan.peak.name == trace.peak_instant
     assert plan.persistent_bytes == trace.persistent_bytes
     assert {n: size for n, size in trace.instant_bytes.items() if n in formula} == formula
+
+
+@pytest.mark.parametrize(("shape", "ranks", "keys", "size"), APART)
+def test_ends_that_are_units_of_their_own_are_let_go_of_as_their_gradients_are_reduced(
+    catalog, shape, ranks, keys, size
+):
+    config = config_of(Parallel(ranks, 3), keys, size)
+    plan, trace = both(catalog, model_from_shapes(**SHAPES[shape]), config, "ends-apart")
+    formula = dict(plan.instants)
+    assert (plan.requested_bytes, plan.persistent_bytes) == (trace.peak_bytes, trace.persistent_bytes)
+    inverse_rms = 4 * size[0] * size[1]
+    assert all(0 <= traced - formula.get(name, traced) <= inverse_rms for name, traced in trace.instant_bytes.items())
 
 
 @pytest.mark.parametrize(("shape", "ranks", "keys", "size"), REPLICATED)

@@ -130,10 +130,14 @@ def _without_device() -> Iterator[None]:
             module._get_device_handle = handle
 
 
-def shard(units: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, collective: Allocates) -> None:
-    """Shard each unit, the last of which is the root, and let its buffers lie where its parameters do."""
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+def shard(
+    units: Sequence[nn.Module | list[nn.Module]], mesh: DeviceMesh, policy: MixedPrecisionPolicy, collective: Allocates
+) -> None:
+    """Shard each unit, the last of which is the root, and let its buffers lie where its parameters do; several modules stay gathered."""
+    for modules in units:
+        stays = {"reshard_after_forward": False} if isinstance(modules, list) else {}
+        fully_shard(modules, mesh=mesh, mp_policy=policy, **stays)  # type: ignore[call-overload]
+        unit = modules[0] if isinstance(modules, list) else modules
         assert isinstance(unit, FSDPModule)
         unit.set_custom_all_gather(collective)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -70,6 +70,7 @@ class ShardedSession(Session):
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.collective = Allocates()
+        self._apart = setup.stack.sharded_units == "ends-apart" and not spec.tie_word_embeddings
         super().__init__(spec, setup)
 
     def built(self, spec: ModelSpec, options: ReferenceOptions, device: str) -> ReferenceModel:
@@ -79,7 +80,10 @@ class ShardedSession(Session):
         policy = MixedPrecisionPolicy()
         if own != options.compute_dtype:
             policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=own)
-        fully_shard.shard([*model._layers, model], self._mesh, policy, self.collective)
+        ends: list[Any] = []
+        if self._apart:
+            ends = [model._embedding[0], [model._final_norm[0], model._head[0]]]
+        fully_shard.shard([*model._layers, *ends, model], self._mesh, policy, self.collective)
         return model
 
     def loss(self) -> Tensor:

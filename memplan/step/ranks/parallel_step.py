@@ -1,6 +1,7 @@
 """A training step under torch's ``fully_shard``: what is gathered and reduced lies around the same tapes.
 
-Each layer is a unit, and the root is one with embedding, final norm and head. A unit's weights are
+Each layer is a unit, and the root is one with embedding, final norm and head; or, as a stack says, the embedding is one
+and norm and head are another, whose weights stay from forward to their gradients' reduction. A unit's weights are
 gathered into one buffer, then copied out of it into whole tensors; its gradients are formed whole,
 copied into one buffer, reduced and scattered. The root stays gathered from the beginning of forward
 to the end of backward, and its gradients stay whole as long. In backward the next unit is gathered
@@ -15,7 +16,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from memplan.model.model import Model
@@ -24,63 +25,15 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.head_instants import head_backward, root_bytes, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
-from memplan.step.states.model_states import ModelStates, model_states
-from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
-from memplan.step.states.parallel_shards import Unit, gathered_setup, unit
-from memplan.step.step_inputs import StepInputs, buffers, tables_of_graph
-from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
+from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
+from memplan.step.states.model_states import ModelStates
+from memplan.step.step_inputs import buffers, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 
 TOKENS = Quantity.TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedStep:
-    """One rank's step: tapes of gathered weights, and the units that weights are gathered in.
-
-    Attributes:
-        inputs: What is compiled; its states are those of whole weights.
-        taped: The model on tape.
-        played: Its parts played; whole gradients are always new ones.
-        root: The unit of embedding, final norm and head.
-        units: For each run of layers, the unit that one of them is.
-    """
-
-    inputs: StepInputs
-    taped: ModelOnTape
-    played: PlayedModel
-    root: Unit
-    units: tuple[Unit, ...]
-
-    @property
-    def last(self) -> Unit:
-        """The unit of the last layer."""
-        return self.units[-1]
-
-    @property
-    def stream_bytes(self) -> int:
-        """Buffers that weights are gathered into, which come from the memory of a stream of their own.
-
-        Two are alive at a time: the root's and the first layer's, or those of two layers.
-        """
-        first, *layers = [self.root.gathered_bytes, *(unit.gathered_bytes for unit in self.units)]
-        return max(first + layers[0], 2 * max(layers))
-
-    @property
-    def unit_gradients(self) -> tuple[int, ...]:
-        """The rank's gradients of each unit, which are one tensor: what a reduction puts out."""
-        layers = zip(self.units, self.taped.runs, strict=True)
-        return (self.root.kept_bytes, *(unit.kept_bytes for unit, run in layers for _ in range(run.count)))
-
-    def neighbour(self, index: int, position: int, step: int) -> Unit | None:
-        """Return the unit of the layer that comes after (1) or before (-1) one of a run, or None."""
-        if 1 <= position + step <= self.taped.runs[index].count:
-            return self.units[index]
-        other = index + step
-        return self.units[other] if 0 <= other < len(self.units) else None
 
 
 def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
@@ -92,7 +45,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
         states: What the rank stores.
         regime: Which operations run.
     """
-    step = _sharded_step(model, setup, states, regime)
+    step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
     candidates = tuple(step_instants(inputs, step.taped, partial(_one_pass, step)))
     if setup.config.evaluation:
@@ -108,23 +61,6 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     )
 
 
-def _sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> ShardedStep:
-    """Return the tapes of gathered weights, and their units."""
-    whole = gathered_setup(setup)
-    optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
-    whole_states = model_states(whole, model.inventory, ())
-    inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer, clipping)
-    taped = model_on_tape(inputs)
-    played = taped.played("first", inputs.recomputation)
-    root = unit([tensor for tensor in model.inventory if "{}" not in tensor.name], setup)
-    layers = [tensor for tensor in model.inventory if "{}" in tensor.name]
-    units = (
-        unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
-        for run in taped.runs
-    )
-    return ShardedStep(inputs, taped, played, root, tuple(units))
-
-
 def _one_pass(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; whole gradients are always new ones."""
     saved, head = step.played.saved, step.taped.head
@@ -132,9 +68,12 @@ def _one_pass(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     base += constant_form(Part.TEMPORARIES, root_bytes(step.inputs, step.taped.settings))
     yield from _head_unit(step, base + saved)
     whole = head.section.gradients or head.delayed_bytes
+    if step.apart:
+        yield from _tail_unit(step, base + saved, whole)
+        whole = _stays(step.tail.kept_bytes, mode)
     yield from _layer_units(step, base, whole, mode)
     layers = sum(u.kept_bytes * run.count for u, run in zip(step.units, step.taped.runs, strict=True))
-    yield from _root_unit(step, base + constant_form(Part.GRADIENTS, _stays(layers, mode)), whole)
+    yield from _first_unit(step, base + constant_form(Part.GRADIENTS, _stays(layers, mode) + whole * step.apart), whole)
 
 
 def _stays(size: int, mode: Mode) -> int:
@@ -160,15 +99,21 @@ def _forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     forward ends. The model's own logits stay until the loss is known.
     """
     played, runs = step.played, step.taped.runs
-    root, stream = step.root.gathered_bytes, step.taped.embedding.output
+    held, stream = step.held_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient)
-    first = 2 * root + 2 * step.units[0].gathered_bytes
+    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
     yield _instant("forward", "copy of the first layer", base + x, first)
+    if step.apart:
+        yield _instant("forward", "copy of the embedding", base, 2 * step.first.gathered_bytes)
+        for moment in played.embedding.forward:
+            yield _instant("forward", moment.operation, base + moment.form, 2 * step.first.gathered_bytes)
+        ends = 2 * step.tail.gathered_bytes + step.last.gathered_bytes
+        yield _instant("forward", "copy of norm and head", base + played.saved + x, ends)
     yield from _layers_forward(step, base + played.embedding.saved)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
         form = base + played.saved - played.layers[step.taped.kinds[-1]].saved + x
-        gathered = root + 2 * step.last.gathered_bytes + under.gathered_bytes
+        gathered = held + 2 * step.last.gathered_bytes + under.gathered_bytes
         yield _instant("forward", "copy of the last layer", form, gathered)
     yield from _loss_forward(step, base + played.saved)
 
@@ -177,7 +122,7 @@ def _layers_forward(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the forward of the first and of the last layer of each run, whose buffer is still there."""
     for run, kind, own in zip(step.taped.runs, step.taped.kinds, step.units, strict=True):
         part = step.played.layers[kind]
-        gathered = step.root.gathered_bytes + 2 * own.gathered_bytes
+        gathered = step.held_bytes + 2 * own.gathered_bytes
         for position in dict.fromkeys((0, run.count - 1)):
             below = around + part.saved * position
             for moment in part.forward:
@@ -187,41 +132,73 @@ def _layers_forward(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 def _loss_forward(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the head's product, which is the model's last, and the loss outside it."""
-    root, head, settings = step.root.gathered_bytes, step.taped.head, step.taped.settings
+    tail, head, settings = step.tail.gathered_bytes, step.taped.head, step.taped.settings
     inputs = next(n.inputs[0][0] for n in head.section.tape.nodes if n.name == "log_softmax")
     logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
     read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
     form = around + head.section.tape.saved_form() + read + constant_form(Part.LOGITS, settings.loss_bytes)
     form = form if settings.loss == "bf16" else form + logits
-    yield _instant("forward", "log_softmax", form, root)
-    rows = (single_form(Part.ACTIVATIONS, v.quantity, v.coefficient) for v in (head.section.entry, head.normed))
-    yield _instant("forward", "head", sum(rows, around + logits), root + step.last.gathered_bytes)
+    yield _instant("forward", "log_softmax", form, tail)
+    rows = _rows_of_head(step)
+    buffer = tail if step.apart else step.last.gathered_bytes
+    yield _instant("forward", "head", around + rows + logits, tail + buffer)
+
+
+def _rows_of_head(step: ShardedStep) -> Form:
+    """Return what the final norm is given and gives."""
+    values = (step.taped.head.section.entry, step.taped.head.normed)
+    return sum((single_form(Part.ACTIVATIONS, value.quantity, value.coefficient) for value in values), ZERO)
 
 
 def _evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
-    root, stream = step.root.gathered_bytes, step.taped.embedding.output
+    held, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient)
-    yield _instant("evaluation", "copy of the first layer", around + x, 2 * root + 2 * step.units[0].gathered_bytes)
-    runs = step.taped.runs
+    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
+    yield _instant("evaluation", "copy of the first layer", around + x, first)
+    runs, last = step.taped.runs, step.last.gathered_bytes
+    if step.apart:
+        yield _instant("evaluation", "copy of norm and head", around + x, 2 * tail + last)
     if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
-        gathered = root + 2 * step.last.gathered_bytes + under.gathered_bytes
+        gathered = held + 2 * last + under.gathered_bytes
         yield _instant("evaluation", "copy of the last layer", around + x, gathered)
     own = dict(zip(step.taped.kinds, (2 * unit.gathered_bytes for unit in step.units), strict=True))
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
-            yield _instant("evaluation", moment.operation, around + moment.form, root + own[kind])
+            yield _instant("evaluation", moment.operation, around + moment.form, held + own[kind])
     for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
-        buffer = 0 if "softmax" in moment.operation or "loss" in moment.operation else step.last.gathered_bytes
-        yield _instant("evaluation", moment.operation, around + moment.form, root + buffer)
+        outside = "softmax" in moment.operation or "loss" in moment.operation
+        buffer = 0 if outside else tail if step.apart else last
+        yield _instant("evaluation", moment.operation, around + moment.form, tail + buffer)
 
 
 # -------------------------------------------------------------------- backward
 def _head_unit(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
+    if step.apart and step.taped.head.logits is not None:
+        logits = single_form(Part.LOGITS, TOKENS, step.taped.head.logits.coefficient)
+        communication = step.tail.gathered_bytes + step.last.gathered_bytes + step.last.cast_bytes
+        yield _instant(
+            "loss backward", "gather of the last layer", around + _rows_of_head(step) + logits, communication
+        )
     for instant in head_backward(step.inputs, step.taped.head, step.played.head, around, "first"):
         ahead = 0 if instant.name == "loss backward" else step.last.gathered_bytes
-        yield _with(instant, step.root.gathered_bytes + ahead)
+        yield _with(instant, step.tail.gathered_bytes + ahead)
+
+
+def _tail_unit(step: ShardedStep, around: Form, whole: int) -> Iterator[Instant]:
+    """Yield the reduction of the gradients of norm and head, whose weights are let go of before.
+
+    Args:
+        step: The rank's step.
+        around: What lies around it.
+        whole: Their gradients as they are formed.
+    """
+    arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.head.section.entry.coefficient)
+    communication = step.tail.reduced_bytes + step.last.gathered_bytes
+    for size in (whole, step.tail.kept_bytes + step.tail.last_bytes):
+        form = around + arrived + constant_form(Part.GRADIENTS, size)
+        yield _instant("head backward", "reduction of norm and head", form, communication)
 
 
 def _layer_units(step: ShardedStep, base: Form, whole: int, mode: Mode) -> Iterator[Instant]:
@@ -265,8 +242,11 @@ def _layer_unit(step: ShardedStep, index: int, position: int, around: Form, play
     over, under = step.neighbour(index, position, 1), step.neighbour(index, position, -1)
     name = f"layer {run.first + position} backward"
     named = position + 1 in _positions(run) or position == run.count
-    before = f"layer {run.first + position + named} backward" if over else "head backward"
-    root, waiting = step.root.gathered_bytes, over.reduced_bytes if over else 0
+    top = position == run.count and index == len(step.units) - 1
+    before = "head backward" if top else f"layer {run.first + position + named} backward"
+    if step.apart:
+        over, under = over or step.tail, under or step.first
+    root, waiting = step.held_bytes, over.reduced_bytes if over else 0
     next_gathered = under.gathered_bytes if under else 0
     ahead = next_gathered + (under.cast_bytes if under else 0)
     arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.head.section.entry.coefficient)
@@ -281,19 +261,32 @@ def _layer_unit(step: ShardedStep, index: int, position: int, around: Form, play
     yield _instant(name, "reduction", around + arrived + gradients, communication)
 
 
-def _root_unit(step: ShardedStep, around: Form, whole: int) -> Iterator[Instant]:
-    """Yield the embedding's backward, and the reduction of the root's gradients at the very end."""
-    communication = step.root.gathered_bytes + step.units[0].reduced_bytes
-    formed = around + constant_form(Part.GRADIENTS, whole)
+def _first_unit(step: ShardedStep, around: Form, whole: int) -> Iterator[Instant]:
+    """Yield the embedding's backward, and the reduction of the root's gradients at the very end.
+
+    Args:
+        step: The rank's step.
+        around: What lies around it.
+        whole: Gradients that the head has left, where they wait for those of the embedding.
+    """
+    communication = step.first.gathered_bytes + step.units[0].reduced_bytes
+    formed = around
+    if step.apart:
+        arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.embedding.output.coefficient)
+        gathered = communication + step.first.gathered_bytes
+        yield _instant("layer 1 backward", "copy of the embedding", around + arrived, gathered)
+    else:
+        formed += constant_form(Part.GRADIENTS, whole)
     for instant in tied_sum(step.inputs, step.taped, formed, "first"):
         yield _instant(instant.name, instant.operation, instant.form, communication)
     for instant in step.played.embedding.backward:
         yield _with(instant.around(formed, "end of backward"), communication)
-    for size in (_root_gradients(step.inputs.states), step.root.kept_bytes + step.root.last_bytes):
+    for size in (_first_gradients(step), step.first.kept_bytes + step.first.last_bytes):
         form = around + constant_form(Part.GRADIENTS, size)
-        yield _instant("end of backward", "reduction of the root", form, step.root.reduced_bytes)
+        yield _instant("end of backward", "reduction of the root", form, step.first.reduced_bytes)
 
 
-def _root_gradients(states: ModelStates) -> int:
-    """Return the whole gradients of embedding, final norm and head; a tied one counts once."""
-    return sum(entry.formed_bytes for entry in states.tensors if "{}" not in entry.tensor.name)
+def _first_gradients(step: ShardedStep) -> int:
+    """Return the whole gradients of the first unit: of the embedding, or of the root, where a tied one counts once."""
+    ends = [entry for entry in step.inputs.states.tensors if "{}" not in entry.tensor.name]
+    return sum(entry.formed_bytes for entry in ends if not step.apart or entry.tensor.role == "embedding")

@@ -1,0 +1,1 @@
+"""A training step of one rank of several that hold shards."""
