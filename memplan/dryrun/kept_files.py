@@ -141,7 +141,7 @@ def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
 def _refused_process(*_: Any, **__: Any) -> Any:
     raise RefusedError(
         "the script starts a process of its own, whose tensors would not be seen; "
-        "run the one process that is to be judged (--gpus N --rank R for one of several)"
+        "run the one process that is to be judged"
     )
 
 

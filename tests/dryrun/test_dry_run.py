@@ -49,8 +49,8 @@ def test_what_cannot_be_run_is_refused_before_torch_is_loaded(tmp_path):
     with pytest.raises(memplan.InvalidFileError, match="no such script"):
         memplan.run(tmp_path / "nothing.py")
     script = tmp_path / written(tmp_path, "")
-    with pytest.raises(memplan.InvalidFileError, match="ranks are counted from 0"):
-        memplan.run(script, gpus=2, rank=2)
+    with pytest.raises(memplan.InvalidFileError, match="steps: expected at least 1"):
+        memplan.run(script, steps=0)
     with pytest.raises(memplan.UnknownNameError, match="h100"):
         memplan.run(script, gpu="h1000")
 
@@ -71,6 +71,8 @@ FAILURES = {
     "endless": ("while True:\n    pass\n", 3, "still running after 4 s"),
     "untrained": ("import torch\ntorch.zeros(9, device='cuda')\n", 3, "no optimizer was stepped"),
     "nothing": ("print('hello')\n", 3, "no tensor was on the GPU"),
+    "compiles": ("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n", 3, "torch.compile"),
+    "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
     "operator": (
         "import torch\n@torch.library.custom_op('mine::double', mutates_args=())\n"

@@ -34,7 +34,6 @@ class RunOptions:
         str | None, option(_RUN, "--module", "-m", metavar="MODULE", help="A module in place of SCRIPT, as python -m.")
     ] = None
     steps: Annotated[int, option(_RUN, "--steps", min=1, max=100, metavar="N", help="Training steps to take.")] = 3
-    rank: Annotated[int, option(_RUN, "--rank", min=0, metavar="R", help="Which of several GPUs is run.")] = 0
     timeline: Annotated[
         Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
     ] = None
@@ -44,9 +43,6 @@ class RunOptions:
     worst: Annotated[
         bool, option(_RUN, "--worst", help="Masks hold everything, and tokens go to the same experts.")
     ] = False
-    synthetic: Annotated[
-        bool, option(_RUN, "--synthetic", help="Batches of full length in place of the script's data.")
-    ] = False
     allow_writes: Annotated[bool, option(_RUN, "--allow-writes", help="Let the script write its files.")] = False
     alloc_conf: Annotated[str, option(_RUN, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")] = ""
     largest: Annotated[
@@ -55,7 +51,9 @@ class RunOptions:
 
 
 @command(example="memplan run train.py --gpu rtx4090 -- --batch-size 8")
-def run_command(script: RunOptions, device: Annotated[DeviceOptions, without("profile")], output: OutputOptions) -> int:
+def run_command(
+    script: RunOptions, device: Annotated[DeviceOptions, without("profile", "gpus")], output: OutputOptions
+) -> int:
     """What would my own script need? It runs here, against a GPU that is not, on tensors without memory.
 
     It runs the script's code, as python would. Exit code 1: it would run out of memory; 2: it fails by itself;
@@ -73,12 +71,9 @@ def run_command(script: RunOptions, device: Annotated[DeviceOptions, without("pr
         module=script.module is not None,
         gpu=device.gpu,
         gpu_memory=device.gpu_memory,
-        gpus=device.gpus,
-        rank=script.rank,
         steps=script.steps,
         timeout=script.timeout,
         worst=script.worst,
-        synthetic=script.synthetic,
         allow_writes=script.allow_writes,
         alloc_conf=script.alloc_conf,
         largest=script.largest,

@@ -16,6 +16,7 @@ from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.device_names import named_devices, replaced
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_tensors import PretendedTensors
+from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
@@ -49,6 +50,9 @@ def pretended_machine(recorder: LiveRecorder, values: KnownValues, *, kernels: s
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
         stack.enter_context(_data_loaders())
+        stack.enter_context(replaced(torch, {"compile": _refused_compiler}))
+        stack.enter_context(replaced(torch.nn.Module, {"compile": _refused_compiler}))
+        stack.enter_context(replaced(torch.distributed, {"init_process_group": _refused_group}))
         if kernels == "cuda":
             for owner in (foreach, optimizer):
                 stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
@@ -99,6 +103,29 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 _DATA_POINTER = torch.UntypedStorage.data_ptr
+
+
+def _refused_compiler(what: Any = None, **_: Any) -> Any:
+    """Refuse to compile a module at once, and a function when it is called: libraries define some that nobody calls."""
+    if what is None:
+        return _refused_compiler
+    if isinstance(what, torch.nn.Module):
+        raise RefusedError(_COMPILES)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RefusedError(_COMPILES)
+
+    return refused
+
+
+_COMPILES = (
+    "the script compiles a model (torch.compile), and what a compiler would fuse and keep is not modelled; "
+    "run it without, for a figure that is higher as a rule"
+)
+
+
+def _refused_group(*_: Any, **__: Any) -> Any:
+    raise RefusedError("the script joins a process group, and only one GPU is pretended; run it as on one GPU")
 
 
 def _no(*_: Any) -> bool:

@@ -38,11 +38,8 @@ class Request:
         arguments: What follows it.
         card: The GPU that it is to find.
         steps: Training steps to take.
-        gpus: GPUs of the job.
-        rank: Which of them is run.
         timeout: Seconds.
         worst: Whether masks hold everything, and all tokens go to the same experts.
-        synthetic: Whether batches of full length replace the script's data.
         allow_writes: Whether files that the script writes are written.
         kernels: Whether operators run as CUDA's, or as those of torch's CPU build.
         alloc_conf: As ``PYTORCH_CUDA_ALLOC_CONF``.
@@ -54,11 +51,8 @@ class Request:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     steps: int = 3
-    gpus: int = 1
-    rank: int = 0
     timeout: float = 600.0
     worst: bool = False
-    synthetic: bool = False
     allow_writes: bool = False
     kernels: Literal["cuda", "cpu"] = "cuda"
     alloc_conf: str = ""

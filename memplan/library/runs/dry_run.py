@@ -43,11 +43,8 @@ class RunOptions(TypedDict, total=False):
         gpu_memory: Memory of one that is in no catalog, in its place.
         module: Whether ``script`` is the name of a module, as ``python -m`` takes it.
         steps: Training steps to take.
-        gpus: GPUs of the job.
-        rank: Which of them is run.
         timeout: Seconds that the script may take.
         worst: Masks hold everything and all tokens go to the same experts, where nobody knows.
-        synthetic: Batches of full length in place of the script's data.
         allow_writes: Let the script write its files.
         alloc_conf: The allocator's settings, as ``PYTORCH_CUDA_ALLOC_CONF``.
         largest: Tensors to list at the peak.
@@ -59,11 +56,8 @@ class RunOptions(TypedDict, total=False):
     gpu_memory: str | None
     module: bool
     steps: int
-    gpus: int
-    rank: int
     timeout: float
     worst: bool
-    synthetic: bool
     allow_writes: bool
     alloc_conf: str
     largest: int
@@ -177,11 +171,8 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         tuple(arguments),
         options.get("module", False),
         options.get("steps", STEPS),
-        options.get("gpus", 1),
-        options.get("rank", 0),
         options.get("timeout", TIMEOUT),
         options.get("worst", False),
-        options.get("synthetic", False),
         options.get("allow_writes", False),
         alloc_conf=options.get("alloc_conf", ""),
     )
@@ -221,8 +212,8 @@ def _check(script: FilePath, options: RunOptions) -> None:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
     if not options.get("module", False) and not Path(script).is_file():
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
-    if options.get("steps", STEPS) < 1 or not 0 <= options.get("rank", 0) < options.get("gpus", 1):
-        raise InvalidFileError(["steps are at least 1, and ranks are counted from 0 to the number of GPUs less one"])
+    if options.get("steps", STEPS) < 1:
+        raise InvalidFileError([f"steps: expected at least 1, got {options['steps']}"])
 
 
 def _refuse(outcome: Outcome, script: str) -> None:
