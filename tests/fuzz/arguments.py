@@ -65,6 +65,7 @@ OPTIONS: Mapping[str, Words] = {
     "--baseline": ("x.json", "-"), "--json": (), "--quiet": (), "--strict": (), "--tied": (), "--experimental": (),
     "--qlora": (), "--lora": (), "--full": (), "--lora-rank": NUMBERS, "--optimizer": SET_VALUES,
     "--batch-size": NUMBERS, "--seq-len": (*NUMBERS, "4k", "128K", "k"), "--no-such-option": NUMBERS,
+    **dict.fromkeys(("--tp", "--pp", "--vp", "--cp", "--ep", "--etp", "--zero", "--hsdp", "--nodes", "--rank"), NUMBERS),
 }  # fmt: skip
 """Options and their words; none of them writes a file or starts torch."""
 
