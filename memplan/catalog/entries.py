@@ -211,6 +211,9 @@ class StateSlot:
         device: Where it lies; scalars of for-loop and foreach optimizers lie on the host.
         as_parameter: Numbers are stored as the parameter's own are; ``block_bytes`` is ignored.
         dimensions: Whether only tensors of one dimension hold it, or only those of more.
+        scale_bytes: Of a block, bytes that are its scale: a tensor of its own.
+        codebook_bytes: Bytes of the table that codes point into and of the boundaries between its levels; 0 where codes
+            are evenly spaced. Such codes are looked up by 32-bit numbers.
     """
 
     name: str
@@ -221,6 +224,8 @@ class StateSlot:
     device: Literal["device", "host", "device-if-fused"] = "device"
     as_parameter: bool = False
     dimensions: Literal["any", "one", "more"] = "any"
+    scale_bytes: int = 4
+    codebook_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

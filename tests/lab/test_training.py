@@ -13,7 +13,6 @@ from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # 
 from memplan.lab.training.component_bytes import comparisons  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.loss_scale import LossScale  # noqa: E402
-from memplan.lab.training.optimizer_groups import OPTIONS  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.lab.training.trained_model import trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
@@ -112,13 +111,17 @@ def test_every_config_that_can_be_trained_holds_the_planned_bytes(text, name):
     assert differing(text, name, shapes=WIDE if name.startswith(("iq", "tier3")) else TINY) == []
 
 
-def test_an_optimizer_is_called_validated_where_training_holds_its_bytes():
-    assert {name for name, entry in CATALOG.optimizers.entries.items() if entry.validated} == set(OPTIONS)
+def test_an_optimizer_is_called_validated_where_training_holds_its_bytes(text):
+    """Those that no shipped config takes are trained here in the place of another's."""
+    bundled = {name for name, entry in CATALOG.optimizers.entries.items() if entry.bundled}
+    assert {name for name, entry in CATALOG.optimizers.entries.items() if entry.validated} == bundled
     trained = {setup_of(name)[1].optimizer_names[role] for name in TRAINABLE for role in ("hidden_matrix", "head")}
-    assert set(OPTIONS) <= trained
+    for name in bundled - trained:
+        assert name.startswith("muon-")
+        assert differing(text, "tier1", f"optimizer.hidden_matrix={name}") == [], name
 
 
-@pytest.mark.parametrize("momentum", ["bf16", "int8", "int4", "gauss4", "gauss3", "gauss2"])
+@pytest.mark.parametrize("momentum", ["bf16", "int8", "int4", "gauss4", "gauss3", "gauss2", "ternary"])
 def test_another_format_of_momentum_is_planned_with_its_own_bytes(text, momentum):
     assert differing(text, "tier1", momentum_format=momentum) == []
 

@@ -18,14 +18,8 @@ def entries(name):
 
 
 OPTIMIZERS = entries("optimizers.yaml")
-BUNDLED = {
-    "muon-fp32": {"momentum_format": "fp32"},
-    "muon-bf16": {"momentum_format": "bf16"},
-    "muon-int8": {"momentum_format": "int8"},
-    "muon-int4": {"momentum_format": "int4"},
-    "muon-int2": {"momentum_format": "int2-notes"},
-    "adamw-int8": {"algorithm": "adamw", "adamw_format": "int8"},
-}
+BUNDLED = {name: entry.get("options", {}) for name, entry in OPTIMIZERS.items() if entry.get("bundled") == "muon"}
+BUNDLED |= {"adamw-int8": {"algorithm": "adamw", "adamw_format": "int8"}}
 
 
 def slots_of(entry, elements):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import UnknownNameError
-from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, GaussianCodec, LogCodec
+from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, TERNARY_LEVEL, GaussianCodec, LogCodec
 from memplan.muon.state_codecs.codecs import codec_bytes, padded, rounded_down_
-from memplan.muon.state_codecs.packing import group_of, index_dtype, pack_, unpack_
+from memplan.muon.state_codecs.packing import group_of, index_dtype, pack_, pack_ternary_, unpack_, unpack_ternary_
 from memplan.muon.state_codecs.state_formats import DIVERGING, MOMENTUM_FORMATS, adamw_codecs, momentum_codec
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
@@ -44,6 +44,17 @@ def test_packing_round_trips(bits):
     assert torch.equal(back, codes)
 
 
+@pytest.mark.parametrize("elements", [8, 64, 128, 256])
+def test_ternary_packing_round_trips(elements):
+    size = math.ceil(elements / 5)
+    index = torch.randint(3, (7, elements), dtype=torch.int32)
+    packed, back = torch.empty(7, size, dtype=torch.uint8), torch.empty_like(index)
+    pack_ternary_(index.clone(), packed)
+    assert packed.max() < 3**5
+    unpack_ternary_(packed, back)
+    assert torch.equal(back, index)
+
+
 def test_packing_puts_the_first_code_in_the_low_bits():
     packed = torch.empty(1, dtype=torch.uint8)
     pack_(torch.tensor([5, 10], dtype=torch.uint8), packed, 4)
@@ -60,8 +71,8 @@ def test_packing_puts_the_first_code_in_the_low_bits():
 def test_state_bytes_are_whole_blocks(name, elements, block, scale):
     codec = momentum_codec(name, block, scale)
     state = codec.empty(SLOT, elements, CPU)
-    bits = int(name[5] if name.startswith("gauss") else name[3])
-    expected = math.ceil(elements / block) * (block * bits // 8 + (4 if scale == "fp32" else 2))
+    codes = math.ceil(block / 5) if name == "ternary" else block * int(name[5 if name.startswith("gauss") else 3]) // 8
+    expected = math.ceil(elements / block) * (codes + (4 if scale == "fp32" else 2))
     assert storage_bytes(state.values()) == codec_bytes(codec, elements) == expected
 
 
@@ -91,6 +102,7 @@ def test_a_fresh_state_is_zero(name):
         ("gauss4", 0.105),
         ("gauss3", 0.19),
         ("gauss2", 0.35),
+        ("ternary", 0.44),
     ],
 )
 def test_relative_error_on_normal_values(name, bound):
@@ -100,11 +112,14 @@ def test_relative_error_on_normal_values(name, bound):
     assert error <= bound
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_gaussian_levels_are_centroids_of_their_cells(bits):
+@pytest.mark.parametrize(
+    ("first", "levels"),
+    [*((0.0, levels) for levels in LLOYD_MAX.values()), (TERNARY_LEVEL / 2, (TERNARY_LEVEL,))],
+    ids=["2 bits", "3 bits", "4 bits", "ternary"],
+)
+def test_gaussian_levels_are_centroids_of_their_cells(first, levels):
     """Lloyd's and Max's condition: each level is the mean of the normal variable over its cell."""
-    levels = LLOYD_MAX[bits]
-    edges = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+    edges = [first, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
 
     def density(x):
         return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)

@@ -105,8 +105,8 @@ def test_momentum_never_outgrows_the_gradients(name, rounding):
         optimizer.step()
     stored = momentum_of(optimizer, p)
     assert stored.norm() <= 1.001e-3 * sign.norm()
-    random_fit = rounding == "stochastic" and name.startswith("gauss")  # a projection on levels at random is shorter
-    assert stored.norm() >= (0.6e-3 if random_fit else 0.96e-3) * sign.norm()
+    random_fit = rounding == "stochastic" and name.startswith(("gauss", "ternary"))  # of levels at random: shorter
+    assert stored.norm() >= (0.5e-3 if random_fit else 0.96e-3) * sign.norm()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

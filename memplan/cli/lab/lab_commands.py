@@ -30,6 +30,7 @@ class Rounding(StrEnum):
 
     nearest = "nearest"
     stochastic = "stochastic"
+    golden = "golden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class TrainOptions:
     ]
     rounding: Annotated[
         Rounding,
-        option(RUN, "--rounding", metavar="KIND", help="Of weights that are not fp32, nearest or stochastic."),
+        option(RUN, "--rounding", metavar="KIND", help="Of weights that are not fp32: nearest, stochastic or golden."),
     ] = Rounding.stochastic
     momentum_format: Annotated[
         str | None,

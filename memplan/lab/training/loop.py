@@ -27,7 +27,7 @@ from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.trace.jobs.step_data import batch_of
 from memplan.training.resolved import TrainingSetup
 
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["nearest", "stochastic", "golden"]
 Progress = Callable[[int, float], None]
 """Is told of steps done, and the loss of the last."""
 

@@ -15,23 +15,11 @@ from memplan.muon.group_options import DEFAULTS, checked_keys
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.step.states.model_states import stored_format
+from memplan.trace.jobs.bundled_optimizer import update_options
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "muon-fp32": {"algorithm": "muon", "momentum_format": "fp32"},
-    "muon-bf16": {"algorithm": "muon", "momentum_format": "bf16"},
-    "muon-int8": {"algorithm": "muon", "momentum_format": "int8"},
-    "muon-int4": {"algorithm": "muon", "momentum_format": "int4"},
-    "muon-int2": {"algorithm": "muon", "momentum_format": "int2-notes"},
-    "adamw-fp32": {"algorithm": "adamw", "adamw_format": "fp32"},
-    "adamw-bf16": {"algorithm": "adamw", "adamw_format": "bf16"},
-    "adamw-int8": {"algorithm": "adamw", "adamw_format": "int8"},
-}
-"""Catalog name -> options of the bundled optimizer."""
-
 
 def refuse_unsupported(setup: TrainingSetup) -> None:
     """Raise for a setup that the lab cannot train.
@@ -52,7 +40,7 @@ def refuse_unsupported(setup: TrainingSetup) -> None:
         f"gradients in {gradient}": gradient is not None and gradient not in GRADIENT_FORMATS,
         "codes without a gradient dtype": gradient is None and setup.trains_codes,
     }
-    names = sorted(set(setup.optimizer_names.values()) - OPTIONS.keys())
+    names = sorted({setup.optimizer_names[role] for role, entry in setup.optimizers.items() if entry.bundled is None})
     refused |= {f"the optimizer {name}": True for name in names}
     unsupported = [what for what, is_so in refused.items() if is_so]
     if unsupported:
@@ -132,7 +120,8 @@ def optimizer_for(
     groups: dict[str, dict[str, Any]] = {}
     for weight in model.weights:
         name = setup.optimizer_names[weight.role]
-        group = groups.setdefault(name, {"params": [], **OPTIONS[name], **options})
+        entry = setup.optimizers[weight.role]
+        group = groups.setdefault(name, {"params": [], **update_options(name, entry), **options})
         group["params"].append((weight.name, weight.stored))
     for group in groups.values():
         group["lr"] = rates[group["algorithm"]]

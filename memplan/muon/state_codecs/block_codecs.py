@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Scratch, rounded_down_
-from memplan.muon.state_codecs.packing import pack_, unpack_
+from memplan.muon.state_codecs.packing import CODES_IN_A_BYTE, pack_, pack_ternary_, unpack_, unpack_ternary_
+from memplan.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ class GaussianCodec(BlockCodec):
         upper = LLOYD_MAX[self.bits]
         return (*(-level for level in reversed(upper)), *upper)
 
+    def _pack(self, index: Tensor, codes: Tensor) -> None:
+        pack_(index, codes, self.bits)
+
+    def _unpack(self, codes: Tensor, index: Tensor) -> None:
+        unpack_(codes, index, self.bits)
+
     def scratch(self, elements: int, device: torch.device) -> Scratch:
         """Return values, factors, a wide index, and the codebook."""
         levels = torch.tensor(self.levels, device=device)
@@ -102,7 +109,12 @@ class GaussianCodec(BlockCodec):
 
     def scratch_bytes(self, elements: int) -> int:
         """Return 8 bytes for each element, 4 for each block, and the codebook with its boundaries."""
-        return 8 * elements + 4 * (elements // self.block_elements) + 4 * ((2 << self.bits) - 1)
+        return 8 * elements + 4 * (elements // self.block_elements) + self.codebook_bytes
+
+    @property
+    def codebook_bytes(self) -> int:
+        """Bytes of the levels, and of the boundaries between them, in fp32."""
+        return 4 * (2 * len(self.levels) - 1)
 
     def store(
         self,
@@ -138,7 +150,7 @@ class GaussianCodec(BlockCodec):
         torch.sum(values.mul_(levels).view(blocks, -1), dim=1, out=products)
         squares = values[:blocks]
         torch.sum(levels.mul_(levels).view(blocks, -1), dim=1, out=squares)
-        scratch.factors[:blocks].mul_(products.div_(squares).clamp_min_(0))
+        scratch.factors[:blocks].mul_(products.div_(squares.clamp_min_(SMALLEST_SCALE)).clamp_min_(0))
 
     def _statistic(self, rows: Tensor, elements: int, _scales: Tensor, factors: Tensor) -> None:
         torch.linalg.vector_norm(rows, dim=1, out=factors)
@@ -151,7 +163,7 @@ class GaussianCodec(BlockCodec):
         assert scratch.index is not None
         assert scratch.levels is not None
         index = scratch.index[: values.numel()]
-        unpack_(codes, index, self.bits)
+        self._unpack(codes, index)
         torch.index_select(scratch.levels, 0, index, out=values)
 
     def _encode(self, values: Tensor, codes: Tensor, scratch: Scratch, noise: Tensor | None) -> None:
@@ -162,7 +174,33 @@ class GaussianCodec(BlockCodec):
             width = (self.levels[-1] - self.levels[0]) / (len(self.levels) - 1)
             values = noise.sub_(0.5).mul_(width).add_(values)
         torch.bucketize(values, scratch.boundaries, out_int32=True, out=index)
-        pack_(index, codes, self.bits)
+        self._pack(index, codes)
+
+
+@dataclass(frozen=True, slots=True)
+class TernaryCodec(GaussianCodec):
+    """The best three levels for a normal distribution, five to a byte: 52 bytes and a scale for a block of 256.
+
+    Source:
+        Max (1960), table I: the same number to twelve decimals, as the test derives it. Five codes below three in a
+        byte: TQ1_0 in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, whose order of bytes is another.
+    """
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Minus one level, zero, and the level."""
+        return (-TERNARY_LEVEL, 0.0, TERNARY_LEVEL)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes: five in each."""
+        return ceil_div(self.block_elements, CODES_IN_A_BYTE)
+
+    def _pack(self, index: Tensor, codes: Tensor) -> None:
+        pack_ternary_(index.view(-1, self.block_elements), codes.view(-1, self.code_bytes))
+
+    def _unpack(self, codes: Tensor, index: Tensor) -> None:
+        unpack_ternary_(codes.view(-1, self.code_bytes), index.view(-1, self.block_elements))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +229,9 @@ class LogCodec(BlockCodec):
             values.add_(noise).floor_()
         self._write(values.clamp_(0, 255), codes, scratch)
 
+
+TERNARY_LEVEL = 1.224006361925
+"""The outer levels of three with least mean square error for a standard normal variable; the third is zero."""
 
 LLOYD_MAX = {
     2: (0.452780034636, 1.510417608499),

@@ -1,4 +1,4 @@
-"""Codes of 1, 2, 3, 4, 6 or 8 bits in bytes, little end first, without a temporary beyond the codes themselves."""
+"""Codes of 1, 2, 3, 4, 6 or 8 bits in bytes, little end first, or five below three in a byte; no temporaries but the codes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from math import gcd
 
 import torch
 from torch import Tensor
+
+CODES_IN_A_BYTE = 5
+"""Codes of three values in a byte: ``3**5`` is 243."""
 
 
 def group_of(bits: int) -> tuple[int, int]:
@@ -55,3 +58,29 @@ def unpack_(codes: Tensor, index: Tensor, bits: int) -> None:
     for position in range(count - 1, 0, -1):
         torch.bitwise_right_shift(word, bits * position, out=groups[:, position])
     groups.bitwise_and_(2**bits - 1)
+
+
+def pack_ternary_(index: Tensor, codes: Tensor) -> None:
+    """Write numbers below three, ``(blocks, elements)`` int32, into ``codes``, ``(blocks, bytes)``; ``index`` is overwritten.
+
+    Byte ``i`` of a block of ``b`` bytes holds elements ``i``, ``b + i``, ``2 b + i``, ... as the digits of a number
+    to the base of three, lowest first.
+    """
+    word = index[:, : codes.shape[1]]
+    for part, factor in _digits(index, codes.shape[1]):
+        word[:, : part.shape[1]].add_(part, alpha=factor)
+    codes.copy_(word)
+
+
+def unpack_ternary_(codes: Tensor, index: Tensor) -> None:
+    """Write the numbers in ``codes`` into ``index``: the inverse of ``pack_ternary_``."""
+    word = index[:, : codes.shape[1]].copy_(codes)
+    for part, factor in reversed(_digits(index, codes.shape[1])):
+        left = word[:, : part.shape[1]]
+        torch.div(left, factor, rounding_mode="floor", out=part)
+        left.sub_(part, alpha=factor)
+
+
+def _digits(index: Tensor, size: int) -> list[tuple[Tensor, int]]:
+    """Return all digits but the lowest, each with what it is multiplied by."""
+    return [(index[:, place * size : (place + 1) * size], 3**place) for place in range(1, CODES_IN_A_BYTE)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memplan.muon.state_codecs.block_codecs import GaussianCodec, LinearCodec, LogCodec, NotesCodec
+from memplan.muon.state_codecs.block_codecs import GaussianCodec, LinearCodec, LogCodec, NotesCodec, TernaryCodec
 from memplan.muon.state_codecs.codecs import SCALE_DTYPES, Codec, PlainCodec
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 
@@ -23,6 +23,7 @@ MOMENTUM_FORMATS = (
     "gauss4",
     "gauss3",
     "gauss2",
+    "ternary",
 )
 
 ADAMW_FORMATS = ("fp32", "bf16", "int8")
@@ -58,6 +59,8 @@ def momentum_codec(name: str, block_elements: int = DEFAULT_BLOCK, scale_dtype: 
         return PlainCodec(torch.float32 if name == "fp32" else torch.bfloat16)
     if name.startswith("gauss"):
         return GaussianCodec(int(name[-1]), block_elements, scale_dtype)
+    if name == "ternary":
+        return TernaryCodec(2, block_elements, scale_dtype)
     if name == "int2-notes":
         return NotesCodec(2, block_elements, scale_dtype)
     return LinearCodec(int(name[3]), block_elements, scale_dtype, zero=name != "int2-no-zero")

@@ -6,11 +6,14 @@ from importlib import import_module
 
 from memplan.muon.stores.optimizer_errors import unknown_choice
 from memplan.muon.weights.iq_formats import Iq2S, Iq2Xs, Iq2Xxs, Iq3Xxs
-from memplan.muon.weights.weight_formats import Q4Format, Q8Format, WeightFormat
+from memplan.muon.weights.weight_formats import Q8Format, UniformFormat, WeightFormat
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "q8-0": Q8Format("q8-0", 32, 34),
-    "q4-0": Q4Format("q4-0", 32, 18),
+    "q4-0": UniformFormat("q4-0", 32, 18),
+    "q5-0": UniformFormat("q5-0", 32, 22, bits=5),
+    "q5-b64": UniformFormat("q5-b64", 64, 42, bits=5),
+    "q6-b64": UniformFormat("q6-b64", 64, 50, bits=6),
     "iq3-xxs": Iq3Xxs("iq3-xxs", 256, 98, group=4, sub=32, factor=0.5),
     "iq2-xxs": Iq2Xxs("iq2-xxs", 256, 66),
     "iq2-xs": Iq2Xs("iq2-xs", 256, 74, sub=16),

@@ -1,7 +1,7 @@
-"""Weights in blocks, byte for byte as GGUF files store them: the interface, Q8_0 and Q4_0.
+"""Weights in blocks, byte for byte as GGUF files store them: the interface, Q8_0, and evenly spaced codes.
 
 A format turns rows of blocks, ``(blocks, block_bytes)`` uint8, into fp32 values and back. Decoding equals
-the ``gguf`` package bit for bit, and so does encoding of Q8_0 and Q4_0 to nearest. Temporaries are
+the ``gguf`` package bit for bit, and so does encoding of Q8_0, Q4_0 and Q5_0 to nearest. Temporaries are
 bounded: ``DECODED_AT_ONCE`` elements are decoded, and ``encoded_blocks`` encoded, at a time. On a GPU
 every stretch costs its kernels' launches, so that stretches are as long as a few MiB allow.
 
@@ -50,6 +50,9 @@ class Temporaries:
 TEMPORARIES = {
     "q8-0": Temporaries(6, 396, 268, 392),
     "q4-0": Temporaries(16, 205, 285, 192),
+    "q5-0": Temporaries(42, 205, 285, 192),
+    "q5-b64": Temporaries(80, 381, 541, 368),
+    "q6-b64": Temporaries(96, 381, 541, 368),
     "iq3-xxs": Temporaries(2496, 68_548, 137_412, 69_960, 32),
     "iq2-xxs": Temporaries(2368, 35_396, 71_364, 36_680, 32),
     "iq2-xs": Temporaries(2432, 68_228, 136_964, 69_648, 32),
@@ -194,36 +197,74 @@ class Q8Format(WeightFormat):
         blocks[:, 2:].view(torch.int8).copy_(codes.clamp_(-128, 127))
 
 
-class Q4Format(WeightFormat):
-    """Q4_0: an fp16 scale, then 16 bytes with elements 0 to 15 in the low and 16 to 31 in the high halves."""
+@dataclass(frozen=True, slots=True)
+class UniformFormat(WeightFormat):
+    """Evenly spaced codes of 4 to 6 bits: an fp16 scale, the bits above the fourth, then the low four.
 
-    __slots__ = ()
+    Of the low bits, the first half of a block's elements lies in the low halves of bytes, and the second half in the
+    high ones; bits above the fourth follow each other, element by element. With 4 bits and blocks of 32 that is
+    GGUF's Q4_0, with 5 bits its Q5_0; blocks of 64 are our own.
+
+    Attributes:
+        bits: Of a code.
+    """
+
+    bits: int = 4
+
+    @property
+    def _high_end(self) -> int:
+        """Where a block's low bits begin."""
+        return 2 + self.block_elements * (self.bits - 4) // 8
 
     def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        codes = blocks[:, 2:]
-        out[:, :16].copy_(codes.bitwise_and(15))
-        out[:, 16:].copy_(codes.bitwise_right_shift(4))
-        out.sub_(8).mul_(read_scale(blocks))
+        half, low = self.block_elements // 2, blocks[:, self._high_end :]
+        if self.bits == 4:
+            out[:, :half].copy_(low.bitwise_and(15))
+            out[:, half:].copy_(low.bitwise_right_shift(4))
+        else:
+            codes = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+            torch.bitwise_and(low, 15, out=codes[:, :half])
+            torch.bitwise_right_shift(low, 4, out=codes[:, half:])
+            high = blocks[:, 2 : self._high_end]
+            for place, part in self._places(codes):
+                above = high.bitwise_right_shift(place).bitwise_and_((1 << self.bits - 4) - 1)
+                part.bitwise_or_(above.bitwise_left_shift_(4))
+            out.copy_(codes)
+        out.sub_(1 << self.bits - 1).mul_(read_scale(blocks))
 
     def _encode_part(
         self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
     ) -> None:
         del search
+        zero = 1 << self.bits - 1
         place = values.abs().argmax(dim=1, keepdim=True)
-        scale = values.gather(1, place).div_(-8)
+        scale = values.gather(1, place).div_(-zero)
         if keep:
             old = read_scale(blocks)
             ends = (values * reciprocal_or_zero(old)).aminmax(dim=1, keepdim=True)
-            fits = (ends.min >= -8.5) & (ends.max <= 7.5) & ((ends.min <= -4) | (ends.max >= 4))
-            scale = torch.where(fits, old, scale)
+            inside = (ends.min >= -zero - 0.5) & (ends.max <= zero - 0.5)
+            scale = torch.where(inside & ((ends.min <= -zero / 2) | (ends.max >= zero / 2)), old, scale)
         written = write_scale(blocks, scale)
         if generator is None:
-            codes = (values * reciprocal_or_zero(scale)).add_(8.5).trunc_()
+            codes = (values * reciprocal_or_zero(scale)).add_(zero + 0.5).trunc_()
         else:
-            codes = (values * reciprocal_or_zero(written)).add_(8)
+            codes = (values * reciprocal_or_zero(written)).add_(zero)
             codes.add_(uniform(codes.shape, generator, codes.device)).floor_()
-        whole = codes.clamp_(0, 15).to(torch.uint8)
-        blocks[:, 2:].copy_(whole[:, 16:].bitwise_left_shift(4).bitwise_or_(whole[:, :16]))
+        whole = codes.clamp_(0, 2 * zero - 1).to(torch.uint8)
+        if self.bits > 4:
+            high = blocks[:, 2 : self._high_end].zero_()
+            for place_, part in self._places(whole):
+                high.bitwise_or_(part.bitwise_right_shift(4).bitwise_left_shift_(place_))
+            whole.bitwise_and_(15)
+        half = self.block_elements // 2
+        blocks[:, self._high_end :].copy_(whole[:, half:].bitwise_left_shift(4).bitwise_or_(whole[:, :half]))
+
+    def _places(self, codes: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each place in a byte of bits above the fourth, and the elements whose bits are there."""
+        width = self.bits - 4
+        count = 8 // width
+        for element in range(count):
+            yield element * width, codes[:, element::count]
 
 
 def round_half_away_(values: Tensor) -> Tensor:

@@ -12,13 +12,9 @@ from collections.abc import Iterable
 from memplan.catalog.entries import StateSlot
 from memplan.step.events.event_stream import EventStream
 from memplan.step.states.model_states import TensorStates, is_exempt
-from memplan.step.states.muon_scratch import COLUMN_CHUNK, chunk_elements, codec_scratch, weight_block
+from memplan.step.states.muon_scratch import COLUMN_CHUNK, chunk_elements, codec_scratch, index_bytes, weight_block
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
-
-SCALE_BYTES = 4
-"""A block's scale is an fp32 number (``block_scale`` in memplan/muon/group_options.py)."""
-
 
 def updated(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> None:
     """Write what the update of one tensor allocates and frees."""
@@ -29,7 +25,7 @@ def state_pieces(slot: StateSlot, size: int) -> list[int]:
     """Return the tensors that hold a state of ``size`` bytes: codes and scales are two."""
     if slot.block_elements == 1:
         return [size]
-    scales = size // slot.block_bytes * SCALE_BYTES
+    scales = size // slot.block_bytes * slot.scale_bytes
     return [size - scales, scales]
 
 
@@ -75,11 +71,16 @@ def _moments(entry: TensorStates) -> list[StateSlot]:
 
 
 def _codec_sizes(slot: StateSlot, k: int) -> list[int]:
-    """Return the scratch of a codec for k elements: packed codes, values and scales; nothing for fp32, values for bf16."""
+    """Return the scratch of a codec for k elements: codes being formed, values, scales and a codebook of n levels.
+
+    Floats need nothing for fp32, and values for bf16.
+    """
     if slot.block_elements == 1:
         return [] if slot.block_bytes == 4 else [4 * k]
-    packed = slot.block_bytes - SCALE_BYTES < slot.block_elements
-    return [*([k] if packed else []), 4 * k, 4 * (k // slot.block_elements)]
+    codes = index_bytes(slot)
+    boundaries = (slot.codebook_bytes - 4) // 2  # of 2 n - 1 numbers, n - 1
+    codebook = [slot.codebook_bytes - boundaries, boundaries] if slot.codebook_bytes else []
+    return [*([codes * k] if codes else []), 4 * k, 4 * (k // slot.block_elements), *codebook]
 
 
 def _weight_sizes(entry: TensorStates, k: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.catalog.entries import CodecScratch, StorageFormat
+from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
 from memplan.step.states.model_states import TensorStates, slot_bytes
 from memplan.units import round_up
 
@@ -20,8 +20,18 @@ def moment_chunk_bytes(entry: TensorStates) -> int:
     k = chunk_elements(entry.tensor.elements, block)
     if block == 1:
         return 4 * k + (0 if slot.block_bytes == 4 else 4 * k)
-    packed = slot.block_bytes - 4 < block
-    return 4 * k + (5 if packed else 4) * k + 4 * k // block
+    return 4 * k + 4 * k + 4 * k // block + index_bytes(slot) * k + slot.codebook_bytes
+
+
+def index_bytes(slot: StateSlot) -> int:
+    """Return the bytes of a code while codes are formed: 4 where they are looked up, 1 where they are packed, else none.
+
+    Source:
+        ``scratch`` in memplan/muon/state_codecs/codecs.py and block_codecs.py.
+    """
+    if slot.codebook_bytes:
+        return 4
+    return 1 if slot.block_bytes - slot.scale_bytes < slot.block_elements else 0
 
 
 def staged_bytes(entry: TensorStates, k: int) -> int:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.update_classes import BUNDLED
 from memplan.errors import CannotAnswerError
 from memplan.muon import Muon
+from memplan.muon.state_codecs.codecs import SCALE_DTYPES
 from memplan.muon.state_codecs.state_formats import (
     ADAMW_EXEMPT_BELOW,
     ADAMW_FORMATS,
@@ -92,8 +94,9 @@ class BundledUpdate:
             ),
             None,
         )
-        options = _options(name, entry, profile)
-        group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **options}
+        options = update_options(name, entry)
+        products = {"ns_workspace": profile.newton_schulz} if entry.orthogonalises else {}
+        group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **products, **options}
         self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
         self.optimizer.staged, self.on_host = staged, staged > 0
         for weight, (handle, _) in zip(weights, self.optimizer.handles(), strict=True):
@@ -124,27 +127,38 @@ def _entry(weight: Trained) -> Any:
     return weight.tensor if weight.weight is None else weight.weight.matrix
 
 
-def _options(name: str, entry: entries.Optimizer, profile: KernelProfile) -> dict[str, Any]:
-    """Return the options of a group whose states have the layout of an entry's slots.
+def update_options(name: str, entry: entries.Optimizer) -> dict[str, Any]:
+    """Return the options of a group whose states have the layout of an entry's slots: those it names, or the first that fit.
 
     Raises:
         CannotAnswerError: The library has no states of that layout.
     """
+    algorithm = {"algorithm": "muon" if entry.orthogonalises else "adamw"}
+    if entry.options and entry.implementation == BUNDLED:
+        return {**algorithm, **entry.options}
     slot = next(slot for slot in entry.slots if slot.layout == "elementwise")
-    blocks = slot.block_elements if slot.block_elements > 1 else DEFAULT_BLOCK
-    adamw = not entry.orthogonalises
-    for chosen in ADAMW_FORMATS if adamw else MOMENTUM_FORMATS:
-        codec = adamw_codecs(chosen, ADAMW_EXEMPT_BELOW)[0] if adamw else momentum_codec(chosen, blocks)
-        if (codec.block_elements, codec.block_bytes) != (slot.block_elements, slot.block_bytes):
-            continue
-        if adamw:
-            return {"algorithm": "adamw", "adamw_format": chosen}
-        return {
-            "algorithm": "muon",
-            "momentum_format": chosen,
-            "ns_workspace": profile.newton_schulz,
-            "block_elements": blocks,
-        }
+    for options in _adamw_options() if not entry.orthogonalises else _muon_options(slot):
+        if _layout(options) == (slot.block_elements, slot.block_bytes, slot.codebook_bytes):
+            return {**algorithm, **options}
     raise CannotAnswerError(
         f"{name}: the bundled optimizer has no states of {slot.block_bytes} bytes for {slot.block_elements} elements"
     )
+
+
+def _adamw_options() -> Iterator[dict[str, Any]]:
+    return ({"adamw_format": name} for name in ADAMW_FORMATS)
+
+
+def _muon_options(slot: entries.StateSlot) -> Iterator[dict[str, Any]]:
+    scale = next(name for name, dtype in SCALE_DTYPES.items() if dtype.itemsize == slot.scale_bytes)
+    blocks = slot.block_elements if slot.block_elements > 1 else DEFAULT_BLOCK
+    return ({"momentum_format": name, "block_elements": blocks, "scale_dtype": scale} for name in MOMENTUM_FORMATS)
+
+
+def _layout(options: dict[str, Any]) -> tuple[int, int, int]:
+    """Return elements and bytes of a block, and bytes of the codebook, of the states that options ask for."""
+    if "adamw_format" in options:
+        codec = adamw_codecs(options["adamw_format"], ADAMW_EXEMPT_BELOW)[0]
+    else:
+        codec = momentum_codec(options["momentum_format"], options["block_elements"], options["scale_dtype"])
+    return codec.block_elements, codec.block_bytes, getattr(codec, "codebook_bytes", 0)
