@@ -127,5 +127,32 @@ def training_record_document(record: dict[str, Any], unit: str) -> Document:
     return Document(record, (curve, runs, component_bytes, evidence_line(record)))
 
 
+def held_document(record: dict[str, Any], unit: str) -> Document:
+    """Return a run that was held to so much memory: its loss, its bytes, and whether it did what was planned.
+
+    Exit code 1 where the loss did not fall or bytes of a component were not the planned ones.
+    """
+    document, memory = training_record_document(record, unit), record["memory"]
+    rows = [("held to", memory["capacity_bytes"], None), ("expected", memory["expected_bytes"], None)]
+    rows += [("worst case", memory["upper_bytes"], None)]
+    rows += [(name, *memory[name].values()) for name in ("requested", "reserved")]
+    table = Table(
+        ("of the GPU", ">planned", ">measured"),
+        tuple((name, format_bytes(p, unit), "" if m is None else format_bytes(m, unit)) for name, p, m in rows),
+        "Memory, without the first step",
+    )
+    run, sizes = record["runs"][0], record["bytes"].values()
+    fell = run["validation_loss"] is not None and run["validation_loss"] < run["first_validation_loss"]
+    equal = all(size["predicted_bytes"] == size["measured_bytes"] for size in sizes)
+    model, parameters = record["model"]["architecture"], record["model"]["parameters"]
+    said = (
+        f"{'Trained' if fell and equal else 'Not as planned'}: {format_count(parameters)} parameters of {model}, "
+        f"{record['training']['steps']} steps within {format_bytes(memory['capacity_bytes'], unit)}; the loss "
+        f"{'fell' if fell else 'did not fall'}, bytes are {'the planned ones' if equal else 'not the planned ones'}."
+    )
+    blocks = (*document.blocks[:-1], table, said)
+    return Document(record, blocks, exit_code=0 if fell and equal else 1)
+
+
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"

@@ -28,8 +28,15 @@ GRIDS = [name for name in NAMES if isinstance(WEIGHT_FORMATS[name], GridFormat)]
 # Relative root mean square error on normal values. Q8_0, Q4_0 and Q5_0 equal gguf's own encoder; the bound
 # for the grids is the least error that any code of so many bits can have, 2**-bits, times 1.5.
 ERRORS = {
-    **{"q8-0": 0.0056, "q6-b64": 0.0255, "q5-0": 0.044, "q5-b64": 0.05, "q4-0": 0.088},
-    **{"iq3-xxs": 0.18, "iq2-xxs": 0.335, "iq2-xs": 0.29, "iq2-s": 0.245},
+    "q8-0": 0.0056,
+    "q6-b64": 0.0255,
+    "q5-0": 0.044,
+    "q5-b64": 0.05,
+    "q4-0": 0.088,
+    "iq3-xxs": 0.18,
+    "iq2-xxs": 0.335,
+    "iq2-xs": 0.29,
+    "iq2-s": 0.245,
 }
 
 
@@ -150,7 +157,10 @@ def test_weights_that_nothing_changes_stay_and_do_not_grow(name, kind, random):
     assert (norms[-1] <= norms[0] * (1.06 if random and name.startswith("iq2") else 1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(("name", "least"), [*((name, 0.95) for name in NAMES if name > "q5"), ("q4-0", 0.9), *((name, 0.8) for name in GRIDS)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [*((name, 0.95) for name in NAMES if name > "q5"), ("q4-0", 0.9), *((name, 0.8) for name in GRIDS)],
+)
 def test_stochastic_rounding_follows_updates_that_nearest_loses(name, least):
     chosen = weight_format(name)
     size = 4096

@@ -11,6 +11,7 @@ import typer
 
 from memplan.cli.grouped_command import add_command, command, with_defaults, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions
+from memplan.cli.lab.largest_command import largest_command
 from memplan.cli.lab.learning_commands import add_learning_commands
 from memplan.cli.lab.learning_options import SizeOptions
 from memplan.cli.lab.matrix_commands import add_matrix_commands
@@ -107,5 +108,6 @@ def train_command(
 
 
 add_command(lab_command, "train", train_command)
+add_command(lab_command, "largest", largest_command)
 for add in (add_learning_commands, add_matrix_commands, add_show_command):
     add(lab_command)

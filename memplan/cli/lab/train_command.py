@@ -38,7 +38,7 @@ class TrainingRequest:
     seeds: tuple[int, ...]
     steps: int
     rates: tuple[float, float, float]
-    rounding: Literal["nearest", "stochastic"]
+    rounding: Literal["nearest", "stochastic", "golden"]
     momentum_format: str | None
     matrix_options: tuple[str, ...]
     device: str

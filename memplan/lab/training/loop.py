@@ -48,6 +48,7 @@ class TrainingOptions:
         momentum_format: Of Muon's momentum; None is the config's own.
         matrix_options: More keys of Muon's parameter groups.
         device: ``cpu`` or ``cuda``.
+        validation_windows: Windows of the validation text that a loss is the mean of.
     """
 
     steps: int = 300
@@ -58,6 +59,7 @@ class TrainingOptions:
     momentum_format: str | None = None
     matrix_options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    validation_windows: int = VALIDATION_WINDOWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +173,11 @@ class Trainer:
     def validation_loss(self) -> float:
         """Return the mean loss over fixed windows of the validation text."""
         self.trained.module.eval()
-        windows = even_windows(self.text.validation, VALIDATION_WINDOWS, self.batch, self.length)
+        count = self.options.validation_windows
+        windows = even_windows(self.text.validation, count, self.batch, self.length)
         losses = [(float(self.loss(*pair)), pair[0].shape[0]) for pair in windows]
         self.trained.module.train()
-        return sum(loss * count for loss, count in losses) / VALIDATION_WINDOWS
+        return sum(loss * part for loss, part in losses) / count
 
 
 def train(

@@ -21,6 +21,7 @@ from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 def refuse_unsupported(setup: TrainingSetup) -> None:
     """Raise for a setup that the lab cannot train.
 

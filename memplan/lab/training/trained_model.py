@@ -95,57 +95,64 @@ def trained_model(model: Model, setup: TrainingSetup, seed: int, device: str) ->
     loss = "fp32" if options.profile.loss == "bf16" else options.profile.loss  # bf16 shows 3 digits of a loss
     profile = replace(options.profile, loss=loss)
     options = replace(options, profile=profile, dtypes={**options.dtypes, **codes}, coded={})
-    module = ReferenceModel(model.spec, options, device)
+    module = ReferenceModel(model.spec, options)
     tensors = dict(expanded(model.inventory))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        _initialise(parameter, tensors[name], model.spec, generator)
-    stored = _stored_weights(module, setup, tensors)
+    numbers = InitialNumbers(model.spec, torch.Generator().manual_seed(seed), device)
+    stored = _stored_weights(module, setup, tensors, numbers)
     weights = [TrainedWeight(name, tensor.role, stored[name]) for name, tensor in tensors.items()]
     return TrainedModel(module, tuple(weights))
 
 
-@torch.no_grad()
-def _initialise(parameter: nn.Parameter, tensor: ParameterTensor, spec: ModelSpec, generator: torch.Generator) -> None:
-    """Fill a weight on any device with numbers that were drawn on the CPU."""
-    if parameter.ndim < 2:
-        parameter.fill_(1.0 if tensor.role == "norm" else 0.0)
-        return
-    writes = tensor.name.endswith((f".{spec.names.output}.weight", f".{spec.names.down}.weight"))
-    deviation = INITIAL_DEVIATION / (sqrt(2 * spec.num_hidden_layers) if writes else 1.0)
-    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator))
+@dataclass(frozen=True, slots=True)
+class InitialNumbers:
+    """Fresh numbers of weights, drawn on the CPU one tensor after another, so that they are the same on any device."""
+
+    spec: ModelSpec
+    generator: torch.Generator
+    device: str
+
+    def of(self, tensor: ParameterTensor) -> Tensor:
+        """Return the numbers of one weight, fp32."""
+        if len(tensor.shape) < 2:
+            return torch.full(tensor.shape, 1.0 if tensor.role == "norm" else 0.0, device=self.device)
+        writes = tensor.name.endswith((f".{self.spec.names.output}.weight", f".{self.spec.names.down}.weight"))
+        deviation = INITIAL_DEVIATION / (sqrt(2 * self.spec.num_hidden_layers) if writes else 1.0)
+        return torch.empty(tensor.shape).normal_(0.0, deviation, generator=self.generator).to(self.device)
 
 
 def _stored_weights(
-    module: ReferenceModel, setup: TrainingSetup, tensors: Mapping[str, ParameterTensor]
+    module: ReferenceModel, setup: TrainingSetup, tensors: Mapping[str, ParameterTensor], numbers: InitialNumbers
 ) -> dict[str, nn.Parameter | QuantisedWeight]:
-    """Return every weight as it is stored, those in block formats put into the model as codes."""
+    """Put every weight into a model without memory, as it is stored; never more than one of them is there in fp32."""
     compute = module.run.options.compute_dtype
+    made: dict[nn.Parameter, nn.Parameter | QuantisedWeight] = {}
     stored: dict[str, nn.Parameter | QuantisedWeight] = {}
-    shared: dict[int, QuantisedWeight] = {}
     for path, part in list(module.named_modules()):
         for leaf, parameter in list(part.named_parameters(recurse=False)):
             name = f"{path}.{leaf}"
-            tensor = tensors.get(name)
-            weight = shared.get(id(parameter))
-            if tensor is not None and weight is None:
-                format_name, _ = stored_format(setup, tensor)
-                if format_name in TORCH_DTYPES:
-                    parameter.data = parameter.data.to(TORCH_DTYPES[format_name])
-                    stored[name] = parameter
-                    continue
-                weight = shared[id(parameter)] = _encoded(parameter, format_name, name)
-                stored[name] = weight
-            if weight is not None and isinstance(part, Linear | Embedding):
+            if parameter not in made:
+                made[parameter] = stored[name] = _made(numbers.of(tensors[name]), tensors[name], setup, name)
+            weight = made[parameter]
+            if isinstance(weight, nn.Parameter):
+                part._parameters[leaf] = weight
+            else:
+                assert isinstance(part, Linear | Embedding)
                 del part._parameters[leaf]
                 part.stored = TrainedCodes(weight, part.stored.role, compute)
     return stored
 
 
-def _encoded(parameter: nn.Parameter, format_name: str, name: str) -> QuantisedWeight:
+def _made(numbers: Tensor, tensor: ParameterTensor, setup: TrainingSetup, name: str) -> nn.Parameter | QuantisedWeight:
+    format_name, _ = stored_format(setup, tensor)
+    if format_name in TORCH_DTYPES:
+        return nn.Parameter(numbers.to(TORCH_DTYPES[format_name]))
+    return _encoded(numbers, format_name, name)
+
+
+def _encoded(numbers: Tensor, format_name: str, name: str) -> QuantisedWeight:
     if format_name not in WEIGHT_FORMATS:
         known = ", ".join((*TORCH_DTYPES, *WEIGHT_FORMATS))
         raise CannotAnswerError(f"{name}: weights in {format_name} cannot be trained here (can: {known})")
-    if parameter.ndim != 2:
+    if numbers.ndim != 2:
         raise CannotAnswerError(f"{name}: a stack of experts in {format_name} cannot be trained here")
-    return QuantisedWeight.of(parameter, format_name)
+    return QuantisedWeight.of(numbers, format_name)

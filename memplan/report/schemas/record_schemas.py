@@ -26,8 +26,16 @@ def evidence_schema() -> t.Schema:
             "bytes": {"type": "object", "additionalProperties": size},
             "runs": {**t.array_schema(_run()), "minItems": 1},
             **t.same(t.TEXT, "date", "machine", "torch", "command", "limits"),
-        }
+        },
+        {"memory": _held_memory()},
     )
+
+
+def _held_memory() -> t.Schema:
+    """Return the schema of a run's memory, where the run was held to so much of a GPU."""
+    total = t.object_schema({"predicted_bytes": t.BYTES, "measured_bytes": t.BYTES_OR_NULL})
+    sizes = t.same(t.BYTES, "capacity_bytes", "expected_bytes", "upper_bytes")
+    return t.object_schema({**sizes, "verdict": t.TEXT, **t.same(total, "requested", "reserved")})
 
 
 def _run() -> t.Schema:

@@ -16,6 +16,7 @@ from memplan.step.states.muon_scratch import COLUMN_CHUNK, chunk_elements, codec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
+
 def updated(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> None:
     """Write what the update of one tensor allocates and frees."""
     (_orthogonalised if entry.optimizer.orthogonalises else _in_chunks)(stream, setup, entry)

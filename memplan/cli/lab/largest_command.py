@@ -1,0 +1,124 @@
+"""``memplan lab largest``: the largest model that fits a GPU with all its parameters trained, really trained there."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, Annotated, Any
+
+from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.cli.grouped_command import command, without
+from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
+from memplan.cli.option_groups import ModelOptions, OutputOptions, option
+from memplan.cli.output import deliver, emit
+from memplan.cli.progress import Progress
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.lookup import Overrides, find_device, find_model, find_setup, require_one_gpu, require_own_loop
+from memplan.library.runs.largest_trained import CPU_PARAMETERS, Candidate, largest_candidate, planned_candidate
+from memplan.report.training_records import held_document, record_text
+
+if TYPE_CHECKING:
+    from memplan.catalog.catalog import Catalog
+    from memplan.lab.training.loop import Run
+
+VALIDATION_WINDOWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LargestOptions:
+    """What is trained within how much memory, and for how long."""
+
+    config: Annotated[
+        str, option(RUN, "--config", "-c", metavar="NAME|FILE", help="Training config of all parameters.")
+    ] = "q6-muon-ternary"
+    gpu_memory: Annotated[
+        str, option(RUN, "--gpu-memory", metavar="SIZE", help="What the process may take of the GPU.")
+    ] = "24GiB"
+    steps: Annotated[int, option(RUN, "--steps", min=2, help="Optimizer steps.")] = 20
+    batch: Annotated[int, option(RUN, "--batch", "-b", min=1, help="Sequences per step.")] = 1
+    length: Annotated[int, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = 2048
+    lr: Annotated[float, option(RUN, "--lr", min=0.0, help="Largest rate of Muon.")] = 0.005
+    adamw_lr: Annotated[float, option(RUN, "--adamw-lr", min=0.0, help="Largest rate of AdamW.")] = 0.001
+    settings: Annotated[
+        list[str] | None,
+        option(RUN, "--set", metavar="KEY=VALUE", help="Any key of a training config; repeatable."),
+    ] = None
+
+
+@command(example="memplan lab largest --layers 2 --hidden 256 --heads 4 --gpu-memory 1GiB --length 128")
+def largest_command(
+    model: Annotated[ModelOptions, without("beside", "online")],
+    asked: LargestOptions,
+    run: Annotated[RunOptions, without("plot")],
+    output: OutputOptions,
+) -> int:
+    """Train the largest model that fits so much memory, held to it, all parameters from random weights.
+
+    Without MODEL: the largest of the catalog that is planned to fit. The loss must fall, and the bytes be the planned ones.
+    """
+    check_torch()
+    catalog = output.catalog()
+    candidate = _candidate(model, asked, catalog)
+    if run.device.value == "cpu" and candidate.parameters > CPU_PARAMETERS:
+        raise CannotAnswerError(
+            f"{candidate.model.spec.name} has {candidate.parameters:,} parameters, too many to train on a CPU; give --device "
+            "cuda, or a smaller MODEL, --gpu-memory or --layers"
+        )
+    record = _trained(candidate, asked, run, output.quiet)
+    if run.out is not None:
+        deliver(record_text(record), run.out)
+    return emit(held_document(record, output.unit), output)
+
+
+def _candidate(model: ModelOptions, asked: LargestOptions, catalog: Catalog) -> Candidate:
+    device = find_device(None, asked.gpu_memory, 1, catalog)
+    settings = ("activation_checkpointing=full", "kernels.loss=chunked", *(asked.settings or ()))
+    overrides = Overrides(asked.batch, asked.length, None, settings, stack=DEFAULT_STACK)
+    if model.model is None and not model.shapes.given():
+        return largest_candidate(catalog.models.entries, asked.config, overrides, device, catalog)
+    known = find_model(model.model, model.shapes, catalog)
+    setup = require_one_gpu(find_setup(asked.config, overrides, catalog, known), "memplan lab largest")
+    require_own_loop(setup, "memplan lab largest")
+    return planned_candidate(known, setup, device)
+
+
+def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
+    from memplan.lab.training.device import prepare
+    from memplan.lab.training.held_memory import HeldMemory, held_record
+    from memplan.lab.training.loop import Trainer, TrainingOptions, trained
+    from memplan.lab.training.text import library_text
+    from memplan.lab.training.training_record import TrainingRequest, evidence
+
+    device, seed = run.device.value, run.seeds((0,))[0]
+    if len(run.seeds((0,))) > 1:
+        raise InvalidFileError(["--seed: one run at a time; give one seed"])
+    prepare(device, run.threads)
+    options = TrainingOptions(
+        steps=asked.steps,
+        lr=asked.lr,
+        adamw_lr=asked.adamw_lr,
+        rounding="golden",
+        matrix_options={"momentum": 0.8},
+        device=device,
+        validation_windows=VALIDATION_WINDOWS,
+    )
+    held, text = HeldMemory(device, candidate.capacity_bytes), library_text()
+    progress = Progress(f"{candidate.model.spec.name}, {candidate.setup.label}", asked.steps)
+
+    def told(done: int, loss: float) -> None:
+        if done == 1:
+            held.forget()
+        if not quiet:
+            progress(done, f"loss {loss:.3f}")
+
+    held.begin()
+    trainer = Trainer(candidate.model, candidate.setup, options, text, seed)
+    result: Run = trained(trainer, seed, told)
+    if not quiet:
+        progress.end()
+    command = shlex.join(["memplan", *sys.argv[1:]])
+    request = TrainingRequest(candidate.setup.name, (), command, date.today().isoformat())
+    record = evidence(request, candidate.model, candidate.setup, options, text, [result], None)
+    return {**record, "memory": held_record(held, candidate.plan)}

@@ -1,0 +1,67 @@
+"""A run that is held to so many bytes of a GPU, and what it took of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan.measure.driver_memory import context_bytes, used_bytes
+from memplan.plan.memory_plan import MemoryPlan
+
+PEAKS = {"requested": "requested_bytes.all.peak", "reserved": "reserved_bytes.all.peak"}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMemory:
+    """The memory of a device that a run may take: the allocator refuses what is beyond it.
+
+    Attributes:
+        device: ``cuda``; on ``cpu`` nothing is held, and no totals are read.
+        capacity_bytes: All that the process may take of the device, its context included.
+    """
+
+    device: str
+    capacity_bytes: int
+
+    def begin(self) -> None:
+        """Create the context, and leave the allocator what is left of the capacity."""
+        if not self.on_gpu:
+            return
+        others = used_bytes()
+        torch.zeros(1, device=self.device)
+        total = torch.cuda.mem_get_info()[1]
+        left = max(0, self.capacity_bytes - context_bytes(others))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is an allocator that can be held and read."""
+        return self.device.startswith("cuda")
+
+    def forget(self) -> None:
+        """Forget the peaks so far: the first step creates what stays."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> dict[str, int]:
+        """Return the allocator's peaks since they were last forgotten, by name; none on a CPU."""
+        if not self.on_gpu:
+            return {}
+        statistics = torch.cuda.memory_stats()
+        return {name: int(statistics[key]) for name, key in PEAKS.items()}
+
+
+def held_record(held: HeldMemory, plan: MemoryPlan) -> dict[str, Any]:
+    """Return what was planned beside what was taken; a total that no allocator counted is null."""
+    peaks = held.peaks()
+    planned = {"requested": plan.requested_bytes, "reserved": plan.reserved_bytes}
+    totals = {name: {"predicted_bytes": size, "measured_bytes": peaks.get(name)} for name, size in planned.items()}
+    return {
+        "capacity_bytes": held.capacity_bytes,
+        "expected_bytes": plan.device_bytes,
+        "upper_bytes": plan.upper_bytes,
+        "verdict": plan.verdict,
+        **totals,
+    }
