@@ -16,6 +16,7 @@ from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, ch
 from memplan.muon.state_codecs.codecs import codec_bytes
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.updates.batches import batch_bytes, batches_of
 from memplan.muon.updates.handles import FloatHandle, Handle
 from memplan.muon.updates.offload import buffers_on
 from memplan.muon.updates.steps import (
@@ -205,7 +206,8 @@ def step_temporary_bytes(
 def predict_optimizer_bytes(optimizer: Muon) -> PredictedBytes:
     """Return what all parameters of ``optimizer`` take together, as if each had a gradient of its dtype."""
     total = PredictedBytes()
-    for handle, group in optimizer.handles():
+    ready = list(optimizer.handles())
+    for handle, group in ready:
         dtype = handle.key.dtype
         total += predict_bytes(
             handle.shape,
@@ -216,6 +218,9 @@ def predict_optimizer_bytes(optimizer: Muon) -> PredictedBytes:
             weight=handle.layout,
             device=handle.key.device.type,
         )
+    for handles, group in batches_of(ready):
+        if len(handles) > 1:
+            total += PredictedBytes(temporaries=batch_bytes(handles, group))
     return total
 
 

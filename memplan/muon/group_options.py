@@ -51,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "master": "none",
     "reuse_gradient": True,
     "chunk_elements": 1 << 20,
+    "batch_bytes": 0,
     "offload": False,
     "projection_rank": 0,
     "projection_interval": 200,
@@ -74,7 +75,7 @@ NOT_OFFERED = {
     "capturable": "a step reads its counters and its gradients' largest magnitude on the host, and cannot be captured "
     "in a CUDA graph; leave it out",
     "differentiable": "a step runs without autograd; leave it out",
-    "foreach": "parameters are updated one after the other, in scratch that is planned to the byte; leave it out",
+    "foreach": "matrices of one shape are updated together in batch_bytes of scratch, which is planned to the byte; give that",
     "fused": "updates choose their kernels themselves; leave it out",
     "maximize": "a step always descends; negate the loss",
 }
@@ -125,7 +126,7 @@ def checked_options(group: Mapping[str, Any]) -> None:
     for key in _POSITIVE:
         if not isinstance(group[key], int) or group[key] < 1:
             raise OptimizerError(f"{key}: expected an integer of at least 1, got {group[key]!r}")
-    for key in ("projection_rank", "low_rank"):
+    for key in ("projection_rank", "low_rank", "batch_bytes"):
         if not isinstance(group[key], int) or group[key] < 0:
             raise OptimizerError(f"{key}: expected an integer of at least 0, got {group[key]!r}")
     for value in (group["momentum"], *group["betas"]):

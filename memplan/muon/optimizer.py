@@ -28,6 +28,7 @@ from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import phases_of
 from memplan.muon.updates.backward_hooks import BackwardHooks
+from memplan.muon.updates.batches import batches_of, muon_batch_step_
 from memplan.muon.updates.clipping import clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
@@ -174,10 +175,13 @@ class Muon(torch.optim.Optimizer):
         ready = [(handle, group) for handle, group in self.handles() if handle.gradient(False) is not None]
         self._refuse_changed(ready)
         self._refuse_unusable([handle for handle, _ in ready])
-        for handle, group in ready:
-            self._update(handle, group)
-            if handle.store is not None:
-                handle.store.clear()
+        for handles, group in batches_of(ready):
+            if len(handles) > 1:
+                self._update_together(handles, group)
+                continue
+            self._update(handles[0], group)
+            if handles[0].store is not None:
+                handles[0].store.clear()
         return loss
 
     def _refuse_changed(self, ready: list[tuple[Handle, Group]]) -> None:
@@ -200,6 +204,12 @@ class Muon(torch.optim.Optimizer):
         place, golden = self._parameters.places[handle.key], group["rounding"] == "golden"
         phases = phases_of(device, self.seed, place, state["step"]) if golden else None
         update_parameter_(handle, group, state, self._seeded_generator(handle.key), phases, buffers)
+
+    def _update_together(self, handles: list[Handle], group: Group) -> None:
+        states = [self.state[handle.key] for handle in handles]
+        for handle, state in zip(handles, states, strict=True):
+            follow_parameter(handle, group, state)
+        muon_batch_step_(handles, group, states)
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""

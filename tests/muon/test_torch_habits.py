@@ -181,7 +181,7 @@ def test_a_closure_may_be_given():
 @pytest.mark.parametrize("name", sorted(NOT_OFFERED))
 def test_options_of_torch_that_are_not_offered_are_refused_in_words(name):
     p = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(OptimizerError, match=f"{name}: .*(leave it out|negate the loss)"):
+    with pytest.raises(OptimizerError, match=f"{name}: .*(leave it out|negate the loss|give that)"):
         Muon([p], **{name: True})
     with pytest.raises(OptimizerError, match=name):
         Muon([{"params": [p], name: True}])
