@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
+from memplan.muon.parameter_updates import batch_bytes, batches_of
 from memplan.muon.state_codecs.codecs import codec_bytes
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.updates.batches import batch_bytes, batches_of
 from memplan.muon.updates.handles import FloatHandle, Handle
 from memplan.muon.updates.offload import buffers_on
 from memplan.muon.updates.steps import (

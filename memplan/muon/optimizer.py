@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, own_options
-from memplan.muon.one_parameter import update_parameter_
 from memplan.muon.parameter_groups import named_groups
 from memplan.muon.parameter_state import (
     checked_handles,
@@ -24,11 +23,11 @@ from memplan.muon.parameter_state import (
     parameter_name,
     restore,
 )
+from memplan.muon.parameter_updates import batches_of, update_parameter_, update_together_
 from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import phases_of
 from memplan.muon.updates.backward_hooks import BackwardHooks
-from memplan.muon.updates.batches import batches_of, muon_batch_step_
 from memplan.muon.updates.clipping import clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
@@ -209,7 +208,7 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[handle.key] for handle in handles]
         for handle, state in zip(handles, states, strict=True):
             follow_parameter(handle, group, state)
-        muon_batch_step_(handles, group, states)
+        update_together_(handles, group, states)
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""

@@ -68,10 +68,11 @@ def _listed(name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _unusual(record: Mapping[str, Any]) -> list[str]:
-    """Return in what a run differs from most: its rounding, its size, its batch, its steps."""
+    """Return in what a run differs from most: its rounding, Muon's options, its size, its batch, its steps."""
     training, parameters = record["training"], record["model"]["parameters"]
     return [
-        *(["nearest rounding"] if training["rounding"] == "nearest" else []),
+        *([f"{training['rounding']} rounding"] if training["rounding"] != "stochastic" else []),
+        *(f"{key} {value}" for key, value in training["matrix_options"].items()),
         *([f"{format_count(parameters)}"] if parameters != PARAMETERS else []),
         *([f"batch {training['micro_batch_size']}"] if training["micro_batch_size"] != BATCH else []),
         *([f"{training['steps']} steps"] if training["steps"] != STEPS else []),

@@ -26,6 +26,7 @@ BASELINES = tuple(
     for name in (
         "muon-fp32-weights",
         "muon-fp32-weights-batch4",
+        "muon-fp32-weights-momentum8",
         "muon-fp32-weights-wide",
         "muon-fp32-weights-wide-short",
         "fp32-adamw",
@@ -38,6 +39,7 @@ BOUNDS = {
     "train-tier1-nearest": (25.0, 100.0),
     "train-tier1-bytes-q4-fp8-int8": (-5.0, 5.0),
     "train-tier1-bytes-q8-fp8-int8": (-5.0, 5.0),
+    "train-q6-muon-ternary": (0.0, 5.0),
 }
 """Percent above fp32 momentum's validation loss, mean of three seeds."""
 
@@ -113,6 +115,8 @@ EXPERIMENTED = {
     "muon-bf16": {"bf16"},
     "muon-int4": {"int4"},
     "muon-int2": {"notes-2"},
+    "muon-gauss4": {"gauss4"},
+    "muon-gauss2": {"gauss2"},
     "q4-muon-int2": {"notes-2"},
 }
 """Entry whose evidence is the experiment on momentum -> the rows that are about it."""

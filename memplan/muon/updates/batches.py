@@ -1,66 +1,32 @@
-"""Matrices of one shape that Muon updates together, in a few kernels for all of them instead of a few dozen for each.
-
-How many go together is bounded by the bytes that they take beside weights, gradients and states (``batch_bytes`` of a
-group); what cannot be handled so, and a matrix that is alone, is updated by itself.
-"""
+"""One update of several float matrices of one shape by Muon: a few kernels for all, instead of a few dozen for each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memplan.muon.group_options import muon_options
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_, newton_schulz_workspace_bytes
-from memplan.muon.updates.handles import FloatHandle
 from memplan.muon.updates.steps import MOMENTUM, rate_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from memplan.muon.updates.handles import Handle
     from memplan.muon.updates.steps import MuonOptions, State
 
-Group = dict[str, Any]
-_ALONE = ("offload", "projection_rank", "low_rank", "ns_gram_format")
-"""Options with which every matrix is updated by itself."""
 
-
-def batches_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
-    """Return the parameters in batches that are updated together, each where its first one stands."""
-    batches: list[tuple[list[Handle], Group]] = []
-    open_batches: dict[tuple[Any, ...], list[Handle]] = {}
-    for handle, group in ready:
-        most = batch_size(handle, group)
-        key = (id(group), handle.shape, handle.key.dtype, handle.key.device, _gradient_dtype(handle))
-        together = open_batches.get(key)
-        if most == 1 or together is None or len(together) == most:
-            together = []
-            batches.append((together, group))
-            if most > 1:
-                open_batches[key] = together
-        together.append(handle)
-    return batches
-
-
-def batch_size(handle: Handle, group: Mapping[str, Any]) -> int:
-    """Return how many matrices like that one go together: as many as ``batch_bytes`` holds, at least one."""
-    if not _can_share(handle, group):
-        return 1
-    return max(1, group["batch_bytes"] // batch_bytes([handle], group))
-
-
-def batch_bytes(handles: Sequence[Handle], group: Mapping[str, Any]) -> int:
+def batch_step_bytes(handles: Sequence[Handle], options: MuonOptions) -> int:
     """Return what updating matrices of one shape together allocates.
 
     Formula:
         ``count * elements * ns_dtype + max(momentum, Newton-Schulz, weights)``: in fp32 the gradients, and momentum where
         it is not fp32; then the workspace of a batch; then in fp32 the updates, and weights that are not fp32.
     """
-    first, count, options = handles[0], len(handles), muon_options(group)
+    first, count = handles[0], len(handles)
     elements = first.shape.numel()
-    momentum = 4 * elements * (1 if group["momentum_format"] == "fp32" else 2)
+    momentum = 4 * elements * (1 if options.codec.scratch_bytes(1) == 0 else 2)
     weights = 4 * elements * (1 if first.key.dtype == torch.float32 else 2)
     workspace = newton_schulz_workspace_bytes(
         *first.shape,
@@ -72,30 +38,17 @@ def batch_bytes(handles: Sequence[Handle], group: Mapping[str, Any]) -> int:
     return count * elements * options.dtype.itemsize + max(count * momentum, workspace, count * weights)
 
 
-def _can_share(handle: Handle, group: Mapping[str, Any]) -> bool:
-    """Tell whether a parameter is a matrix of floats whose momentum, gradient and rounding need no codec."""
-    plain = type(handle) is FloatHandle and handle.store is None and len(handle.shape) == 2
-    muon = group["algorithm"] == "muon" and group["momentum_format"] in ("fp32", "bf16")
-    nearest = group["rounding"] == "nearest" or handle.key.dtype == torch.float32
-    return bool(group["batch_bytes"]) and plain and muon and nearest and not any(group[key] for key in _ALONE)
-
-
 def _in_one_product(handle: Handle) -> bool:
     """Tell whether matrices are multiplied as one batch: a CPU takes longer for 16-bit batches than for one after the other."""
     return handle.key.device.type != "cpu"
 
 
-def _gradient_dtype(handle: Handle) -> torch.dtype | None:
-    return None if handle.key.grad is None else handle.key.grad.dtype
-
-
 @torch.no_grad()
-def muon_batch_step_(handles: Sequence[Handle], group: Group, states: Sequence[State]) -> None:
+def muon_batch_step_(handles: Sequence[Handle], options: MuonOptions, states: Sequence[State]) -> None:
     """Update matrices of one shape, and their momentum, as :func:`memplan.muon.updates.steps.muon_step_` does each.
 
     The arithmetic is the same but for the order of sums inside products, which batched kernels choose themselves.
     """
-    options = muon_options(group)
     first = handles[0]
     gradients = [handle.key.grad for handle in handles]
     update = torch.empty((len(handles), *first.shape), dtype=options.dtype, device=first.key.device)

@@ -1,0 +1,112 @@
+"""Updates as groups ask for them: by Muon, by Muon in a projected space, or by AdamW; one by one, or in batches.
+
+How many matrices go together is bounded by the bytes that they take beside weights, gradients and states
+(``batch_bytes`` of a group); what cannot be handled so, and a matrix that is alone, is updated by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.muon.group_options import adamw_options, muon_options
+from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
+from memplan.muon.updates.handles import FloatHandle
+from memplan.muon.updates.offload import stager_of
+from memplan.muon.updates.projection import projected_step_
+from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memplan.muon.stores.rounding_noise import Phases
+    from memplan.muon.updates.handles import Handle
+    from memplan.muon.updates.steps import State
+
+Group = dict[str, Any]
+_ALONE = ("offload", "projection_rank", "low_rank", "ns_gram_format")
+"""Options with which every matrix is updated by itself."""
+
+
+def update_parameter_(
+    handle: Handle,
+    group: dict[str, Any],
+    state: State,
+    generator: torch.Generator,
+    phases: Phases | None,
+    buffers: int,
+) -> None:
+    """Update one parameter that has a gradient, and its state.
+
+    Args:
+        handle: The parameter.
+        group: Its group's options.
+        state: Its state.
+        generator: Of stochastic rounding.
+        phases: Of the weight's rounding, where its group asks for them.
+        buffers: How many stretches of offloaded state pass through at a time; 0 where the state is on the device.
+    """
+    gradient = handle.gradient(group["reuse_gradient"])
+    assert gradient is not None
+    elements = handle.shape.numel()
+    if group["algorithm"] == "adamw":
+        moments = replace(adamw_options(group, elements), phases=phases)
+        stager = stager_of(handle, state, moments.codecs[0], adamw_chunk_length(handle, moments), buffers)
+        adamw_step_(handle, gradient, state, moments, generator, stager)
+        return
+    options = replace(muon_options(group), phases=phases)
+    length = chunk_length(elements, options.chunk_elements, options.codec.block_elements)
+    stager = stager_of(handle, state, options.codec, length, buffers)
+    if group["projection_rank"]:
+        projected_step_(handle, gradient, state, options, generator, stager, group)
+    else:
+        muon_step_(handle, gradient, state, options, generator, stager)
+    state["step"] += 1
+
+
+def batches_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
+    """Return the parameters in batches that are updated together, each where its first one stands."""
+    batches: list[tuple[list[Handle], Group]] = []
+    open_batches: dict[tuple[Any, ...], list[Handle]] = {}
+    for handle, group in ready:
+        most = batch_size(handle, group)
+        key = (id(group), handle.shape, handle.key.dtype, handle.key.device, _gradient_dtype(handle))
+        together = open_batches.get(key)
+        if most == 1 or together is None or len(together) == most:
+            together = []
+            batches.append((together, group))
+            if most > 1:
+                open_batches[key] = together
+        together.append(handle)
+    return batches
+
+
+def batch_size(handle: Handle, group: Group) -> int:
+    """Return how many matrices like that one go together: as many as ``batch_bytes`` holds, at least one."""
+    if not _can_share(handle, group):
+        return 1
+    return max(1, int(group["batch_bytes"]) // batch_bytes([handle], group))
+
+
+def batch_bytes(handles: Sequence[Handle], group: Group) -> int:
+    """Return what updating matrices of one shape together allocates."""
+    return batch_step_bytes(handles, muon_options(group))
+
+
+def update_together_(handles: Sequence[Handle], group: Group, states: Sequence[State]) -> None:
+    """Update a batch of matrices that have gradients, and their states."""
+    muon_batch_step_(handles, muon_options(group), states)
+
+
+def _can_share(handle: Handle, group: Group) -> bool:
+    """Tell whether a parameter is a matrix of floats whose momentum, gradient and rounding need no codec."""
+    plain = type(handle) is FloatHandle and handle.store is None and len(handle.shape) == 2
+    muon = group["algorithm"] == "muon" and group["momentum_format"] in ("fp32", "bf16")
+    nearest = group["rounding"] == "nearest" or handle.key.dtype == torch.float32
+    return bool(group["batch_bytes"]) and plain and muon and nearest and not any(group[key] for key in _ALONE)
+
+
+def _gradient_dtype(handle: Handle) -> torch.dtype | None:
+    return None if handle.key.grad is None else handle.key.grad.dtype
