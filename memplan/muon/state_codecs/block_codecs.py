@@ -64,6 +64,8 @@ class NotesCodec(LinearCodec):
 
     def _statistic(self, rows: Tensor, _elements: int, scales: Tensor, factors: Tensor) -> None:
         torch.linalg.vector_norm(rows, ord=float("inf"), dim=1, out=factors)
+        if scales.is_meta:  # numbers decide, and there are none
+            return
         for block in range(scales.numel()):
             known = max(float(scales[block]), self.first_range)
             largest = float(factors[block])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -97,7 +98,9 @@ class BundledUpdate:
         options = update_options(name, entry)
         products = {"ns_workspace": profile.newton_schulz} if entry.orthogonalises else {}
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **products, **options}
-        self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
+        with warnings.catch_warnings():  # of formats that diverge: what is traced has no numbers
+            warnings.simplefilter("ignore")
+            self.optimizer = MetaMuon([group], gradient_format=keeps, offload=staged > 0)
         self.optimizer.staged, self.on_host = staged, staged > 0
         for weight, (handle, _) in zip(weights, self.optimizer.handles(), strict=True):
             weight.store = handle.store
