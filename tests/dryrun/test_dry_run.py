@@ -168,3 +168,14 @@ def test_scripts_run_unchanged(name, tmp_path):
     assert ran.fits
     assert ran.outcome.steps == 3
     assert any(f"/{name}.py:" in storage.line for storage in ran.trace.largest_at_peak())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerate_loop", "trl_dpo"])
+def test_scripts_of_libraries_run_unchanged(name, tmp_path):
+    for package in ("accelerate", "trl", "peft"):
+        pytest.importorskip(package)
+    ran = memplan.run(SCRIPTS / f"{name}.py", [str(folder_of_a_model(tmp_path))], gpu="rtx4090", quiet=True)
+    assert ran.fits
+    assert ran.outcome.steps == 3
+    assert ran.trace.peak_instant.endswith("backward")
