@@ -167,3 +167,6 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     yield from unproven_updates((e.optimizer_name, e.optimizer, e.stepper) for e in plan.states.tensors)
     if plan.setup.config.parallel.data > 1:
         yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"
+    stack = plan.setup.stack
+    if is_sharded(plan.setup.config.parallel) and stack.model_code != "own" and stack.sharded_units == "root":
+        yield f"how {stack.name} itself divides a model: these units of fully_shard were not held against its own code"
