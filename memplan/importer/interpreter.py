@@ -154,7 +154,8 @@ class _Step:
         if not conditions:
             return
         if names and given is None:
-            if "default" in rule:
+            unset = rule.get("if_null") == "unset" and names[0] in self.keys.data
+            if "default" in rule and not unset:
                 self._default(names[0])
             return
         self._apply(given)
@@ -185,6 +186,8 @@ class _Step:
                 self._state(name, value, key)
         elif "value" in rule:
             self._state(rule["to"], rule["value"], key)
+        elif "change" in rule:
+            self._default(rule["change"])
         elif key is not None:
             self._from_key(key)
 
@@ -206,6 +209,8 @@ class _Step:
         if isinstance(value, Mapping):
             value = is_on(value)
         by_word = {word(name): meaning for name, meaning in table.items()}
+        if isinstance(value, list) and value and all(by_word.get(word(item), MISSING) is None for item in value):
+            return  # each of several changes nothing
         meaning = by_word.get(word(value), by_word.get("*", MISSING))
         if meaning is MISSING:
             known = [word(name) for name in table]

@@ -89,9 +89,12 @@ def method_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
     stage = config.method.stage
     if stage not in stack.stages:
         older = any(change.changes.get("stages") == list(stack.stages) for change in stack.history)
-        newest = f"; as its newest version runs it: --stack {stack.name}" if older else ""
+        if older:
+            way = f"; as its newest version runs it: --stack {stack.name}"
+        else:  # axolotl's trainers are TRL's (AxolotlDPOTrainer in core/trainers/dpo/trainer.py, 0.21.0)
+            way = "; TRL's own trainer instead: --stack trl" if stack.model_code == "transformers" else ""
         planned = f"planned of it are {', '.join(stack.stages)}"
-        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{newest}"
+        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
     elif stage != "sft" and config.parallel != Parallel():
         yield (
             ("method", "stage"),

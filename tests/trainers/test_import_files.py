@@ -82,13 +82,40 @@ def test_trls_loss_types_are_the_losses_that_its_version_has(tmp_path):
     assert loss("chunked_nll", "1.12") == "token-chunks-fp32"
 
 
+def test_rows_that_nothing_bounds_need_a_length(tmp_path):
+    text = TRL.replace("max_length: 1024", "max_length: null")
+    assert memplan.import_file(written(tmp_path, text)).to_dict()["needs"][0].startswith("--sequence-length N")
+
+
+@pytest.mark.parametrize(
+    ("keys", "method", "refused"),
+    [
+        ("beta: 0.1\nloss_type: ipo\n", "dpo", ""),
+        ("loss_type: [ipo, sft]\n", "dpo", ""),
+        ("loss_type: aot_unpaired\n", "dpo", ""),
+        ("beta: 0.1\nloss_type: sigmiod\n", "dpo", "did you mean 'sigmoid'"),
+        ("loss_type: [sigmoid, nll]\n", "dpo", "'nll'"),
+        ("loss_type: apo_zero_unpaired\n", "kto", ""),
+        ("desirable_weight: 1.0\nloss_type: bco\n", "kto", "modelled are kto, apo_zero_unpaired"),
+        ("center_rewards_coefficient: 0.01\nloss_type: nll\n", "reward", "has no loss_type"),
+    ],
+)
+def test_loss_types_that_trls_trainers_do_not_have_are_refused(tmp_path, keys, method, refused):
+    answer = memplan.import_file(written(tmp_path, TRL + keys)).to_dict()
+    said = [one["why"] for one in answer["keys"]["not_modelled"] if one["key"] == "loss_type"]
+    assert answer["method"]["stage"] == method
+    assert bool(said) == bool(refused)
+    assert refused in "".join(said)
+
+
 def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
     def said(more):
         answer = memplan.import_file(written(tmp_path, TRL + more)).to_dict()
-        assumed = {one["key"]: one["why"] for one in answer["assumed"]}
-        return "not counted" in assumed.get("kernels.attention", "")
+        return [one["value"] for one in answer["assumed"] if one["key"] == "packing.mask"] == ["not counted"]
 
     assert said("packing: true\n")
+    assert said("packing: true\nattn_implementation: sdpa\n")
+    assert said("packing: true\nattn_implementation: eager\n")
     assert not said("packing: false\n")
     assert not said("packing: true\npacking_strategy: wrapped\n")
     assert not said("packing: true\nattn_implementation: flash_attention_2\n")
@@ -374,7 +401,7 @@ def test_nanogpt_and_nanochat_flags():
 MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers").glob("*.yaml"))
 RULE_KEYS = {
     *("key", "to", "table", "also", "default", "why", "value", "set", "when", "unless", "append", "product"),
-    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least"),
+    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change", "if_null"),
 }
 
 
@@ -383,7 +410,7 @@ def test_a_mapping_has_rules_of_the_kinds_that_there_are(path):
     data = yaml.safe_load(path.read_text())
     for rule in [*data.get("rules", ()), *data.get("joined", ())]:
         assert rule.keys() <= RULE_KEYS, rule
-        assert rule.keys() & {"to", "table", "set", "need", "refuse", "value"}, rule
+        assert rule.keys() & {"to", "table", "set", "need", "refuse", "value", "change"}, rule
     assert all(isinstance(why, str) and why for why in data.get("not_modelled", {}).values())
     assert not set(data.get("irrelevant", ())) & set(data.get("not_modelled", {}))
 
