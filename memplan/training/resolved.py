@@ -200,7 +200,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)
-    for path, text in method_refusals(config, stack):
+    for path, text in method_refusals(config, stack, catalog):
         raise CannotAnswerError(f"{place(path)}: {text}")
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}

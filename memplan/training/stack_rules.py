@@ -84,15 +84,19 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         )
 
 
-def method_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
-    """Yield what of a config's method the formula does not follow."""
+def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    """Yield what of a config's method the formula does not follow.
+
+    Source:
+        Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in
+        axolotl/core/trainers/dpo/trainer.py (0.21.0).
+    """
     stage = config.method.stage
     if stage not in stack.stages:
-        older = any(change.changes.get("stages") == list(stack.stages) for change in stack.history)
-        if older:
-            way = f"; as its newest version runs it: --stack {stack.name}"
-        else:  # axolotl's trainers are TRL's (AxolotlDPOTrainer in core/trainers/dpo/trainer.py, 0.21.0)
-            way = "; TRL's own trainer instead: --stack trl" if stack.model_code == "transformers" else ""
+        way = ""
+        if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
+            who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
+            way = f"; {who}: --stack trl"
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
     elif stage != "sft" and config.parallel != Parallel():
