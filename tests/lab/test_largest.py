@@ -12,7 +12,8 @@ from jsonschema import Draft202012Validator  # noqa: E402
 
 from memplan.errors import CannotAnswerError  # noqa: E402
 from memplan.lab.training.held_memory import HeldMemory  # noqa: E402
-from memplan.library.lookup import Overrides, find_device  # noqa: E402
+from memplan.lab.training.optimizer_groups import with_momentum  # noqa: E402
+from memplan.library.lookup import Overrides, find_device, find_setup  # noqa: E402
 from memplan.library.runs.largest_trained import largest_candidate  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
 
@@ -36,7 +37,7 @@ def test_a_small_model_is_trained_and_its_bytes_are_the_planned_ones(cli, tmp_pa
     assert all(size["predicted_bytes"] == size["measured_bytes"] for size in record["bytes"].values())
     assert record["memory"]["capacity_bytes"] == 2**30
     assert record["memory"]["requested"]["measured_bytes"] is None  # only an allocator counts it
-    assert "the loss fell, bytes are the planned ones." in ran.out
+    assert "on a CPU, not held to 1.00 GiB (planned: FITS); the loss fell, bytes are the planned ones." in ran.out
 
 
 def test_a_loss_that_does_not_fall_is_exit_code_1(cli):
@@ -49,6 +50,31 @@ def test_a_model_that_a_cpu_would_train_for_days_is_refused(cli):
     ran = cli("lab", "largest", "qwen3-14b")
     assert ran.exit_code == 3
     assert "too many to train on a CPU" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(("-c", "no-such"), "unknown training config"), (("--set", "no=1"), "no")]
+)
+def test_what_no_model_can_be_trained_with_is_refused_for_its_own_reason(cli, options, message):
+    ran = cli("lab", "largest", *options)
+    assert ran.exit_code == 2
+    assert message in ran.err
+
+
+def test_a_run_that_is_out_of_memory_says_what_was_planned(cli, monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("memplan.lab.training.loop.Trainer", out_of_memory)
+    ran = cli("lab", "largest", *SMALL, *QUICK, "--gpu-memory", "1GiB")
+    assert ran.exit_code == 3
+    assert "out of memory in a run planned as FITS: CUDA out of memory." in ran.err
+
+
+def test_momentum_of_another_format_keeps_the_blocks_of_its_config(catalog):
+    setup = with_momentum(find_setup("q6-muon-ternary", Overrides(), catalog), "int8")
+    slot = setup.optimizers["hidden_matrix"].slots[0]
+    assert (slot.block_elements, slot.block_bytes) == (256, 258)  # codes of a byte, and a bf16 scale
 
 
 def test_the_largest_of_the_catalog_is_planned_to_fit(catalog):

@@ -61,6 +61,7 @@ def largest_command(
     check_torch()
     catalog = output.catalog()
     candidate = _candidate(model, asked, catalog)
+    require_own_loop(require_one_gpu(candidate.setup, "memplan lab largest"), "memplan lab largest")
     if run.device.value == "cpu" and candidate.parameters > CPU_PARAMETERS:
         raise CannotAnswerError(
             f"{candidate.model.spec.name} has {candidate.parameters:,} parameters, too many to train on a CPU; give --device "
@@ -79,14 +80,12 @@ def _candidate(model: ModelOptions, asked: LargestOptions, catalog: Catalog) -> 
     if model.model is None and not model.shapes.given():
         return largest_candidate(catalog.models.entries, asked.config, overrides, device, catalog)
     known = find_model(model.model, model.shapes, catalog)
-    setup = require_one_gpu(find_setup(asked.config, overrides, catalog, known), "memplan lab largest")
-    require_own_loop(setup, "memplan lab largest")
-    return planned_candidate(known, setup, device)
+    return planned_candidate(known, find_setup(asked.config, overrides, catalog, known), device)
 
 
 def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
     from memplan.lab.training.device import prepare
-    from memplan.lab.training.held_memory import HeldMemory, held_record
+    from memplan.lab.training.held_memory import HeldMemory, held_record, refused_if_out_of_memory
     from memplan.lab.training.loop import Trainer, TrainingOptions, trained
     from memplan.lab.training.text import library_text
     from memplan.lab.training.training_record import TrainingRequest, evidence
@@ -113,9 +112,10 @@ def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet
         if not quiet:
             progress(done, f"loss {loss:.3f}")
 
-    held.begin()
-    trainer = Trainer(candidate.model, candidate.setup, options, text, seed)
-    result: Run = trained(trainer, seed, told)
+    with refused_if_out_of_memory(candidate.plan):
+        held.begin()
+        trainer = Trainer(candidate.model, candidate.setup, options, text, seed)
+        result: Run = trained(trainer, seed, told)
     if not quiet:
         progress.end()
     command = shlex.join(["memplan", *sys.argv[1:]])

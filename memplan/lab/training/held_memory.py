@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memplan.errors import CannotAnswerError
 from memplan.measure.driver_memory import context_bytes, used_bytes
 from memplan.plan.memory_plan import MemoryPlan
 
@@ -51,6 +54,15 @@ class HeldMemory:
             return {}
         statistics = torch.cuda.memory_stats()
         return {name: int(statistics[key]) for name, key in PEAKS.items()}
+
+
+@contextmanager
+def refused_if_out_of_memory(plan: MemoryPlan) -> Iterator[None]:
+    """Raise ``CannotAnswerError``, which says what was planned, where the device's memory is spent."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CannotAnswerError(f"out of memory in a run planned as {plan.verdict.upper()}: {error}") from error
 
 
 def held_record(held: HeldMemory, plan: MemoryPlan) -> dict[str, Any]:

@@ -74,9 +74,11 @@ def refuse_unused_formats(model: Model, setup: TrainingSetup) -> None:
 
 
 def with_momentum(
-    setup: TrainingSetup, momentum_format: str | None, block_elements: int = DEFAULT_BLOCK
+    setup: TrainingSetup, momentum_format: str | None, block_elements: int | None = None
 ) -> TrainingSetup:
     """Return a setup whose matrices have another format of momentum, so that it is planned with its bytes.
+
+    Blocks and the dtype of their scales are those of the setup's own optimizer where they are not given.
 
     Raises:
         UnknownNameError: There is no such format.
@@ -84,7 +86,8 @@ def with_momentum(
     """
     if momentum_format is None:
         return setup
-    codec = momentum_codec(momentum_format, block_elements)
+    own = {"block_elements": DEFAULT_BLOCK, "scale_dtype": "fp32", **setup.optimizers["hidden_matrix"].options}
+    codec = momentum_codec(momentum_format, block_elements or int(own["block_elements"]), str(own["scale_dtype"]))
     if setup.optimizers["hidden_matrix"].algorithm != "muon":
         raise InvalidFileError([f"--momentum-format {momentum_format}: {setup.name} does not train matrices by Muon"])
     slots = (

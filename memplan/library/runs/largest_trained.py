@@ -51,16 +51,21 @@ def largest_candidate(
 
     Raises:
         CannotAnswerError: None of them fits.
+        MemplanError: What the smallest is refused for, where all are refused.
     """
     models = [find_model(name, Shapes(), catalog) for name in names]
+    refusals: list[MemplanError] = []
     for model in sorted(models, key=lambda model: -parameter_count(model.inventory)):
         try:
             setup = find_setup(config, overrides, catalog, model)
             plan = CompiledPlan(model, setup).evaluate(device)
             if plan.verdict == "no" or simulated(plan).verdict != "fits":
                 continue
-        except MemplanError:
-            continue  # a model that is not modelled with this config, or has fewer positions
+        except MemplanError as error:  # a model that is not modelled with this config, or has fewer positions
+            refusals.append(error)
+            continue
         if all(len(tensor.shape) <= 2 for tensor in model.inventory):  # the lab trains no stacks of experts
             return planned_candidate(model, setup, device)
+    if len(refusals) == len(models):
+        raise refusals[-1]
     raise CannotAnswerError(f"no model of the catalog fits {device.name} with {config} (memplan list models)")
