@@ -62,6 +62,13 @@ class CachingAllocator:
         self._allowed_bytes = None if capacity_bytes is None or share == 1 else int(share * capacity_bytes)
         self._collects = self._allowed_bytes is not None and settings.garbage_collection_threshold > 0
 
+    def allow(self, allowed_bytes: int | None) -> None:
+        """Let segments take so many bytes from now on; None for as many as are asked for, on a card without end."""
+        self._allowed_bytes = allowed_bytes
+        self._collects = allowed_bytes is not None and self.settings.garbage_collection_threshold > 0
+        if allowed_bytes is None:
+            self.driver.capacity_bytes = None
+
     def malloc(self, key: Hashable, requested_bytes: int, stream: int = 0) -> Block | None:
         """Return the block that serves a request; None for zero bytes, which take nothing.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from memplan.dryrun.machine.device_names import replaced
 from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.script_lines import ScriptLines
 
 _WRITES = frozenset("wax+")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class KeptFiles:
@@ -26,11 +29,12 @@ class KeptFiles:
 
     Args:
         scratch: Folder for what the script writes.
+        lines: Tells which line of the script is running.
         allow_writes: Whether it may write where it wants to.
     """
 
-    def __init__(self, scratch: str, *, allow_writes: bool) -> None:
-        self._scratch, self._allowed = scratch, allow_writes
+    def __init__(self, scratch: str, lines: ScriptLines, *, allow_writes: bool) -> None:
+        self._scratch, self._lines, self._allowed = scratch, lines, allow_writes
         self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev")})
         self.skipped: dict[str, int] = {}
 
@@ -38,8 +42,9 @@ class KeptFiles:
     def kept(self) -> Iterator[None]:
         """Keep the files of what is run inside."""
         with ExitStack() as stack:
-            stack.enter_context(replaced(BaseProcess, {"start": _refused_process}))
-            stack.enter_context(replaced(os, {"fork": _refused_process}))
+            stack.enter_context(replaced(BaseProcess, {"start": self._refused_process}))
+            stack.enter_context(replaced(os, {"fork": self._refused_process, "system": self._started(os.system)}))
+            stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__)}))
             stack.enter_context(replaced(torch, {"save": self._saved}))
             if find_spec("safetensors") is not None:
                 tensors = import_module("safetensors.torch")
@@ -53,6 +58,7 @@ class KeptFiles:
         opened = self._opened(builtins.open)
         yield builtins, {"open": opened}
         yield io, {"open": opened}
+        yield os, {"open": self._descriptor(os.open)}
         names = ("stat", "lstat", "listdir", "scandir", "access", "chmod", "utime")
         yield os, {name: self._looked(getattr(os, name)) for name in names}
         yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
@@ -77,6 +83,25 @@ class KeptFiles:
             return function(apart if apart is not None and _exists(apart) else file, mode, *args, **options)
 
         return opened
+
+    def _descriptor(self, function: Callable[..., int]) -> Callable[..., int]:
+        def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            apart = None if dir_fd is not None else self._apart(path)
+            if apart is not None and flags & _WRITING:
+                self.skipped.setdefault(os.fsdecode(path), 0)
+                _makedirs(os.path.dirname(apart))
+                return function(apart, flags, mode)
+            return function(apart if apart is not None and _exists(apart) else path, flags, mode, dir_fd=dir_fd)
+
+        return opened
+
+    def _started(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse processes that the script starts; what libraries ask other programs is no training."""
+
+        def started(*args: Any, **options: Any) -> Any:
+            return self._refused_process() if self._lines.caller() else function(*args, **options)
+
+        return started
 
     def _looked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def looked(path: Any = ".", *args: Any, **options: Any) -> Any:
@@ -119,6 +144,13 @@ class KeptFiles:
                 pass
         self.skipped[name] = _bytes_of(thing)
 
+    def _refused_process(self, *_: Any, **__: Any) -> Any:
+        line = self._lines.current()
+        raise RefusedError(
+            f"the script starts a process of its own{f' at {line}' if line else ''}, whose tensors would not be seen; "
+            "run the one process that is to be judged"
+        )
+
 
 def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
     """Return the bytes of the tensors in a checkpoint."""
@@ -136,13 +168,6 @@ def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
     if isinstance(value, torch.nn.Module):
         return _bytes_of(value.state_dict(), seen)
     return 0
-
-
-def _refused_process(*_: Any, **__: Any) -> Any:
-    raise RefusedError(
-        "the script starts a process of its own, whose tensors would not be seen; "
-        "run the one process that is to be judged"
-    )
 
 
 def _exists(path: str) -> bool:

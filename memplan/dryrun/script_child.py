@@ -60,7 +60,7 @@ def run_here(request: Request) -> Outcome:
         workspaces=cuda,
     )
     watched = WatchedSteps(recorder, request.steps)
-    files = KeptFiles(request.scratch, allow_writes=request.allow_writes)
+    files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
     ending, message = _ended(
         request,
         script,
@@ -177,13 +177,15 @@ def _fullest(recorder: LiveRecorder, vocab_size: int) -> tuple[int, Trace, tuple
     peaks = _peaks(recorder, ends)
     number = max(range(len(peaks)), key=lambda step: (peaks[step], step))
     recorder.steady_from, recorder.steady_mark = recorder.step_marks[number]
-    whole = recorder.events, recorder.marks
+    whole = recorder.events, recorder.marks, recorder.records
     last = number + 1 == len(ends)
     if not last:
-        until = recorder.step_marks[number + 1]
-        recorder.events, recorder.marks = recorder.events[: until[0]], recorder.marks[: until[1]]
+        event, mark = recorder.step_marks[number + 1]
+        recorder.events, recorder.marks = recorder.events[:event], recorder.marks[:mark]
+        known = 1 + max((index for _, index in recorder.events), default=-1)
+        recorder.records = recorder.records[:known]
     trace = assembled(recorder, vocab_size)
-    recorder.events, recorder.marks = whole
+    recorder.events, recorder.marks, recorder.records = whole
     recorder.steady_from, recorder.steady_mark = recorder.step_marks[-1]
     return number, trace, peaks
 

@@ -74,6 +74,7 @@ FAILURES = {
     "compiles": ("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n", 3, "torch.compile"),
     "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
+    "program": ("import subprocess\nsubprocess.run(['true'])\n", 3, "starts a process of its own at"),
     "operator": (
         "import torch\n@torch.library.custom_op('mine::double', mutates_args=())\n"
         "def double(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"

@@ -122,11 +122,10 @@ class GridOptions:
         per = self.gpus_per_node or (given // self.nodes if given > 1 and self.nodes else DEFAULT_GPUS_PER_NODE)
         nodes = self.nodes or max(1, round(given / per))
         if given > 1 and nodes * per != given:
-            raise InvalidFileError(
-                [
-                    f"--gpus {given}: it is no {nodes} nodes of equally many GPUs; the nearest that is: {nodes * max(1, round(given / nodes))}"
-                ]
-            )
+            size = self.gpus_per_node
+            near = nodes * (size or max(1, round(given / nodes)))
+            what = f"{nodes} nodes of {size} GPUs" if size else f"{nodes} nodes of equally many GPUs"
+            raise InvalidFileError([f"--gpus {given}: it is no {what}; the nearest that is: {near}"])
         if nodes * per > MAXIMUM_GPUS:
             raise InvalidFileError(
                 [f"--nodes {nodes}: {nodes * per:,} GPUs are more than {MAXIMUM_GPUS:,}, the most that are planned"]

@@ -1,7 +1,7 @@
 """Shapes that hang on values: what is selected by a mask, what is distinct, how often something is repeated.
 
 Where the values are known the shape is what it would be. Else a mask holds half of its elements, or all of them
-where the worst case is asked for, and all elements are distinct.
+where the worst case is asked for, and as many of a tensor's elements are distinct.
 """
 
 from __future__ import annotations
@@ -66,17 +66,23 @@ def _index(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[
     return func(args[0], indices, **options)
 
 
+_DIMS = {aten.unique_dim.default: 1, aten.unique_consecutive.default: 3}
+"""Where an operator takes the dimension along which it compares."""
+
+
 def _unique(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     known = _known_result(values, func, args, options)
     if known is not None:
         return known
     tensor: Tensor = args[0]
-    along = tensor.shape[args[1]] if func is aten.unique_dim.default else tensor.numel()
+    position = _DIMS.get(func, len(args))
+    dim = args[position] if position < len(args) else options.get("dim")
+    along = tensor.numel() if dim is None else tensor.shape[dim]
     count = values.counted("how many elements are distinct", along)
-    shape = list(tensor.shape) if func is aten.unique_dim.default else [count]
-    if func is aten.unique_dim.default:
-        shape[args[1]] = count
-    whole = torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
+    shape = [count] if dim is None else list(tensor.shape)
+    if dim is not None:
+        shape[dim] = count
+    whole = torch.empty(tensor.shape if dim is None else (along,), dtype=torch.int64, device=tensor.device)
     counts = torch.empty(count, dtype=torch.int64, device=tensor.device)
     return tensor.new_empty(shape), whole, counts
 

@@ -149,6 +149,11 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
     def free(*_: Any) -> tuple[int, int]:
         return max(0, recorder.card.capacity_bytes - driver.reserved_bytes), recorder.card.total_bytes
 
+    def fraction(share: float, *_: Any, **__: Any) -> None:
+        # torch/cuda/memory.py (v2.13.0): "the total visible memory multiplied fraction"
+        if recorder.runs_out is None:
+            allocator.allow(int(share * recorder.card.total_bytes))
+
     return {
         "memory_allocated": lambda *_: allocator.allocated_bytes,
         "max_memory_allocated": lambda *_: allocator.allocated_peak_bytes,
@@ -163,7 +168,7 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "reset_accumulated_memory_stats": _nothing,
         "mem_get_info": free,
         "empty_cache": allocator.release_cached,
-        "set_per_process_memory_fraction": _nothing,
+        "set_per_process_memory_fraction": fraction,
         "memory_usage": lambda *_: 0,
         "utilization": lambda *_: 0,
     }

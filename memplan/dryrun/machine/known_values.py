@@ -27,7 +27,18 @@ Routing = Literal["balanced", "worst"]
 aten = torch.ops.aten
 
 _ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
-_TRUTHS = frozenset({aten.any.default, aten.any.dim, aten.all.default, aten.all.dim, aten.logical_not.default})
+_UNSET = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+"""What makes tensors whose values nobody has set."""
+_OVERWRITES = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default})
+"""What sets all values of its first argument, whatever they were."""
 _KEEPS_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -71,13 +82,15 @@ class KnownValues:
 
     def derive(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Remember the values of results that follow from known ones, and forget those that are written over."""
-        if func is _KEEPS_FOUND_INF:
+        if func is _KEEPS_FOUND_INF or func in _UNSET:
             return
         if func is aten.topk.default:
             self._route(args, result)
             return
         given = _tensors((args, options))
         changed = written(func, args, options)
+        if func in _OVERWRITES and self.of(args[0]) is None and not args[0]._is_view():
+            self.note(args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu"))
         results = [one for one in _tensors(result) if isinstance(one, FakeTensor)]
         if func in _ALL_FINITE and results:
             results[0]._known = Known(torch.tensor(_ALL_FINITE[func]).expand(results[0].shape))  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import memplan
 _LIBRARIES = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
 )
+_STANDARD = sysconfig.get_path("stdlib")
 _OWN = str(Path(memplan.__file__).parent)
 
 
@@ -44,6 +45,20 @@ class ScriptLines:
         if found is None and threading.get_ident() != main and main is not None:
             found = self._innermost(sys._current_frames().get(main))
         return found
+
+    def caller(self) -> str:
+        """Return the line that calls a function of Python's own modules, where it is the script's; else nothing."""
+        frame: FrameType | None = sys._getframe(1)
+        while (
+            frame is not None
+            and frame.f_code.co_filename.startswith((_STANDARD, _OWN))
+            and "site-packages" not in frame.f_code.co_filename
+        ):
+            frame = frame.f_back
+        if frame is None or not self._is_own(frame.f_code.co_filename):
+            return ""
+        path = Path(frame.f_code.co_filename)
+        return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
 
     def innermost_of(self, trace: TracebackType | None) -> str:
         """Return the innermost own line of a traceback, or nothing."""

@@ -68,7 +68,7 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.allocator.malloc(index, size)
         except AllocationError as error:
             self._note(error.out_of_memory, size, operation)
-            self.allocator.driver.capacity_bytes = None
+            self.allocator.allow(None)
             self.allocator.malloc(index, size)
         return index
 
@@ -86,7 +86,8 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self.allocator.free(index)
 
     def _note(self, why: OutOfMemory, size: int, operation: str) -> None:
-        total, free = self.card.total_bytes, why.free_bytes
+        total = self.card.total_bytes
+        free = max(0, self.card.capacity_bytes - why.reserved_bytes)
         # c10/cuda/CUDACachingAllocator.cpp (v2.13.0), ``malloc``: what torch says, with what it says of this process.
         message = (
             f"CUDA out of memory. Tried to allocate {format_bytes(why.segment_bytes)}. GPU 0 has a total capacity of "

@@ -126,9 +126,9 @@ def _sentence(run: DryRun) -> str:
             if run.on_device.survives
             else f"{text}; {run.device.name} would not."
         )
-    step = f"step {runs_out.step}, {runs_out.instant}" if runs_out.step else "before the first step"
+    step = f"in step {runs_out.step}, {runs_out.instant}" if runs_out.step else "before the first step"
     line = f" at {runs_out.line}" if runs_out.line else ""
-    return f"{text}. It would run out of memory in {step}, {runs_out.operation}{line}: {runs_out.message}"
+    return f"{text}. It would run out of memory {step}, {runs_out.operation}{line}: {runs_out.message}"
 
 
 def _data(run: DryRun) -> dict[str, Any]:

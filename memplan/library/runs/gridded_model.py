@@ -131,6 +131,7 @@ def _refuse(config: TrainingConfig) -> None:
         "adapter": config.adapter,
         "offload": config.offload != Offload(),
         "parallel.engine": config.parallel.engine != "torch",
+        "gradients.lifetime": config.gradients.lifetime != "step",
         "method.stage": config.method.stage != "sft",
         "weight_average": config.weight_average != "none",
     }

@@ -87,7 +87,10 @@ def _layers_of_chunks(layers: int, grid: Grid, split: StageSplit) -> list[int]:
             ["parallel: layers of the first or last stage and embedding or loss as a layer exclude each other"]
         )
     left, others = layers + split.embedding + split.loss - sum(told.values()), stages - len(told)
-    if left < 0 or (left % others if others else left):
+    if left < 0:
+        text = f"parallel: the first and last stage have {sum(told.values())} layers, and the model {layers}"
+        raise InvalidFileError([text])
+    if left % others if others else left:
         raise InvalidFileError(
             [f"parallel.pipeline: {left} layers cannot be divided among {others} stages{_nearest(left, others)}"]
         )

@@ -1,0 +1,94 @@
+"""Parts of a dry run that need no process of their own: steps, limits, files, values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from memplan.dryrun.kept_files import KeptFiles  # noqa: E402
+from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
+from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
+from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
+from memplan.dryrun.script_child import _fullest  # noqa: E402
+from memplan.dryrun.terms.answers_given import RefusedError  # noqa: E402
+from memplan.dryrun.terms.outcome import Card  # noqa: E402
+from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
+from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
+
+LINES = ScriptLines(__file__)
+GIB = 2**30
+
+
+def recorder_of(card_bytes: int) -> LiveRecorder:
+    return LiveRecorder(Card("card", "9.0", card_bytes, card_bytes), LINES, workspaces=False)
+
+
+def test_the_fullest_step_may_be_an_earlier_one():
+    recorder = recorder_of(GIB)
+    for step, size in enumerate((1024, 4096, 2048), start=1):
+        recorder.next_step()
+        recorder.instant("forward")
+        recorder._born(size, f"made in step {step}", (size // 4,))
+        recorder._freed(step)
+        recorder.instant(f"end of step {step}")
+        recorder.events.append((False, step - 1))
+    number, trace, peaks = _fullest(recorder, 0)
+    assert (number, peaks) == (2, (0, 1024, 4096, 2048))
+    assert (trace.peak_bytes, trace.peak.operation) == (4096, "made in step 2")
+    assert not trace.instants.keys() & {"end of step 1", "end of step 3"}
+    assert len(recorder.records) == 3
+
+
+def test_a_share_of_the_card_that_a_script_allows_itself_is_a_limit():
+    recorder = recorder_of(8 * GIB)
+    with pretended_runtime(recorder):
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        recorder._born(GIB, "first", (1,))
+        assert recorder.runs_out is None
+        recorder._born(2 * GIB, "second", (1,))
+        recorder._born(16 * GIB, "third", (1,))
+    assert recorder.runs_out is not None
+    assert recorder.runs_out.operation == "second"
+    assert "of which 7.00 GiB is free" in recorder.runs_out.message
+
+
+def test_files_and_programs_of_a_script_are_kept(tmp_path):
+    place, scratch = tmp_path / "place", tmp_path / "scratch"
+    place.mkdir()
+    scratch.mkdir()
+    files = KeptFiles(str(scratch), LINES, allow_writes=False)
+    with files.kept():
+        (place / "touched").touch()
+        os.close(os.open(place / "opened", os.O_CREAT | os.O_WRONLY))
+        with pytest.raises(RefusedError, match=r"test_parts_of_a_run.py:\d+"):
+            subprocess.run(["true"], check=False)
+        with pytest.raises(RefusedError):
+            os.system("true")
+    assert list(place.iterdir()) == []
+    assert {os.path.basename(name) for name in files.skipped} == {"touched", "opened"}
+    assert subprocess.run(["true"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("name", ["unique", "unique_consecutive"])
+def test_distinct_elements_have_the_shapes_of_real_ones(name, dim):
+    function = getattr(torch, name)
+    real = function(torch.arange(32.0).view(4, 8), return_inverse=True, return_counts=True, dim=dim)
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES, "worst"), kernels="cpu"):
+        made = function(torch.empty(4, 8, device="cuda"), return_inverse=True, return_counts=True, dim=dim)
+        assert [one.shape for one in made] == [one.shape for one in real]
+
+
+def test_what_nobody_has_set_is_not_known():
+    values = KnownValues(LINES)
+    with pretended_machine(recorder_of(GIB), values, kernels="cpu"):
+        bare = torch.empty(4, dtype=torch.int64, device="cuda")
+        assert values.of(bare) is None
+        assert values.of(torch.empty_like(bare)) is None
+        assert values.of(bare.fill_(3)).tolist() == [3] * 4
+        bare += bare.new_empty(4)
+        assert values.of(bare) is None
