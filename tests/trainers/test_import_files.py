@@ -69,6 +69,21 @@ def test_llama_factory_upcasts_what_it_trains_whole(tmp_path):
     assert (training["weights"]["hidden_matrix"], training["compute_dtype"]) == ("fp32", "bf16")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("finetuning_type: lora", "finetuning_type: lora\nquantization_bit: 3", "quantization_bit: not modelled"),
+        ("finetuning_type: lora", "finetuning_type: full\nquantization_bit: 4", "quantization_bit: not modelled"),
+        ("finetuning_type: lora", "finetuning_type: lara", "finetuning_type: not modelled: 'lara'"),
+        ("stage: sft", "stage: sfd", "stage: not modelled: 'sfd'"),
+    ],
+)
+def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, said):
+    text = (EXAMPLES / "llama-factory.yaml").read_text().replace(old, new)
+    with pytest.raises(CannotAnswerError, match=said):
+        memplan.plan(str(written(tmp_path, text)), gpu="h100")
+
+
 TRL = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 1024\nuse_peft: false\n"
 
 
@@ -80,6 +95,17 @@ def test_trls_loss_types_are_the_losses_that_its_version_has(tmp_path):
     assert {loss(kind, "1.15") for kind in ("nll", "dft", "chunked_nll")} == {"fused-head"}
     assert [loss("nll", "1.14"), loss("chunked_nll", "1.14")] == ["fp32", "token-chunks"]
     assert loss("chunked_nll", "1.12") == "token-chunks-fp32"
+
+
+def test_axolotl_evaluates_at_steps_that_are_named(tmp_path):
+    def evaluates(more):
+        file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + more)
+        return memplan.import_file(file).to_dict()["training"].get("evaluation", False)
+
+    assert evaluates("val_set_size: 0.1\nevals_per_epoch: 2\n")
+    assert evaluates("test_datasets: [{path: a}]\neval_steps: 5\n")
+    assert not evaluates("test_datasets: [{path: a}]\n")
+    assert not evaluates("val_set_size: 0.1\neval_steps: 5\neval_strategy: 'no'\n")
 
 
 def test_rows_that_nothing_bounds_need_a_length(tmp_path):

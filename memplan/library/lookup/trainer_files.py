@@ -138,12 +138,14 @@ def training_data(
     job = trainer_job(text, beside, gpus, content)
     _refuse_unread(text, job, given)
     method = job.section("method")
-    if method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS:
+    unnamed = job.reading.refusals and not {"stage", "tuning"} <= method.keys()
+    if not unnamed and (method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS):
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.reading.refusals:
         first = job.reading.refusals[0]
-        raise CannotAnswerError(f"{first.source}:{first.line}: {first.key}: not modelled: {first.why}")
+        place = f"{first.source}:{first.line}: {first.key}" if first.key else first.source
+        raise CannotAnswerError(f"{place}: not modelled: {first.why}")
     data = job.section("training")
     if (stage := STAGES[method["stage"]]) != "sft":
         data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
