@@ -118,4 +118,7 @@ def test_windows_that_a_config_asks_for_are_in_the_layers_that_its_class_says(fa
     expected = tuple(8 if kind == "sliding_attention" else 0 for kind in config.layer_types)
     assert layer_windows({"model_type": family} | stated, 7) == expected
     assert any(expected)
+    del stated["sliding_window"]
+    window = AutoConfig.for_model(family, **TINY, **stated).sliding_window or 0
+    assert max(layer_windows({"model_type": family} | stated, 7)) == window
     assert not all(expected)
