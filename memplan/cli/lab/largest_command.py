@@ -14,7 +14,7 @@ from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option
 from memplan.cli.output import deliver, emit
 from memplan.cli.progress import Progress
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError
 from memplan.library.lookup import Overrides, find_device, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.library.runs.largest_trained import CPU_PARAMETERS, Candidate, largest_candidate, planned_candidate
 from memplan.report.training_records import held_document, record_text
@@ -41,6 +41,7 @@ class LargestOptions:
     length: Annotated[int, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = 2048
     lr: Annotated[float, option(RUN, "--lr", min=0.0, help="Largest rate of Muon.")] = 0.005
     adamw_lr: Annotated[float, option(RUN, "--adamw-lr", min=0.0, help="Largest rate of AdamW.")] = 0.001
+    seed: Annotated[int, option(RUN, "--seed", min=0, max=2**63 - 1, help="Of weights, batches and rounding.")] = 0
     settings: Annotated[
         list[str] | None,
         option(RUN, "--set", metavar="KEY=VALUE", help="Any key of a training config; repeatable."),
@@ -51,7 +52,7 @@ class LargestOptions:
 def largest_command(
     model: Annotated[ModelOptions, without("beside", "online")],
     asked: LargestOptions,
-    run: Annotated[RunOptions, without("plot")],
+    run: Annotated[RunOptions, without("plot", "seed")],
     output: OutputOptions,
 ) -> int:
     """Train the largest model that fits so much memory, held to it, all parameters from random weights.
@@ -90,9 +91,7 @@ def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet
     from memplan.lab.training.text import library_text
     from memplan.lab.training.training_record import TrainingRequest, evidence
 
-    device, seed = run.device.value, run.seeds((0,))[0]
-    if len(run.seeds((0,))) > 1:
-        raise InvalidFileError(["--seed: one run at a time; give one seed"])
+    device, seed = run.device.value, asked.seed
     prepare(device, run.threads)
     options = TrainingOptions(
         steps=asked.steps,
