@@ -84,6 +84,13 @@ def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, sa
         memplan.plan(str(written(tmp_path, text)), gpu="h100")
 
 
+@pytest.mark.parametrize("more", ["quantize: bnb.nf4\n", "lora_r: 8\nquantize: bnb.nf5\n"])
+def test_what_litgpt_cannot_quantise_is_refused(tmp_path, more):
+    text = "checkpoint_dir: meta-llama/Llama-3.2-1B\nprecision: bf16-true\ntrain: {max_seq_length: 512, micro_batch_size: 1}\n"
+    file = written(tmp_path, text + more)
+    assert [one["key"] for one in memplan.import_file(file).to_dict()["keys"]["not_modelled"]] == ["quantize"]
+
+
 TRL = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 1024\nuse_peft: false\n"
 
 
