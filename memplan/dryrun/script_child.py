@@ -151,8 +151,8 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
             f"torch.library.register_fake({operator!r}), a function that returns empty results"
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
-    print("Traceback (most recent call last):", *traceback.format_list(frames), sep="\n", end="", file=sys.stderr)
-    print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
+    shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    print(*shown, *traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
     return "failed", f"{own}: {kind}: {text}" if own else f"{kind}: {text}"
 
 

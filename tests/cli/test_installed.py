@@ -35,7 +35,7 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
         ((*FIT, "--config", "bf16-adamw"), 1),
         (("fit", "llama-9b", "--gpu", "rtx4090"), 2),
         (("fit", "--nonsense"), 2),
-        ((*FIT, "--set", "parallel.tensor=2"), 3),
+        ((*FIT, "--config", "qlora", "--set", "parallel.tensor=2"), 3),
     ],
     ids=["fits", "no", "unknown", "usage", "cannot"],
 )

@@ -51,6 +51,8 @@ def test_what_cannot_be_run_is_refused_before_torch_is_loaded(tmp_path):
     script = tmp_path / written(tmp_path, "")
     with pytest.raises(memplan.InvalidFileError, match="steps: expected at least 1"):
         memplan.run(script, steps=0)
+    with pytest.raises(memplan.InvalidFileError, match="unknown setting 'foo'"):
+        memplan.run(script, alloc_conf="foo:1")
     with pytest.raises(memplan.UnknownNameError, match="h100"):
         memplan.run(script, gpu="h1000")
 
@@ -73,6 +75,7 @@ FAILURES = {
     "nothing": ("print('hello')\n", 3, "no tensor was on the GPU"),
     "compiles": ("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n", 3, "torch.compile"),
     "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group"),
+    "second": ("import torch\ntorch.zeros(9, device='cuda:1')\n", 3, "only one GPU is pretended"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
     "program": ("import subprocess\nsubprocess.run(['true'])\n", 3, "starts a process of its own at"),
     "operator": (

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.dryrun.terms.answers_given import RefusedError
+
 FIRST_INDEX = 64
 """Index under which C++ knows ``cuda:0``; no script has so many devices of type ``meta``."""
 
@@ -32,10 +34,16 @@ _FACTORIES = (
 
 
 def inner_device(device: Any) -> Any:
-    """Return what C++ is told in place of a device of CUDA's; other devices, and what is none, are returned as they are."""
+    """Return what C++ is told in place of a device of CUDA's; other devices, and what is none, are returned as they are.
+
+    Raises:
+        RefusedError: It is another GPU than the first.
+    """
     named = _device(device)
     if named is None or named.type != "cuda":
         return device
+    if named.index:
+        raise RefusedError(f"the script puts something on {named}, and only one GPU is pretended; run it as on one GPU")
     return _DEVICE("meta", FIRST_INDEX + (named.index or 0))
 
 

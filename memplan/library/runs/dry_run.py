@@ -205,8 +205,10 @@ def _check(script: FilePath, options: RunOptions) -> None:
     """Refuse what cannot be run.
 
     Raises:
-        InvalidFileError: There is no such script, or a number is out of range.
+        InvalidFileError: There is no such script, a number is out of range, or the allocator has no such setting.
     """
+    from memplan.allocator.settings import parse_alloc_conf
+
     unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
@@ -214,6 +216,7 @@ def _check(script: FilePath, options: RunOptions) -> None:
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
     if options.get("steps", STEPS) < 1:
         raise InvalidFileError([f"steps: expected at least 1, got {options['steps']}"])
+    parse_alloc_conf(options.get("alloc_conf", ""))
 
 
 def _refuse(outcome: Outcome, script: str) -> None:
