@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
 from memplan.cli.option_groups import PARALLEL, DeviceOptions, option
 from memplan.cli.training_options import TrainingOptions
+from memplan.documents.opening import opened, usable_path
 from memplan.errors import InvalidFileError
 from memplan.values import dataclass
 
@@ -45,9 +45,9 @@ def _number(name: str, text: str = DEGREES) -> Any:
 def _may_divide(file: str) -> bool:
     """Tell whether a file has a word that one has which divides a model, so that others are not read twice."""
     try:
-        with Path(file).open("rb") as opened:
-            text = opened.read(MOST_READ)
-    except OSError:
+        with opened(usable_path(file)) as content:
+            text = content.read(MOST_READ)
+    except InvalidFileError:  # said where the file is read
         return False
     return any(word in text for word in (b"parallel", b"megatron", b"MODEL_ARGS"))
 
