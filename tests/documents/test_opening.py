@@ -23,6 +23,7 @@ PACKAGE = Path(memplan.__file__).parent
 ELSEWHERE = {
     ("trace/transformers_models.py", "from_pretrained"): "transformers reads the config that memplan has read before",
     ("measure/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
+    ("dryrun/script_child.py", "pickle.load"): "the request that the parent process sends through a pipe",
     ("cli/completion.py", "read_text"): "our own files' names, for a shell that waits",
     ("ui/application.py", "read_text"): "a page's own assets, which are part of the package",
     ("report/page/whole_page.py", "read_text"): "a page's own assets, which are part of the package",

@@ -78,7 +78,7 @@ def test_what_does_not_fit_exits_with_1(cli):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--method", "dpo"), 3, "method dpo is not modelled"),
+        (("--method", "orpo"), 3, "method orpo is not modelled"),
         (("--method", "inferenc"), 2, "did you mean 'inference'"),
         (("--context", 9), 2, "--context counts with --method inference alone"),
         (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),

@@ -11,13 +11,14 @@ from memplan.published.judgement import Judge
 @pytest.fixture(scope="package", autouse=True)
 def judged_once():
     """Judge a table once for all commands: what is beside its corrections plans every model on every GPU."""
-    known: dict[tuple[str, bool], JudgedTable] = {}
+    known: dict[tuple[object, str, bool], JudgedTable] = {}
     real = Judge.table
 
     def once(judge, table, remarks=True):
-        if (table.id, remarks) not in known:
-            known[table.id, remarks] = real(judge, table, remarks)
-        return known[table.id, remarks]
+        key = judge.records.root, table.id, remarks
+        if key not in known:
+            known[key] = real(judge, table, remarks)
+        return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Judge, "table", once)

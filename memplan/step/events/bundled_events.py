@@ -78,10 +78,11 @@ def _codec_sizes(slot: StateSlot, k: int) -> list[int]:
     """
     if slot.block_elements == 1:
         return [] if slot.block_bytes == 4 else [4 * k]
-    codes = index_bytes(slot)
+    codes, values = index_bytes(slot) * k, [4 * k, 4 * (k // slot.block_elements)]
+    if not slot.codebook_bytes:
+        return [codes, *values] if codes else values
     boundaries = (slot.codebook_bytes - 4) // 2  # of 2 n - 1 numbers, n - 1
-    codebook = [slot.codebook_bytes - boundaries, boundaries] if slot.codebook_bytes else []
-    return [*([codes * k] if codes else []), 4 * k, 4 * (k // slot.block_elements), *codebook]
+    return [slot.codebook_bytes - boundaries, *values, codes, boundaries]
 
 
 def _weight_sizes(entry: TensorStates, k: int) -> list[int]:
