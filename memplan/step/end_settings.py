@@ -127,5 +127,11 @@ def _tied_weight(weight: Weight) -> Weight:
     cast = weight.copy_saved and weight.copy_bytes > 0
     formed = weight.copy_bytes if cast else weight.formed_bytes
     return replace(
-        weight, delayed=True, converted=cast, formed_bytes=formed, gradient_bytes=weight.formed_bytes, add_bytes=0
+        weight,
+        delayed=True,
+        converted=cast,
+        formed_bytes=formed,
+        gradient_bytes=weight.formed_bytes,
+        gradient_scale_bytes=0,
+        add_bytes=0,
     )

@@ -68,7 +68,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
     if settings.tied and weight.trainable:
         # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
-        waits = replace(weight, delayed=True, converted=False, gradient_bytes=weight.formed_bytes)
+        formed = weight.formed_bytes
+        waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)
         weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
     entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)

@@ -91,6 +91,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         own_bytes=entry.weight_bytes,
         formed_bytes=entry.formed_bytes,
         gradient_bytes=entry.gradient_bytes,
+        gradient_scale_bytes=0 if setup.gradient is None else setup.gradient.tensor_bytes,
         coded=entry.quantized,
         add_bytes=store_bytes(setup, entry),
         converted=entry.trainable and _is_converted(setup, entry),

@@ -144,7 +144,9 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         set={"optimizer": "adamw-8bit"}, gpu="h100",
     )  # fmt: skip
     ran = memplan.run(SCRIPTS / "trl_sft_qlora.py", [str(model)], gpu="h100", quiet=True)
-    assert abs(ran.requested_bytes - traced.requested_bytes) <= 1024 + 64  # a table of codes; positions kept in fp32
+    assert (
+        abs(ran.requested_bytes - traced.requested_bytes) <= 1024 + 64
+    )  # 64: positions in fp32; where 1,024 B come from is not known
 
 
 @pytest.mark.slow

@@ -116,6 +116,6 @@ class ChunkedLoss:
                 kept[weight.name] = total
                 continue
             if stored:
-                kept[weight.name] = self._stream.allocate(stored)
+                kept[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
             self._stream.free(total)
         return kept

@@ -252,7 +252,7 @@ class StepPlayer:
             return
         stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
         if stored and (weight.converted or stored != weight.formed_bytes):
-            self.gradients[weight.name] = self.stream.allocate(stored)
+            self.gradients[weight.name] = self.stream.allocate(weight.gradient_codes_bytes)
         elif stored:
             self.gradients[weight.name] = total
             return

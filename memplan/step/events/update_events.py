@@ -88,7 +88,8 @@ class Updates:
         own = self._setup.config.compute_dtype if entry.quantized else entry.format_name
         stream.of("gradients")
         if entry.gradient_bytes != stream.sizes[gradient] or entry.gradient_name != own:
-            formed.insert(0, stream.allocate(entry.gradient_bytes))
+            scale = 0 if self._setup.gradient is None else self._setup.gradient.tensor_bytes
+            formed.insert(0, stream.allocate(entry.gradient_bytes - scale))
             stream.of("temporaries")
             stream.passing(*[store_bytes(self._setup, entry) // 2] * 2)
             if not entry.quantized and handed_over(self._setup, entry):

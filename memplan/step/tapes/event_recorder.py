@@ -150,7 +150,7 @@ class EventRecorder:
             self._references[gradient] = 0  # the update lets it go
             return
         if mode == "first":
-            stays = self.new(Part.GRADIENTS, Quantity.ONE, weight.gradient_bytes) if moved else gradient
+            stays = self.new(Part.GRADIENTS, Quantity.ONE, weight.gradient_codes_bytes) if moved else gradient
             self.keep(weight.name, stays)
         if moved or mode != "first":
             halves = [weight.add_bytes // 2] * 2 if moved or mode == "again" else []

@@ -32,6 +32,7 @@ class Weight:
         own_bytes: The weight in its own dtype.
         formed_bytes: Its gradient as backward forms it, in the compute dtype.
         gradient_bytes: Its gradient as it is stored; the formed one itself where ``converted`` is false.
+        gradient_scale_bytes: Of the stored gradient, the scale of FP8: a tensor of its own.
         converted: Whether storing makes another tensor.
         add_bytes: Temporaries of rounding into, and of adding to, a gradient store.
         coded: Whether the weight is no float parameter; its gradient is stored while the
@@ -60,6 +61,7 @@ class Weight:
     own_bytes: int = 0
     formed_bytes: int = 0
     gradient_bytes: int = 0
+    gradient_scale_bytes: int = 0
     converted: bool = False
     coded: bool = False
     add_bytes: int = 0
@@ -77,6 +79,11 @@ class Weight:
     decoded_bytes: int = 0
     decoding_rows_bytes: int = 0
     integers: bool = False
+
+    @property
+    def gradient_codes_bytes(self) -> int:
+        """The block that holds its gradient as it is stored; the scale, of 4 bytes in the small pool, is not told."""
+        return self.gradient_bytes - self.gradient_scale_bytes
 
     @property
     def decoding(self) -> list[Storage]:
