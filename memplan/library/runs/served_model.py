@@ -193,6 +193,7 @@ def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
     Raises:
         InvalidFileError: An unknown role.
         UnknownNameError: An unknown format.
+        CannotAnswerError: A format that only the bundled optimizer reads.
     """
     stored: dict[Role, StorageFormat] = dict.fromkeys(ROLES, catalog.formats["bf16"])
     for part in weights.split(","):
@@ -200,6 +201,8 @@ def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
         if given and given.strip() not in ROLES:
             raise InvalidFileError([f"--weights: unknown role {printable(given)!r}{match_hint(given, ROLES)}"])
         own = catalog.formats[name.strip()]
+        if own.training == "coded" and own.ggml_type is None:
+            raise CannotAnswerError(f"--weights: {own.title} is memplan.muon's own; no engine for inference reads it")
         floats = catalog.formats.name_of(name.strip()) in FLOAT_BYTES
         roles = [
             role for role in ROLES if role == given.strip() or (not given and (floats or role not in KEPT_IN_FLOATS))
