@@ -13,9 +13,9 @@ from memplan.catalog.stacks import StackProjections
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.blocks.builder import TOKENS, Builder
-from memplan.step.blocks.projections import linear
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import play
 from memplan.step.tapes.taped_weight import Weight

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
-from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
 from memplan.step.layers.rotation import rotary, turned

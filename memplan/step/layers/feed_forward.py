@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memplan.model.spec import Activation, Mlp
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder, promoted
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
-from memplan.step.blocks.projections import linear
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
 

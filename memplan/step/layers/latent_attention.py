@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memplan.model.spec import LatentAttention
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder, promoted
 from memplan.step.blocks.norms import normalised
-from memplan.step.blocks.projections import linear
 from memplan.step.layers.attended import attended
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads
 from memplan.step.layers.rotation import rotary, turned_complex

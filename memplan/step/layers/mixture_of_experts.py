@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from memplan.model.spec import MixtureOfExperts, Mlp
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.folded_adapters import folded_weight
-from memplan.step.blocks.projections import linear, plain_linear
+from memplan.step.blocks.projections import plain_linear
 from memplan.step.layers.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value

@@ -1,0 +1,205 @@
+"""Projections with adapters on a tape: LoRA's sum of products, and DoRA's scaled rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memplan.step.blocks.builder import ONE, Builder, promoted
+from memplan.step.blocks.projections import plain_linear
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+
+
+def linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
+    """Return the projection of ``x`` by the weight called ``name``, ``rows`` features wide."""
+    with builder.tape.alive(x):
+        out = plain_linear(builder, x, name, rows)
+        down = builder.weights.get(f"{name}.lora_A.weight")
+        return out if down is None else _adapted(builder, x, out, name, rows, down)
+
+
+def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+    """Return a projection with what its adapter adds."""
+    rules, coded = builder.settings.projections, builder.weight(f"{name}.weight").coded
+    if coded and rules.codes_cloned and not builder.weight(f"{name}.weight").integers:
+        with builder.tape.alive(out):
+            out = builder.tape.apply("clone", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING)
+    wide = rules.adapter_sum == "wide"
+    uncast = coded and wide and builder.settings.autocast
+    own = x if uncast else builder.cast(x, down.element_bytes, foreign=down.foreign)
+    with builder.tape.alive(own, out):
+        if f"{name}.lora_magnitude_vector.weight" in builder.weights:
+            return _with_magnitude(builder, own, out, name, rows, down)
+        low = builder.pointwise(
+            "scale", _low_rank(builder, builder.dropped(own, builder.settings.adapter_dropout), name, rows, down)
+        )
+        if wide and not coded:
+            return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
+        return builder.add(out, low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign))
+
+
+def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> Value:
+    return plain_linear(builder, plain_linear(builder, x, f"{name}.lora_A", down.rows), f"{name}.lora_B", rows)
+
+
+def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+    """Return DoRA's projection: the norm of the adapted weight is a constant of each step."""
+    tape = builder.tape
+    magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
+    formed = _magnitude_norm(builder, own, name, rows, down)
+    norm = formed.norm
+    scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
+    scale.foreign = norm.foreign
+    tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
+    if builder.settings.adapter_dropout:
+        return _with_magnitude_and_dropout(builder, own, out, name, scale, formed)
+    with tape.alive(scale):
+        base = _without_bias(builder, out, name)
+        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
+    with tape.alive(scale, first, base):
+        low = _low_rank(builder, own, name, rows, down)
+        with tape.alive(*((low,) if builder.settings.projections.adapter_sum == "wide" else ())):
+            whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
+    _function_ends(builder, formed)
+    with tape.alive(base):
+        return _joined(builder, out, whole, name)
+
+
+def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:
+    """Return a projection and what DoRA adds to it, in the projection's dtype but for codes under autocast."""
+    if builder.settings.projections.adapter_sum == "narrow":
+        return builder.add(out, builder.cast(whole, out.element_bytes, foreign=out.foreign))
+    total = builder.add(out, whole)
+    if builder.weight(f"{name}.weight").coded and builder.settings.autocast:
+        return total
+    return builder.cast(total, out.element_bytes, foreign=out.foreign)
+
+
+class _AdaptedWeight(NamedTuple):
+    """What is formed of an adapted weight.
+
+    Attributes:
+        down: The adapter's first matrix.
+        norm: The norm of each row.
+        product: The product of the adapter's matrices.
+        base: A copy of the base weight; None where it is read as it is.
+        saved: What the graph of ``product`` holds, for a backward that never comes.
+    """
+
+    down: Weight
+    norm: Value
+    product: Value
+    base: Value | None
+    saved: tuple[Value, ...]
+
+
+def _function_ends(builder: Builder, formed: _AdaptedWeight) -> None:
+    """Note that the function returns that has names for the product, its graph with it, and for the weight's copy."""
+    if builder.settings.projections.adapter_sum == "wide":
+        tape = builder.tape
+        tape.touch(formed.product, *([] if formed.base is None else [formed.base]))
+        tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
+
+
+def _with_magnitude_and_dropout(
+    builder: Builder, own: Value, out: Value, name: str, scale: Value, formed: _AdaptedWeight
+) -> Value:
+    """Return DoRA's projection of a dropped input, which is multiplied by the whole weight once more.
+
+    Source:
+        ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py (0.21.2).
+    """
+    tape, down, rows = builder.tape, formed.down, formed.norm.width
+    x = builder.dropped(own, builder.settings.adapter_dropout)
+    frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
+    with tape.alive(x, scale):
+        low = _low_rank(builder, x, name, rows, down)
+        with tape.alive(low):
+            base = _by_whole_weight(builder, x, rows, frozen, kept=formed.base is not None)
+        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
+        with tape.alive(first, base, low):
+            whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
+        _function_ends(builder, formed)
+        return _joined(builder, out, whole, name)
+
+
+def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, kept: bool) -> Value:
+    """Return the product with a frozen weight that is no parameter, and that is saved where it is a copy."""
+    tape, low = builder.tape, builder.lowered(x)
+    width = low.element_bytes
+    if builder.settings.autocast and frozen.element_bytes != width:
+        frozen = tape.make("cast weight", builder.constant(frozen.width, width), frozen)
+        kept = True
+    out = tape.value(x.quantity, rows, width)
+    return tape.apply("linear", [(low, VIEW)], out, [frozen] if kept else [], traits=Traits(packs=True, product=True))
+
+
+def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
+    """Return ``scale * x``, a number for each feature, in the wider dtype."""
+    wide = promoted(scale, x)
+    saves = [x, *([scale] if x.needs_gradient else [])]
+    # Both products of backward are wide; that of ``x`` is cast when the other has been summed.
+    cast = wide != x.element_bytes
+    workspace = [(x.quantity, 2 * x.width * wide - x.coefficient if cast else x.coefficient)]
+    out = builder.fresh(x, element_bytes=wide)
+    out.foreign = x.foreign and wide == 2
+    ways = [(scale, NEW), (x, NEW)]
+    reduces = Reduction(x.quantity, 1, x.width)
+    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces))
+
+
+def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> _AdaptedWeight:
+    """Return the norm of each row of the adapted weight, which is formed whole for it in the dtype of ``x`` (PEFT, ``DoraLinearLayer``)."""
+    tape, columns, own = builder.tape, down.columns, down.element_bytes
+    width = builder.compute if builder.settings.autocast else own
+    eye = tape.make("eye", builder.constant(columns * columns, own))
+    same = width == own and not (builder.settings.autocast and down.foreign)
+    read = eye if same else tape.make("cast", builder.constant(columns * columns, width), eye)
+    for part in ("lora_A", "lora_B"):
+        builder.cast_weight(builder.weight(f"{name}.{part}.weight"))
+    low = tape.make("linear", builder.constant(columns * down.rows, width), read, product=True)
+    product = tape.make("linear", builder.constant(columns * rows, width), low, product=True)
+    if builder.settings.projections.adapter_sum == "wide":
+        tape.touch(eye)  # a name of PEFT's function that multiplies
+    if read is not eye:  # saved for a backward that never comes, until the product is cut off from it
+        tape.graph_use[read.storage] = len(tape.operations) - 1
+    product.foreign = down.foreign and not builder.settings.autocast
+    if product.element_bytes != x.element_bytes and builder.settings.projections.adapter_sum == "wide":
+        product = tape.make("cast", builder.constant(columns * rows, x.element_bytes), product)
+    norm, base = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * columns, rows, x)
+    wide = builder.settings.projections.adapter_sum == "wide"
+    tape.touch(product, *(() if wide else (eye,)))  # PEFT's function that makes it has returned
+    return _AdaptedWeight(down, norm, product, base, (read, low))
+
+
+def _norm_of_sum(
+    builder: Builder, product: Value, base: Weight, size: int, rows: int, x: Value
+) -> tuple[Value, Value | None]:
+    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each, and the weight's copy."""
+    tape, own = builder.tape, x.element_bytes
+    frozen: list[Value] = []
+    if base.coded:
+        scratch = [(ONE, base.decoding_bytes)]
+        frozen = [tape.make("decode", builder.constant(size, builder.compute), scratch=scratch)]
+    read = list(frozen)
+    if base.element_bytes != own or base.foreign != x.foreign:
+        read = [tape.make("cast", builder.constant(size, own), *frozen)]
+    scaled = tape.make("scale", builder.constant(size, product.element_bytes), product)
+    term = Value(-1, ONE, 0, own, foreign=x.foreign)
+    whole = tape.make("add", builder.constant(size, promoted(term, product)), scaled, *read)
+    whole.foreign = product.foreign and x.foreign
+    norm = tape.make("norm", builder.fresh(whole, rows), whole)
+    # PEFT's function has one name for the base weight, that of its cast in the end.
+    tape.touch(*(read if builder.settings.projections.adapter_sum == "wide" else frozen), whole)
+    return norm, read[-1] if read else None
+
+
+def _without_bias(builder: Builder, out: Value, name: str) -> Value:
+    """Return a projection less its bias, which DoRA does not scale; autocast leaves the bias in its own dtype."""
+    bias = builder.weights.get(f"{name}.bias")
+    if bias is None:
+        return out
+    term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
+    rest = builder.fresh(out, element_bytes=promoted(out, term))
+    way = SAME if rest.element_bytes == out.element_bytes else NEW
+    return builder.tape.apply("less bias", [(out, way)], rest, traits=SAVES_NOTHING)
