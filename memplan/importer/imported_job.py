@@ -180,10 +180,13 @@ def _joined(
     if betraying:
         why = f"{betraying} is a key of {version} and older"
         reading.results["let.version"] = Result(version, DEFAULTED, betraying, main.keys.name, why)
-    if job.role == "not_training" or main.head.missing:
+    if job.role == "not_training":
         named = (main.keys.value(key) for key in ("model_name_or_path", "base_model", "model", "checkpoint_dir"))
         given = next((name for name in named if isinstance(name, str)), None)
         job.reading.results["model.given"] = Result(given, DEFAULTED)
+        return job
+    if main.head.missing:  # what its keys say plainly; nothing is made of those that no rule follows
+        follow(reading, mapped.rules, main.keys, STATED)
         return job
     if command is not None:
         _launched(job, command, question)

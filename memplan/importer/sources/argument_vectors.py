@@ -17,6 +17,7 @@ _DEFAULTED = re.compile(r"\$\{[A-Za-z_0-9]+:-([^${}]*)\}")
 _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9})\s*(\\?[*+/-])\s*(\d{1,9})\s*\)?\)")
 _ENDS = frozenset(("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<"))
 _ASSIGNED = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_./@]*=")
+_SEVERAL_ASSIGNED = re.compile(rf"{_ASSIGNED.pattern}\S*(\s+{_ASSIGNED.pattern}\S*)+")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
@@ -65,7 +66,8 @@ def _texts(words: Sequence[str]) -> list[str]:
     for word in _computed(words):
         word = _DEFAULTED.sub(lambda match: match[1], str(word)).strip()
         split = word.startswith("--") and " " in word and "=" not in word.split(" ")[0]
-        texts.extend(word.split(None, 1) if split else [word])
+        several = _SEVERAL_ASSIGNED.fullmatch(word)
+        texts.extend(word.split(None, 1) if split else word.split() if several else [word])
     return [text for text in texts if text and text != "\\"]
 
 

@@ -11,6 +11,8 @@ from memplan.errors import InvalidFileError
 
 MISSING: Any = object()
 """What stands where a key is not given."""
+UNSET = (None, "???")
+"""Values of a key that is not given: an empty one, and OmegaConf's mark of one that another file has to give."""
 REPEATED = "duplicate key"
 """What the loader says of a key that is given twice; trainers' own loaders take the last one."""
 
@@ -44,12 +46,12 @@ class GivenKeys:
         node: Any = self.data
         if path in self.data:
             node = self.data[path]
-            return MISSING if node is None else node
+            return MISSING if _is_unset(node) else node
         for part in path.split("."):
             if not isinstance(node, Mapping) or part not in node:
                 return MISSING
             node = node[part]
-        return MISSING if node is None else node
+        return MISSING if _is_unset(node) else node
 
     def line(self, path: str) -> int:
         """Return the line of a dotted path, or of the nearest key above it."""
@@ -68,6 +70,10 @@ class GivenKeys:
         inner, parts = self.value(path), tuple(path.split("."))
         lines = {key[len(parts) :]: line for key, line in self.lines.items() if key[: len(parts)] == parts}
         return replace(self, data=inner if isinstance(inner, Mapping) else {}, lines=lines)
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value in UNSET)
 
 
 def given_document(document: Document) -> GivenKeys:

@@ -10,12 +10,24 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.errors import GuessedNameWarning, InvalidFileError
 from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
-from memplan.library.lookup.trainer_files import is_trainer_file, model_name, refuse_no_model
+from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
 from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.readers import read_model
 from memplan.values import dataclass
+
+KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "tied": "tie_word_embeddings",
+}
+"""Shape -> the key of a config that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +68,13 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
         if missing:
             raise InvalidFileError([f"a model by its shapes needs {' and '.join(missing)} too"])
         return model_from_shapes(**given)
+    if is_trainer_file(text):
+        known = file_model(text, {KEYS[name]: value for name, value in given.items()})
+        return known if isinstance(known, Model) else named_model(resolve_model_name(known, catalog), catalog)
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
-    if is_trainer_file(text):
-        text = model_name(text)
-    else:
-        refuse_no_model(text)
+    refuse_no_model(text)
     return named_model(resolve_model_name(text, catalog), catalog)
 
 

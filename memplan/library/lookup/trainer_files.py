@@ -15,6 +15,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, pr
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
     from memplan.importer.trainer_mappings import TrainerMappings
+    from memplan.model.model import Model
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
 MODELLESS = (".yaml", ".yml", ".toml", ".py")
@@ -99,19 +100,32 @@ def trainer_job(
     return job
 
 
-def model_name(text: str) -> str:
-    """Return the model that a trainer's file names.
+def file_model(text: str, shapes: Mapping[str, Any]) -> str | Model:
+    """Return the model that a trainer's file names, or the one that it gives the shapes of.
+
+    Args:
+        text: The file's path.
+        shapes: Shapes that are given besides, over those of the file.
 
     Raises:
-        CannotAnswerError: It names none.
+        CannotAnswerError: It names none and gives no shapes, or some that it needs are not said.
+        InvalidFileError: It names a model, and shapes are given too.
     """
     job = trainer_job(text)
-    given = job.value("model.given")
+    given, flags = job.value("model.given"), {**job.section("model"), **shapes}
     if job.head.missing or job.role == "launcher":
         _refuse_unread(text, job)
-    if given is None:
+    if given is not None and not shapes:
+        return str(given)
+    if given is not None:
+        raise InvalidFileError([f"{text}: names the model {printable(str(given))}, and shapes are given too"])
+    if not {"hidden_size", "num_hidden_layers"} <= flags.keys():
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
-    return str(given)
+    if "vocab_size" not in flags:
+        raise CannotAnswerError(f"{text}: no flag says how many tokens the tokenizer has: --vocab N")
+    from memplan.model.readers.flags import model_from_flags
+
+    return model_from_flags(flags, Path(text).name.partition(".")[0], text)
 
 
 def training_data(

@@ -78,7 +78,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         if world % size:
             near = _nearest(world, lcm(model, expert_model) * parallel.replicate)
             raise InvalidFileError([f"parallel: {world:,} GPUs are no multiple of {words}{copies} = {size:,}; {near}"])
-    if parallel.data not in (1, world // model):
+    if parallel.data not in (1, world // model, world // model // parallel.replicate):
         text = f"{world:,} GPUs leave {world // model} for data parallelism, not {parallel.data}"
         raise InvalidFileError([f"parallel.data: {text}"])
     return Grid(
