@@ -19,6 +19,8 @@ def finish(job: ImportedJob) -> ImportedJob:
     reading = job.reading
     if job.role == "launcher":
         reading.need("the trainer's file that this launches: give that file, and this one with --with")
+        if job.value("launcher.processes"):
+            _share_out(job, int(job.value("launcher.processes")))
     if job.role != "job" or job.head.missing:
         return job
     _fill_in(job)

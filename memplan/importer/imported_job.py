@@ -21,6 +21,8 @@ from memplan.importer.trainer_mappings import Mapped, Reference, TrainerHead, Tr
 Role = Literal["job", "launcher", "not_training"]
 
 GPUS = "--gpus N, the number of GPUs"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of the environment that set the caching allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,14 @@ def _joined(
     mapped = question.mappings.body(main.head.trainer)
     version, betraying = betrayed_version(main.keys, mapped)
     version = _stated_version(question.version) or version or mapped.version
-    inputs = {"gpus": question.gpus, "version": version, "form": main.keys.form, "program": " ".join(main.keys.words)}
+    inputs: dict[str, Any] = {
+        "gpus": question.gpus,
+        "version": version,
+        "form": main.keys.form,
+        "program": " ".join(main.keys.words),
+    }
+    environment = {name: value for source in sources for name, value in (source.environment or {}).items()}
+    inputs |= {f"environment.{name}": value for name, value in environment.items()}
     reading = Reading({name: value for name, value in inputs.items() if value not in (None, "")})
     job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), tuple(sources))
     for absent in main.keys.absent:
@@ -190,6 +199,8 @@ def _joined(
         return job
     if command is not None:
         _launched(job, command, question)
+    if any("expandable_segments:true" in str(environment.get(name, "")).lower() for name in ALLOCATOR):
+        reading.results["training.allocator"] = Result("expandable", LAUNCHED, ALLOCATOR[0], main.keys.name)
     _follow_all(job, jobs, launchers, question, folders)
     if reading.problems:
         raise InvalidFileError(reading.problems)

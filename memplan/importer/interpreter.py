@@ -12,6 +12,7 @@ from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, word
 from memplan.importer.needed_results import MODEL, SECTIONS, need_of
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.module_patterns import selected_linears
 
 COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank")
 """Results of which there is at least one."""
@@ -217,11 +218,12 @@ class _Step:
             few = f", modelled are {', '.join(known)}" if len(known) <= FEW else ""
             text = self.rule.get("refuse", f"{printable(repr(value), 60)}{few}")
             self._refuse(key, f"{text}{'' if few else match_hint(word(value), known)}")
-        elif isinstance(meaning, Mapping) and "refuse" in meaning:
-            self._refuse(key, meaning["refuse"])
         elif isinstance(meaning, Mapping):
             for name, one in meaning.items():
-                self._state(name, one, key)
+                if name == "refuse":
+                    self._refuse(key, one)
+                else:
+                    self._state(name, one, key)
         elif meaning is not None:
             self._state(self.rule["to"], meaning, key)
 
@@ -257,8 +259,10 @@ class _Step:
         if kind == "list":
             return names
         if any(re.search(r"[*()\[\]|\\^$+?{}]", name) for name in names):
-            self._refuse(key, "adapters on modules that a pattern selects")
-            return MISSING
+            selected = selected_linears(value) if isinstance(value, str) else None
+            if selected is None:
+                self._refuse(key, "adapters on modules that a pattern selects")
+            return selected or MISSING
         names = [self.rule.get("names", {}).get(last := name.rsplit(".", 1)[-1], last) for name in names]
         return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
 

@@ -43,7 +43,9 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
-        return _plain_names(keys.at(MEGATRON))
+        variables = keys.data.get("ENV_VARS")
+        environment = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, Mapping) else {}
+        return replace(_plain_names(keys.at(MEGATRON)), environment=environment)
     commands = keys.data.get("commands")
     if list(keys.data) == ["commands"] and isinstance(commands, list):
         return tuple(

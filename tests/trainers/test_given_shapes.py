@@ -1,0 +1,119 @@
+"""Files that name no model and give its shapes, files of trainers that are only recognised, and what a pattern selects."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memplan
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.importer.sources.module_patterns import selected_linears
+from memplan.library.lookup.__init__ import open_catalog
+from memplan.library.lookup.model_lookup import Shapes, find_model
+from memplan.model.inventory import parameter_count
+
+from .test_import_files import written
+
+GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --max-position-embeddings 2048 --seq-length 2048 --micro-batch-size 1 --bf16 --merge-file m --vocab-file v"
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention"
+    " --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    " --max-position-embeddings 8192 --seq-length 8192 --micro-batch-size 1 --bf16 --vocab-size 128256"
+    " --untie-embeddings-and-output-weights"
+)
+
+
+def command(folder, line, program="pretrain_gpt.py"):
+    return written(folder, json.dumps({"commands": [["python", program, *line.split()]]}), "job.argv.json")
+
+
+def model(path, **shapes):
+    return find_model(str(path), Shapes(**shapes), open_catalog(None))
+
+
+def test_megatrons_flags_are_a_model(tmp_path):
+    # https://arxiv.org/abs/2005.14165, table 2.1: 175.0B; with biases, LayerNorms and 2,048 learned positions
+    gpt3 = model(command(tmp_path, GPT3))
+    hidden, layers = 12288, 96
+    layer = 12 * hidden**2 + 13 * hidden
+    assert parameter_count(gpt3.inventory) == layers * layer + (50257 + 2048) * hidden + 2 * hidden
+    catalog = open_catalog(None)
+    expected = find_model("llama-3-8b", Shapes(), catalog)
+    assert parameter_count(model(command(tmp_path, LLAMA)).inventory) == parameter_count(expected.inventory)
+
+
+def test_groups_of_queries_count_only_where_they_are_asked_for(tmp_path):
+    without = model(command(tmp_path, LLAMA.replace("--group-query-attention", "")))
+    assert without.spec.runs[0].layer.attention.num_key_value_heads == 32
+    swiglu = model(command(tmp_path, LLAMA.replace("--ffn-hidden-size 14336", "")))
+    assert swiglu.spec.runs[0].layer.feed_forward.intermediate_size == 10880
+
+
+def test_a_tokenizer_whose_size_no_flag_says_is_asked_for(tmp_path):
+    path = command(tmp_path, LLAMA.replace("--vocab-size 128256", ""))
+    with pytest.raises(CannotAnswerError, match="--vocab N"):
+        model(path)
+    assert model(path, vocab=1000).spec.vocab_size == 1000
+    with pytest.raises(InvalidFileError, match="names the model"):
+        model(written(tmp_path, "base_model: Qwen/Qwen3-8B\ndatasets: []\nmicro_batch_size: 1\n"), vocab=1000)
+
+
+def test_nanogpts_flags_are_a_model(tmp_path):
+    flags = "--dataset=shakespeare_char --block_size=256 --n_layer=6 --n_head=6 --n_embd=384 --batch_size=64"
+    char = model(command(tmp_path, f"{flags} --compile=False", "train.py"))
+    # without biases: twelve matrices of the width, two norms a layer; tied
+    assert parameter_count(char.inventory) == 6 * (12 * 384**2 + 2 * 384) + (65 + 256) * 384 + 384
+    assert memplan.fit(str(tmp_path / "job.argv.json"), gpu="rtx4090").verdict == "fits"
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "name", "stage"),
+    [
+        ("policy: {model_name: Qwen/Qwen3-8B}\ndpo: {max_num_steps: 1}\n", "nemo-rl", "Qwen/Qwen3-8B", "dpo"),
+        (
+            "step_scheduler: {local_batch_size: 2}\nmodel: {pretrained_model_name_or_path: a/b}\npeft: {dim: 8}\n",
+            "nemo-automodel",
+            "a/b",
+            "sft",
+        ),
+        ('actor_rollout_ref: {model: {path: "???"}}\nalgorithm: {adv_estimator: grpo}\n', "verl", None, "grpo"),
+    ],
+)
+def test_recognised_trainers_say_model_and_stage(tmp_path, text, trainer, name, stage):
+    answer = memplan.import_file(written(tmp_path, text)).document()
+    assert (answer.exit_code, answer.data["trainer"]["name"]) == (3, trainer)
+    assert (answer.data["model"]["given"], answer.data["method"]["stage"]) == (name, stage)
+
+
+def test_the_environment_of_a_command_counts():
+    words = [
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "swift",
+        "rlhf",
+        "--rlhf_type",
+        "grpo",
+        "--model",
+        "a/b",
+    ]
+    answer = memplan.import_file([*words, "--max_length", "1000", "--max_completion_length", "24"]).to_dict()
+    assert answer["training"]["allocator"] == "expandable"
+    assert answer["training"]["sequence_length"] == 1024
+
+
+def test_a_pattern_of_all_layers_is_its_linear_modules():
+    assert selected_linears(r"^model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj$") == [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]
+    for other in (r".*layers.1.*q_proj", r".*q_proj", r"(.*)*q_proj", r"model.layers.[\d]+.moe.*", "("):
+        assert selected_linears(other) is None
+
+
+@given(st.text(alphabet=r".*+()[]|\d{}?^$q_projmodel.layers", max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_no_pattern_is_a_traceback(pattern):
+    names = selected_linears(pattern)
+    assert names is None or all(re.fullmatch("[a-z_]+", name) for name in names)
