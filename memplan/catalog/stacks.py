@@ -186,6 +186,8 @@ class Stack:
             with adapters, which PEFT wraps it in, it is always.
         sharded_units: What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head,
             or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered.
+        quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
+            products read as a decoded copy.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -221,6 +223,7 @@ class Stack:
     stages: tuple[Stage, ...] = ("sft",)
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
     sharded_units: Literal["root", "ends-apart"] = "root"
+    quantised_formats: tuple[str, ...] | None = None
     name: str = ""
     version: str = ""
 

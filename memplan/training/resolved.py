@@ -231,7 +231,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
         hardware=hardware_tables(catalog.root),
         family_gaps=_family_gaps(stack, catalog),
-        unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, stored)),
+        unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
 
 

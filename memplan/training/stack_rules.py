@@ -202,21 +202,25 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
 
 
 def unmodelled(
-    stack: Stack, profile: KernelProfile, formats: Mapping[Role, StorageFormat]
+    stack: Stack, profile: KernelProfile, formats: Mapping[Role, str], catalog: Catalog
 ) -> Iterator[tuple[Path, str]]:
     """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
 
     Args:
         stack: Whose loop it is.
         profile: Its kernels.
-        formats: Weight format of each role.
+        formats: Name of the weight format of each role.
+        catalog: Where the formats are.
     """
-    name = stack.name
-    if stack.model_code != "transformers" and any(entry.product == "integers" for entry in formats.values()):
-        yield (
-            ("weights",),
-            f"products of integers are a layer of bitsandbytes, which {name} does not have; use stack: trl",
-        )
+    name, held = stack.name, stack.quantised_formats
+    for role, own in formats.items():
+        if held is None and catalog.formats[own].product == "integers":
+            yield ("weights", role), f"{own} is a layer of bitsandbytes, which {name} does not have; use stack: trl"
+            break
+        if held is not None and own not in (*FLOATS, *held):
+            able = f"use one of {', '.join(held)} there" if held else "it has none but floats"
+            yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
+            break
     if profile.attention == "eager" and stack.model_code != "transformers":
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if profile.loss == "in-place":

@@ -94,7 +94,9 @@ def test_three_slots_and_their_declared_scratch_are_planned_and_named(cli, write
 def test_a_frozen_format_can_be_frozen_and_not_trained(cli, refused, write):
     path = write("mine.yaml", catalog_text("formats", FROZEN))
     given = ("--gpu", "rtx4090", "--set", "weights.hidden_matrix=mine", "--catalog", path)
-    assert cli(*FIT, "--config", "qlora", *given).exit_code == 0
+    assert cli(*FIT, "--config", "qlora", *given, "--stack", "bundled").exit_code == 0
+    words = "trl does not train over weights in mine; use one of nf4, nf4-dq, llm-int8"
+    assert words in refused(*FIT, "--config", "qlora", *given, code=3)
     assert "weights in mine cannot be trained" in refused("fit", "llama-3.2-1b", "--config", "tier1", *given, code=3)
 
 
