@@ -47,15 +47,19 @@ class StackModels:
     Attributes:
         families: Families that it has code for; nothing stands for all of them.
         fused_qkv: ``released``; or one projection yields query, key and value in every model, as ``views`` of its
-            result or as ``copies``.
+            result or as ``copies``; or none does in any, nor gate and up: ``apart``.
         tied_head: Whether head and embedding are one tensor: as ``released``, or ``never``.
         vocabulary_multiple: The vocabulary is rounded up to a multiple of it.
+        windows: Whether attention is within the window that a model was ``released`` with, or ``never`` within one.
+        adapted: Whether its own adapters on these models are modelled.
     """
 
     families: tuple[str, ...]
-    fused_qkv: Literal["released", "views", "copies"]
+    fused_qkv: Literal["released", "views", "copies", "apart"]
     tied_head: Literal["released", "never"]
     vocabulary_multiple: int
+    windows: Literal["released", "never"] = "released"
+    adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class StackProjections:
             is cast back.
         codes_cloned: Whether an adapter's part is added to a copy of the product with codes.
         codes_scales: Whether decoding forms the scales of codes first where these are codes themselves.
+        codes_saved: Whether autograd saves codes as it does other tensors, so that backward asks for them before it decodes.
         adapter_sum: ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their
             sum; on codes ``wide`` casts before, and casts nothing under autocast.
         fused_gradients: Dtype in which one function for a projection and its adapter forms the adapter's gradients: that
@@ -97,6 +102,7 @@ class StackProjections:
     codes_scales: bool
     adapter_sum: Literal["narrow", "wide"]
     fused_gradients: Literal["compute", "adapter"] = "compute"
+    codes_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,9 +94,10 @@ def chunked_logits_forward(inputs: StepInputs, head: Head, around: Form, chunk: 
         around: What lies around, with what the norm has saved.
         chunk: Head and loss of one chunk.
     """
-    part, elements, width = _all_logits(chunk)
+    part, elements, width = all_logits(chunk)
     wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
-    around += _rows(head, Part.ACTIVATIONS) + single_form(part, Quantity.TOKENS, elements * width)
+    around += _saved_rows(head) + single_form(part, Quantity.TOKENS, elements * width) + _labels(inputs)
+    around += _labels(inputs) if _copies_labels(inputs) else ZERO
     for done, size in _last_two(inputs):
         results = wide[Quantity.TOKENS] - (wide[done] if done else ZERO)
         yield Instant("forward", "log_softmax of a chunk", around + results + (wide[size] if width < 4 else ZERO))
@@ -114,13 +115,14 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
         around: What lies around, with what the norm has saved.
         chunk: Head and loss of one chunk.
     """
-    part, elements, width = _all_logits(chunk)
-    rows = _rows(head, Part.ACTIVATIONS)
+    part, elements, width = all_logits(chunk)
+    rows = _saved_rows(head)
     wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
     own = {quantity: single_form(part, quantity, width * elements) for quantity in _CHUNKS}
     parts = {quantity: single_form(Part.TEMPORARIES, quantity, chunk.entry.coefficient) for quantity in _CHUNKS}
     for done, size in _last_two(inputs):
-        results = wide[Quantity.TOKENS] - (wide[done] - own[done] if done else ZERO)
+        results = wide[Quantity.TOKENS] - (wide[done] - own[done] if done else ZERO) + _labels(inputs)
+        results -= single_form(Part.ACTIVATIONS, done, 8) if done and _copies_labels(inputs) else ZERO
         yield Instant("loss backward", "log_softmax of a chunk", around + rows + results + wide[size] * 2)
     last, full = Quantity.LAST_ROW_CHUNK, Quantity.ROW_CHUNK
     formed = sum(w.formed_bytes for node in chunk.tape.nodes for w in node.weights if w.trainable and not w.coded)
@@ -131,8 +133,24 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
         yield Instant(
             "head backward", "head of a chunk", form + constant_form(Part.GRADIENTS, (1 + len(gone)) * formed)
         )
-    joined = rows + rows + constant_form(Part.GRADIENTS, formed)
+    joined = _rows(head, Part.ACTIVATIONS) * 2 + constant_form(Part.GRADIENTS, formed)
     yield Instant("head backward", "rows of all chunks", around + joined)
+
+
+def _labels(inputs: StepInputs) -> Form:
+    """Return labels shifted by a token, which the loss of each chunk saves its part of."""
+    shifted = inputs.setup.stack.loop.labels == "shifted"
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, 8) if shifted else ZERO
+
+
+def _copies_labels(inputs: StepInputs) -> bool:
+    """Whether a chunk's labels are a copy: those of several sequences lie apart."""
+    return not inputs.regime.one_sequence and inputs.setup.profile.loss_chunks > 1
+
+
+def _saved_rows(head: Head) -> Form:
+    """Return the head's input, which a product saves whose weight is trained."""
+    return _rows(head, Part.ACTIVATIONS) if head.weights[0].trainable else ZERO
 
 
 _CHUNKS = (Quantity.TOKENS, Quantity.ROW_CHUNK, Quantity.LAST_ROW_CHUNK)
@@ -144,7 +162,7 @@ def _last_two(inputs: StepInputs) -> tuple[tuple[Quantity | None, Quantity], ...
     return ((None, Quantity.LAST_ROW_CHUNK), *one_before)
 
 
-def _all_logits(chunk: Section) -> tuple[Part, int, int]:
+def all_logits(chunk: Section) -> tuple[Part, int, int]:
     """Return what logits count as, their elements for each token, and the bytes of one."""
     head = next(node for node in chunk.tape.nodes if node.name == "head")
     logits = head.outputs[0]

@@ -121,17 +121,24 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     builder = Builder(settings.block, dict(weights))
     builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
-    own = head_weights(settings, builder.weights)
+    own, block = head_weights(settings, builder.weights), settings.block
     if settings.loss in FUSED_LOSSES:
         loss = _fused_loss(builder, settings, normed, own)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
     if settings.loss in ("chunked", "chunked-backward", "chunked-logits"):
+        if block.code.returns_logits:
+            builder.tape.ends(entry)
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
-        if settings.loss != "fp32-pieces":
+        if block.code.returns_logits:
+            logits = builder.cast(logits, 4)
+        elif settings.loss != "fp32-pieces":
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
+    if block.code.returns_logits:
+        builder.tape.ends(entry)
+        loss = _loss(builder, settings, logits, wide=False)
     if settings.loss == "fp32-pieces":
         logits = builder.cast(logits, 4)
         loss = cross_entropy_in_pieces(builder, logits)

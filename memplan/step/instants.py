@@ -18,6 +18,7 @@ from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
 from memplan.step.kernels.family_code import family_code, refuse_liger, refuse_unquantised
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
+from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -106,6 +107,7 @@ def step_on_tape(
     """
     refuse_unquantised(model.spec, setup)
     refuse_liger(model.spec, setup)
+    refuse_own_adapters(model, setup)
     optimizer = step_temporaries(setup, states.tensors)
     clipping = clipping_bytes(states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer, clipping)

@@ -107,8 +107,17 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         scales_bytes=_scales_bytes(setup, entry),
         decoded_bytes=_decoded_bytes(setup, entry),
         decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
+        decoding_parts=_decoding_parts(setup, entry),
         integers=entry.quantized and setup.formats[entry.tensor.role].product == "integers",
     )
+
+
+def _decoding_parts(setup: TrainingSetup, entry: TensorStates) -> tuple[int, ...]:
+    """Return the temporaries of forming a product's copy of codes by operators of torch."""
+    stored = setup.formats[entry.tensor.role]
+    if not entry.quantized:
+        return ()
+    return tuple([size * entry.tensor.elements // stored.block_elements for size in stored.decoding_block_bytes])
 
 
 def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:

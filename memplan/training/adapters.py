@@ -28,7 +28,7 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
 
     Raises:
         InvalidFileError: A target of the config is no projection of the model.
-        CannotAnswerError: Modules are trained whole that no copy is made of here.
+        CannotAnswerError: Adapters are put on the head, or modules are trained whole that no copy is made of here.
     """
     adapter = setup.config.adapter
     if adapter is None:
@@ -36,6 +36,8 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     _refuse_modules(model, setup, adapter.modules_to_save)
     known = projections(model)
     wrong = [target for target in adapter.targets if target != "all-linear" and target not in known]
+    if heads := [name for name in wrong if name == model.spec.names.head]:
+        raise CannotAnswerError(f"{setup.name}: adapter.targets: adapters on the head, {heads[0]}, are not modelled")
     if wrong:
         texts = ", ".join(known)
         raise InvalidFileError(

@@ -9,7 +9,7 @@ from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LayerRun, ModelSpec
+from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
@@ -26,7 +26,7 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
             of its own.
     """
     stack = setup.stack
-    if setup.config.adapter is not None and stack.models.families:
+    if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
     if setup.autocast and stack.models.families and stack.model_code == "own" and setup.config.parallel.data == 1:
         raise CannotAnswerError(
@@ -67,11 +67,16 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         vocab_size=round_up(spec.vocab_size, rules.vocabulary_multiple),
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
         runs=tuple([_built_run(run, rules) for run in spec.runs]),
+        window=spec.window if rules.windows == "released" else 0,
     )
 
 
 def _built_run(run: LayerRun, rules: StackModels) -> LayerRun:
-    part = run.layer.attention
-    if rules.fused_qkv == "released" or not isinstance(part, Attention) or part.fused_qkv:
+    part, mlp = run.layer.attention, run.layer.feed_forward
+    fused = rules.fused_qkv != "apart"
+    if rules.fused_qkv == "released" or not isinstance(part, Attention) or part.fused_qkv == fused:
         return run
-    return replace(run, layer=replace(run.layer, attention=replace(part, fused_qkv=True)))
+    layer = replace(run.layer, attention=replace(part, fused_qkv=fused))
+    if isinstance(mlp, Mlp) and mlp.fused_gate_up and not fused:
+        layer = replace(layer, feed_forward=replace(mlp, fused_gate_up=False))
+    return replace(run, layer=layer)

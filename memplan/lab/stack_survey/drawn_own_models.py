@@ -12,6 +12,7 @@ HEADS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (16, 32, 64, 80, 128)
 LITGPT_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Families of LitGPT whose models are built like Llama."""
+TORCHTUNE_FAMILIES = ("gemma", "llama", "llama", "mistral", "phi3", "qwen2")
 
 
 def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
@@ -29,10 +30,14 @@ def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
 
 
 def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
-    """Return the keys of a model and of a training config, as torchtune's recipe of full fine-tuning can train them."""
-    heads, width = rng.choice(HEADS), rng.choice(WIDTHS)
-    model = _llama(rng, heads, width, heads * width)
-    model["max_position_embeddings"] = 2048
+    """Return the keys of a model and of a training config, as torchtune's recipes on one device can train them."""
+    heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(TORCHTUNE_FAMILIES)
+    model = _llama(rng, heads, width, heads * width) | {"model_type": family}
+    model["max_position_embeddings"] = rng.choice((2048, 4096, 32768))
+    tied = {"gemma": True, "mistral": False, "phi3": False}
+    model["tie_word_embeddings"] = tied.get(family, model["tie_word_embeddings"])
+    if family == "gemma":
+        model["hidden_size"] = heads * rng.choice((32, 64))
     training = _training(rng, "torchtune", (8, 65, 128, 300, 512, 1024, 2048))
     attention = "flash" if training["compute_dtype"] == "bf16" else "efficient"
     training["kernels"] = {
@@ -41,7 +46,26 @@ def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
     }
     training["activation_checkpointing"] = rng.choice(("none", "full"))
     training["clip_gradients"] = rng.random() < 0.3
+    if rng.random() < 0.7:
+        training |= _torchtune_adapter(rng, model, training)
     return model, training
+
+
+def _torchtune_adapter(rng: Random, model: Keys, training: Keys) -> Keys:
+    """Return adapters, on attention alone or on all projections, and maybe codes below them, of whole blocks."""
+    parts = ["gate_proj", "up_proj", "down_proj"] if rng.random() < 0.6 else []
+    targets = [name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if rng.random() < 0.7] or ["q_proj", "v_proj"]
+    keys: Keys = {"kind": rng.choice(("lora", "lora", "dora")), "rank": rng.choice((4, 16)), "targets": targets + parts}
+    if rng.random() < 0.3:
+        keys["dropout"] = 0.05
+    if training["compute_dtype"] != "bf16" or rng.random() < 0.4:
+        return {"adapter": keys}
+    width = 256 * rng.choice((2, 3, 4))
+    model |= {"head_dim": width // 4, "num_attention_heads": 4, "num_key_value_heads": rng.choice((1, 2, 4))}
+    model |= {"hidden_size": width, "intermediate_size": 256 * rng.choice((1, 3, 8))}
+    if model["model_type"] == "qwen2":  # whose other projections stay floats
+        keys["targets"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return {"adapter": keys, "weights": {"default": "bf16", "hidden_matrix": "nf4-torchao"}}
 
 
 def litgpt_job(rng: Random) -> tuple[Keys, Keys]:

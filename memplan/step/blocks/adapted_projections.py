@@ -29,7 +29,8 @@ def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down:
     own = x if uncast else builder.cast(x, down.element_bytes, foreign=down.foreign)
     with builder.tape.alive(own, out):
         if f"{name}.lora_magnitude_vector.weight" in builder.weights:
-            return _with_magnitude(builder, own, out, name, rows, down)
+            magnitude = _scaled_by_magnitude if builder.settings.code.names_magnitude else _with_magnitude
+            return magnitude(builder, own, out, name, rows, down)
         low = builder.pointwise(
             "scale", _low_rank(builder, builder.dropped(own, builder.settings.adapter_dropout), name, rows, down)
         )
@@ -179,7 +180,7 @@ def _norm_of_sum(
     tape, own = builder.tape, x.element_bytes
     frozen: list[Value] = []
     if base.coded:
-        scratch = [(ONE, base.decoding_bytes)]
+        scratch = [(ONE, part) for part in (base.decoding_bytes, *base.decoding_parts)]
         frozen = [tape.make("decode", builder.constant(size, builder.compute), scratch=scratch)]
     read = list(frozen)
     if base.element_bytes != own or base.foreign != x.foreign:
@@ -203,3 +204,30 @@ def _without_bias(builder: Builder, out: Value, name: str) -> Value:
     rest = builder.fresh(out, element_bytes=promoted(out, term))
     way = SAME if rest.element_bytes == out.element_bytes else NEW
     return builder.tape.apply("less bias", [(out, way)], rest, traits=SAVES_NOTHING)
+
+
+def _scaled_by_magnitude(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+    """Return DoRA's projection by a layer that has names for all it forms until it returns, the decoded weight among them.
+
+    Source:
+        ``DoRALinear.forward`` in torchtune/modules/peft/dora.py (0.6.1).
+    """
+    tape, own = builder.tape, down.element_bytes
+    x = builder.dropped(x, builder.settings.adapter_dropout)
+    low = _low_rank(builder, x, name, rows, down)
+    with tape.alive(x, low):
+        eye = tape.make("eye", builder.constant(down.columns**2, own))
+        inner = tape.make("linear", builder.constant(down.columns * down.rows, own), eye, product=True)
+        product = tape.make("linear", builder.constant(down.columns * rows, own), inner, product=True)
+        norm, decoded = _norm_of_sum(builder, product, builder.weight(f"{name}.weight"), rows * down.columns, rows, x)
+        magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
+        scale = tape.apply("magnitude / norm", [], tape.value(ONE, rows, own), [norm], [magnitude])
+        with tape.alive(eye, product, norm, scale, *(() if decoded is None else (decoded,))):
+            first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), out)
+            with tape.alive(first):
+                second = builder.pointwise("scale", _scaled_rows(builder, scale, low))
+            whole = builder.add(first, second)
+            with tape.alive(whole):
+                total = builder.add(whole, out)
+    tape.graph_use[inner.storage] = len(tape.operations) - 1  # of a graph that no backward runs
+    return total

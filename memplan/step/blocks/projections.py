@@ -57,7 +57,9 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     """Return the product with decoded codes, and the sum with a bias, which is a tensor of its own."""
     out = builder.tape.value(x.quantity, rows, builder.compute)
     saves = [x] if weight.trainable else []
-    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], traits=Traits(custom=True, product=True))
+    packs = True if builder.settings.projections.codes_saved else None
+    traits = Traits(packs=packs, custom=True, product=True)
+    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], traits=traits)
     if bias is None:
         return out
     scratch = [] if bias.element_bytes == builder.compute else [(ONE, rows * builder.compute)]

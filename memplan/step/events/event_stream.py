@@ -68,6 +68,11 @@ class EventStream:
         """Free several storages."""
         self.codes += [2 * storage + 1 for storage in storages]
 
+    def make_workspace(self, libraries: Libraries, library: str) -> None:
+        """Allocate the workspace that a library has from its first product in a thread on, if it has none."""
+        if library in libraries:
+            self.libraries.add(self.allocate(libraries.pop(library)))
+
     def passing(self, *sizes: int) -> None:
         """Allocate storages one after the other, then free them, the last first."""
         self.free_all(reversed(self.allocate_all(sizes)))
@@ -149,7 +154,7 @@ class PlayedSection:
     ) -> None:
         """Write events with what comes between them: workspaces of libraries, and updates."""
         between: list[tuple[int, Callable[[], None]]] = [
-            (place, partial(self._make_workspace, libraries, library))
+            (place, partial(self._stream.make_workspace, libraries, library))
             for library, place in places
             if library in libraries
         ]
@@ -160,9 +165,6 @@ class PlayedSection:
             start = place
             write()
         self._write(codes[start:])
-
-    def _make_workspace(self, libraries: Libraries, library: str) -> None:
-        self._stream.libraries.add(self._stream.allocate(libraries.pop(library)))
 
     def name(self, storage: int) -> int:
         """Return what a storage of the part is called in the stream."""

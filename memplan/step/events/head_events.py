@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memplan.step.chunks_at_once import all_logits
 from memplan.step.ends_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.section_events import section_events
@@ -18,6 +19,66 @@ LOSS_BYTES = 4
 """The sum over a chunk is an fp32 number."""
 
 
+class HeadGradients:
+    """The gradients of a head whose loss is over chunks: of its weights, added up, and of what it is given.
+
+    Args:
+        stream: What events are written to.
+        head: Norm, head and loss.
+        values: Values of the quantities.
+        mode: What becomes of weight gradients.
+    """
+
+    __slots__ = ("_mode", "_stream", "_values", "head")
+
+    def __init__(self, stream: EventStream, head: Head, values: Sequence[int], mode: Mode) -> None:
+        self._stream, self.head, self._values, self._mode = stream, head, values, mode
+
+    def joined(self, rows_of_all: int, rows: Sequence[int]) -> int:
+        """Write how the gradients of all chunks' rows are joined, what the head was given going; return what they are in."""
+        stream, output = self._stream, self.head.section.output
+        if rows_of_all != NO_STORAGE:
+            stream.free(rows_of_all)
+        stream.of("activations")
+        joined = stream.allocate(output.coefficient * self._values[output.quantity]) if rows else NO_STORAGE
+        stream.free_all(rows)
+        return joined
+
+    def add(self, formed: dict[str, int], sums: dict[str, int], *, first_sum: bool) -> None:
+        """Add a chunk's gradients to those there are: the first sum is a new tensor, later ones are in place."""
+        self._stream.of("gradients")
+        for name, storage in formed.items():
+            if name not in sums:
+                sums[name] = storage
+                continue
+            if first_sum:
+                total = self._stream.allocate(self._stream.sizes[storage])
+                self._stream.free(sums[name])
+                sums[name] = total
+            self._stream.free(storage)
+
+    def stored(self, sums: dict[str, int], use_up: UseUp) -> dict[str, int]:
+        """Store the sums as the head's gradients; return those that stay."""
+        kept = {}
+        self._stream.of("gradients")
+        for weight in self.head.weights:
+            if weight.name not in sums:
+                continue
+            total = sums[weight.name]
+            mode = "first" if weight.delayed else weight.own_mode(self._mode)
+            if mode == "layer":
+                use_up(weight.name, total)
+                continue
+            stored = weight.gradient_bytes if mode == "first" else 0
+            if stored and stored == self._stream.sizes[total]:
+                kept[weight.name] = total
+                continue
+            if stored:
+                kept[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
+            self._stream.free(total)
+        return kept
+
+
 class ChunkedLoss:
     """Head and loss over chunks, within one forward and backward.
 
@@ -28,11 +89,12 @@ class ChunkedLoss:
         mode: What becomes of weight gradients.
     """
 
-    __slots__ = ("_chunks", "_events", "_head", "_losses", "_mode", "_parts", "_stream", "_values")
+    __slots__ = ("_chunks", "_events", "_gradients", "_losses", "_parts", "_rows", "_stream", "_values")
 
     def __init__(self, stream: EventStream, head: Head, values: Sequence[int], mode: Mode) -> None:
         assert head.chunk is not None
-        self._stream, self._head, self._values, self._mode = stream, head, values, mode
+        self._stream, self._values = stream, values
+        self._gradients = HeadGradients(stream, head, values, mode)
         self._chunks = ceil_div(values[Quantity.TOKENS], values[Quantity.CHUNK])
         # Backward begins with the last chunk, whose gradient of codes is stored; those of others are added to it.
         later: Mode = "again" if mode != "layer" else mode
@@ -40,9 +102,15 @@ class ChunkedLoss:
         self._events = [*[kinds[0]] * (self._chunks - 1), kinds[1]]
         self._parts: list[PlayedSection] = []
         self._losses: list[int] = []
+        self._rows = NO_STORAGE
 
-    def forward(self) -> None:
-        """Write the forward of each chunk, whose loss stays; what autocast casts for the first serves all."""
+    def forward(self, rows_of_all: int) -> None:
+        """Write the forward of each chunk, whose loss stays; what autocast casts for the first serves all.
+
+        Args:
+            rows_of_all: What the head is given, to be freed once all chunks are done; ``NO_STORAGE`` where others do.
+        """
+        self._rows = rows_of_all
         for number, events in enumerate(self._events):
             cast = {code - 1 for code in events.region_end} if number else set()
             own = replace(events, forward=tuple([code for code in events.forward if code not in cast]))
@@ -62,11 +130,10 @@ class ChunkedLoss:
         """Write the events at the end of the whole forward."""
         self._parts[0].region_end()
 
-    def backward(self, rows_of_all: int, libraries: Libraries, use_up: UseUp) -> tuple[int, dict[str, int]]:
+    def backward(self, libraries: Libraries, use_up: UseUp) -> tuple[int, dict[str, int]]:
         """Write the backward of each chunk, the last first; return the gradient of all rows, and the weights' sums.
 
         Args:
-            rows_of_all: What the head is given, to be freed once all chunks are done; ``NO_STORAGE`` where others do.
             libraries: Libraries that have made no workspace in this thread.
             use_up: Writes the events of an update inside backward.
         """
@@ -76,46 +143,71 @@ class ChunkedLoss:
             part.backward(stream.allocate(LOSS_BYTES), libraries, use_up)
             if part.leaving != NO_STORAGE:
                 rows.append(part.leaving)
-            self._add(part.kept, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False)
+            self._gradients.add(part.kept, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False)
         stream.free_all(self._losses)
-        if rows_of_all != NO_STORAGE:
+        return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)
+
+
+class LogitsOfChunks:
+    """Head and loss over chunks of each sequence, whose logits are all there before the first is cast to fp32.
+
+    Args:
+        stream: What events are written to.
+        head: Norm, head and loss.
+        values: Values of the quantities.
+        mode: What becomes of weight gradients.
+    """
+
+    __slots__ = ("_elements", "_gradients", "_head", "_losses", "_results", "_rows", "_sizes", "_stream", "_width")
+
+    def __init__(self, stream: EventStream, head: Head, values: Sequence[int], mode: Mode) -> None:
+        assert head.chunk is not None
+        self._stream, self._head = stream, head
+        self._gradients = HeadGradients(stream, head, values, mode)
+        _, self._elements, self._width = all_logits(head.chunk)
+        full, last = values[Quantity.ROW_CHUNK], values[Quantity.LAST_ROW_CHUNK]
+        self._sizes = [full] * ((values[Quantity.TOKENS] - last) // max(full, 1)) + [last]
+        self._results: list[int] = []
+        self._losses: list[int] = []
+        self._rows = NO_STORAGE
+
+    def forward(self, rows_of_all: int) -> None:
+        """Write the products of all chunks, and the loss of each, whose result in fp32 stays."""
+        stream, self._rows = self._stream, rows_of_all
+        stream.of("logits")
+        logits = [stream.allocate(self._width * self._elements * size) for size in self._sizes]
+        if not self._head.weights[0].trainable and rows_of_all != NO_STORAGE:
             stream.free(rows_of_all)
-        output = self._head.section.output
-        stream.of("activations")
-        joined = stream.allocate(output.coefficient * self._values[output.quantity]) if rows else NO_STORAGE
-        stream.free_all(rows)
-        return joined, self._stored(sums, use_up)
+            self._rows = NO_STORAGE
+        for size in self._sizes:
+            wide = [stream.allocate(4 * self._elements * size)] if self._width < 4 else []
+            self._results.append(stream.allocate(4 * self._elements * size))
+            self._losses += [stream.allocate(LOSS_BYTES), stream.allocate(LOSS_BYTES)]
+            stream.free_all(wide)
+        stream.free_all(logits)
 
-    def _add(self, formed: dict[str, int], sums: dict[str, int], *, first_sum: bool) -> None:
-        """Add a chunk's gradients to those there are: the first sum is a new tensor, later ones are in place."""
-        self._stream.of("gradients")
-        for name, storage in formed.items():
-            if name not in sums:
-                sums[name] = storage
-                continue
-            if first_sum:
-                total = self._stream.allocate(self._stream.sizes[storage])
-                self._stream.free(sums[name])
-                sums[name] = total
-            self._stream.free(storage)
+    def region_end(self) -> None:
+        """Write nothing: nothing is cast by autocast."""
 
-    def _stored(self, sums: dict[str, int], use_up: UseUp) -> dict[str, int]:
-        """Store the sums as the head's gradients; return those that stay."""
-        kept = {}
-        self._stream.of("gradients")
-        for weight in self._head.weights:
-            if weight.name not in sums:
-                continue
-            total = sums[weight.name]
-            mode = "first" if weight.delayed else weight.own_mode(self._mode)
-            if mode == "layer":
-                use_up(weight.name, total)
-                continue
-            stored = weight.gradient_bytes if mode == "first" else 0
-            if stored and stored == self._stream.sizes[total]:
-                kept[weight.name] = total
-                continue
-            if stored:
-                kept[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
-            self._stream.free(total)
-        return kept
+    def backward(self, libraries: Libraries, use_up: UseUp) -> tuple[int, dict[str, int]]:
+        """Write the backward of all losses, the last first, then of all products; return what :class:`ChunkedLoss` does."""
+        stream, sums, gradients, rows = self._stream, dict[str, int](), [], []
+        stream.of("logits")
+        for size, result in zip(reversed(self._sizes), reversed(self._results), strict=True):
+            elements = self._elements * size
+            picked = stream.allocate(4 * elements)
+            wide = stream.allocate(4 * elements)
+            stream.free_all((picked, result))
+            gradients.append(stream.allocate(self._width * elements) if self._width < 4 else wide)
+            stream.free_all([wide] if self._width < 4 else [])
+        stream.free_all(self._losses)
+        trained = [weight for weight in self._head.weights if weight.trainable]
+        for number, (size, gradient) in enumerate(zip(reversed(self._sizes), gradients, strict=True)):
+            stream.of("gradients")
+            formed = {weight.name: stream.allocate(weight.formed_bytes) for weight in trained}
+            stream.make_workspace(libraries, "cublas")
+            stream.of("temporaries")
+            rows.append(stream.allocate(self._head.section.output.coefficient * size))
+            stream.free(gradient)
+            self._gradients.add(formed, sums, first_sum=number == 1)
+        return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)

@@ -12,7 +12,7 @@ from functools import partial
 
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
-from memplan.step.events.head_events import ChunkedLoss
+from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
 from memplan.step.events.model_tensors import ModelTensors, numbered
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
@@ -152,8 +152,10 @@ class StepPlayer:
         parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time)
         chunks = None
         if taped.head.chunk is not None:
-            chunks = ChunkedLoss(self.stream, taped.head, self.values, mode)
-            chunks.forward()
+            kind = LogitsOfChunks if self.inputs.setup.profile.loss == "chunked-logits" else ChunkedLoss
+            chunks = kind(self.stream, taped.head, self.values, mode)
+            normed = parts[-1][1]
+            chunks.forward(NO_STORAGE if normed.output_owned else normed.output)
             chunks.region_end()
         for _, part in parts:
             part.region_end()
@@ -164,10 +166,7 @@ class StepPlayer:
         roots = self.stream.allocate_all([*losses, loss_bytes])
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
         if chunks is not None:
-            normed = parts[-1][1]
-            gradient, sums = chunks.backward(
-                NO_STORAGE if normed.output_owned else normed.output, self._libraries["backward"], self.updates.use_up
-            )
+            gradient, sums = chunks.backward(self._libraries["backward"], self.updates.use_up)
             self._keep(sums, "", waiting, mode)
         for place, (number, part) in enumerate(reversed(parts)):
             if place == 1:

@@ -56,6 +56,13 @@ class FamilyCode:
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
         half_tables: Whether a pair of dimensions shares its entries of the rotary tables.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
+        halves_by_tables: Whether halves of a head turn by a table of cosines and one of sines, each cast to the head's dtype
+            where tables are not wide.
+        adapted_tables_apart: Whether layers with adapters have rotary tables of their own.
+        returns_logits: Whether a model has returned logits, in fp32 where they are whole, when the loss is formed.
+        names_magnitude: Whether DoRA's layer has names for all that it forms until it returns.
+        own_head_width: Whether heads may together be wider or narrower than the model.
+        quantises_adapted: Whether only projections with adapters are quantised.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
     """
 
@@ -94,6 +101,12 @@ class FamilyCode:
     half_tables: bool = False
     names_passed: bool = False
     casts_scale: bool = False
+    halves_by_tables: bool = False
+    returns_logits: bool = False
+    own_head_width: bool = False
+    quantises_adapted: bool = False
+    names_magnitude: bool = False
+    adapted_tables_apart: bool = False
 
 
 OWN = FamilyCode()
@@ -106,8 +119,25 @@ TRANSFORMERS = FamilyCode(
     passes_positions=True,
     rotates_together=True,
 )
-TORCHTUNE = FamilyCode(wide_scale=True, query_first=True, repeats_keys=True, names_parts=True, fused_wide_norms=True)
+TORCHTUNE = FamilyCode(
+    wide_scale=True,
+    query_first=True,
+    repeats_keys=True,
+    names_parts=True,
+    fused_wide_norms=True,
+    adapted_tables_apart=True,
+    returns_logits=True,
+    names_magnitude=True,
+)
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
+_TORCHTUNE: Mapping[str, FamilyCode] = {
+    "gemma": replace(TORCHTUNE, fused_wide_norms=False, own_head_width=True),
+    "phi3": replace(TORCHTUNE, halves_by_tables=True, wide_rotary=True),
+    "qwen2": replace(TORCHTUNE, halves_by_tables=True, quantises_adapted=True),
+}
+"""``GemmaRMSNorm`` (models/gemma/rms_norm.py), ``Phi3RotaryPositionalEmbeddings``, ``Qwen2RotaryPositionalEmbeddings`` (0.6.1)."""
+UNSCALED_POSITIONS = 16384
+"""Positions of Code Llama, the most of a Llama without scaled rotary tables (torchtune/models/code_llama2, 0.6.1)."""
 LITGPT = FamilyCode(
     wide_scale=True,
     casts_scale=True,
@@ -159,10 +189,19 @@ peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PA
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     """Return how a family runs in somebody's implementation."""
     if code == "torchtune":
-        return TORCHTUNE
+        return _TORCHTUNE.get(architecture, TORCHTUNE)
     if code == "litgpt":
         return LITGPT
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
+
+
+def tables_apart(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether each layer has rotary tables of its own: torchtune's ``lora_*`` builders but those with scaled ones make them so."""
+    code = family_code(setup.stack.model_code, spec.architecture)
+    if setup.config.adapter is None or not code.adapted_tables_apart:
+        return setup.stack.rotary_tables.each == "layer"
+    scaled = spec.tie_word_embeddings or spec.max_position_embeddings > UNSCALED_POSITIONS
+    return spec.architecture != "llama" or not scaled
 
 
 LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
-from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.kernels.family_code import FamilyCode, family_code, tables_apart
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
 
@@ -73,8 +73,9 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes
     element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
-    entries = sum(widths) if tables.each == "layer" else max(widths) * bases
-    row_bytes = entries * element_bytes * (1 if tables.halved or code.complex_rotary or code.half_tables else 2)
+    entries = sum(widths) if tables_apart(spec, setup) else max(widths) * bases
+    halved = tables.halved and not code.halves_by_tables
+    row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import TOKENS, Builder, promoted
 from memplan.step.tapes.linear_forms import Quantity
@@ -87,6 +89,8 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
     if not rotary_dim:
         return x
     with builder.tape.alive(x):
+        if builder.settings.code.halves_by_tables:
+            return _halves_turned(builder, x, head_dim)
         if builder.profile.rotary == "in-place":
             # Backward turns the gradient, or a copy of it where heads are before tokens in it.
             way = NEW if builder.profile.attention in ("math", "eager") else SAME
@@ -134,16 +138,33 @@ def _turned_pairs(builder: Builder, x: Value) -> Value:
             return builder.cast(out, x.element_bytes)
 
 
-def _rotated(builder: Builder, x: Value) -> Value:
-    """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are."""
+def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
+    """Return ``x`` with the halves of each head turned by rows of a table, which are cast and saved where that is not wide.
+
+    Source:
+        ``forward`` of torchtune/models/qwen2/_positional_embeddings.py and of phi3/_position_embeddings.py (0.6.1).
+    """
+    tape, tables = builder.tape, []
+    if x.element_bytes != 4 and not builder.settings.code.wide_rotary:
+        for name in ("cos", "sin"):
+            table = tape.value(Quantity.POSITIONS, head_dim, x.element_bytes)
+            tables.append(tape.make(f"cast {name}", table))
+    with tape.alive(*tables):
+        rotated = _rotated(builder, x, tables)
+        with tape.alive(rotated):
+            return builder.cast(rotated, x.element_bytes)
+
+
+def _rotated(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
+    """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
     tape, half = builder.tape, x.width // 2
     width = max(x.element_bytes, _table_bytes(builder))
     negative = builder.pointwise("neg", builder.sliced(x, half))
     first = builder.sliced(x, half)
     turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
     with tape.alive(x, *(() if builder.settings.code.forms_tables else (turned,))):
-        by_cos = _by_table(builder, "mul cos", x, width)
-        by_sin = _by_table(builder, "mul sin", turned, width)
+        by_cos = _by_table(builder, "mul cos", x, width, tables[:1])
+        by_sin = _by_table(builder, "mul sin", turned, width, tables[1:])
         total = tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
         return builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
 
@@ -160,8 +181,8 @@ def _table_bytes(builder: Builder) -> int:
     )
 
 
-def _by_table(builder: Builder, name: str, x: Value, width: int) -> Value:
+def _by_table(builder: Builder, name: str, x: Value, width: int, tables: Sequence[Value]) -> Value:
     """Return ``x`` times a table; of a wider product the gradient is formed wide, and cast."""
     workspace = [(x.quantity, x.width * width)] if width != x.element_bytes else []
     out = builder.fresh(x, element_bytes=width)
-    return builder.tape.apply(name, [(x, NEW)], out, traits=Traits(packs=True, workspace=workspace))
+    return builder.tape.apply(name, [(x, NEW)], out, tables, traits=Traits(packs=True, workspace=workspace))

@@ -174,8 +174,7 @@ class Player:
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
-        copies = [(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in operation.weights if not w.copy_saved]
-        decoded = self.live.take(copies)
+        decoded = self._decoded(operation.weights, instant, operation.name)
         for weight in operation.weights:
             if weight.decoding_bytes:
                 self.with_scratch(instant, operation.name, weight.decoding)
@@ -188,10 +187,20 @@ class Player:
         if operation.traits.product:
             self.live.multiply(with_bias=len(operation.weights) > 1)
         scratch = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
-        if copies:
+        if decoded:
             scratch += [scale for weight in operation.weights for scale in weight.scales * 2]
         self.with_scratch(instant, operation.name, scratch)
         self.live.give_back(decoded)
+
+    def _decoded(self, weights: Sequence[Weight], instant: str, name: str) -> Sequence[Storage]:
+        """Allocate the copies of weights that a product reads, operators of torch forming them from temporaries."""
+        parts = [(Part.TEMPORARIES, Quantity.ONE, size) for weight in weights for size in weight.decoding_parts]
+        temporaries = self.live.take(parts)
+        decoded = self.live.take([(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in weights if not w.copy_saved])
+        if parts:
+            self.note(instant, name)
+            self.live.give_back(temporaries)
+        return decoded
 
     def _save(self, operation: Operation) -> None:
         if operation.node is not None:
@@ -253,15 +262,13 @@ class Player:
     def form(self, node: Node, arrived: list[int]) -> None:
         """Form the gradients of a node's inputs and weights."""
         # A product with codes asks for what it saved only once its input's gradient is there (memplan/trace/reference/weight_storage.py).
-        late = bool(node.weights) and any(w.coded for w in node.weights)
+        late = any(w.coded for w in node.weights) and not node.traits.packs
         if not late:
             self.recompute_for(node)
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()
-        decoded = self.live.take(
-            [(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in node.weights if not w.copy_saved]
-        )
+        decoded = self._decoded(node.weights, node.instant, node.name)
         for weight in node.weights:
             if again := weight.decoding_again:
                 self.with_scratch(node.instant, node.name, again)

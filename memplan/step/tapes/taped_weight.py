@@ -49,6 +49,7 @@ class Weight:
         scales_bytes: Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean,
             for a product, and formed alone for backward.
         decoded_bytes: The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
+        decoding_parts: Temporaries of forming that copy by operators of torch.
         integers: Whether a product multiplies its codes, and not a decoded copy.
         summed: Whether autograd adds up several gradients of it before it is stored.
     """
@@ -78,6 +79,7 @@ class Weight:
     scales_bytes: int = 0
     decoded_bytes: int = 0
     decoding_rows_bytes: int = 0
+    decoding_parts: tuple[int, ...] = ()
     integers: bool = False
 
     @property

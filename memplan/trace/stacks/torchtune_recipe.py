@@ -1,6 +1,6 @@
-"""torchtune's recipe of full fine-tuning on one device: its models, its losses and the lines of its own training loop.
+"""torchtune's recipes of fine-tuning on one device, in full and by adapters: its losses and the lines of their own training loops.
 
-What is called on a stand-in for the recipe is ``FullFinetuneRecipeSingleDevice.train`` itself.
+What is called on a stand-in for the recipe is its class's ``train`` itself.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torchtune
 from torch import Tensor, nn
 from torchtune import training
-from torchtune.models.llama3_1._component_builders import llama3_1
-from torchtune.models.llama3_2._component_builders import llama3_2
-from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from memplan.errors import CannotAnswerError
-from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
-from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.torchtune_models import META, built
 from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("torchtune",)
-META = torch.device("meta")
+RECIPES = {
+    False: ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice", "full fine-tuning"),
+    True: ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice", "fine-tuning by adapters"),
+}
+"""Whether a job has adapters -> module and class of its recipe, and what that does."""
 IGNORED = -100
 
 
@@ -41,13 +42,14 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run torchtune's recipe on the model that the inputs ask for."""
     setup = inputs.setup
     refuse_settings(setup, "torchtune")
-    recipe = _recipe_module("full_finetune_single_device")
+    name, recipe_class, purpose = RECIPES[setup.config.adapter is not None]
+    recipe = _recipe_module(name)
     with composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
-        model = _built(inputs.model.spec, setup)
-        loop = _Loop(recipe, model, setup, recorder)
+        model = built(inputs.model.spec, setup)
+        loop = _Loop(recipe, getattr(recipe, recipe_class), model, setup, recorder)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             loop.train()
-    return StackRun("torchtune's recipe of full fine-tuning on one device", inputs.model.spec.vocab_size)
+    return StackRun(f"torchtune's recipe of {purpose} on one device", inputs.model.spec.vocab_size)
 
 
 def _recipe_module(name: str) -> ModuleType:
@@ -61,44 +63,11 @@ def _recipe_module(name: str) -> ModuleType:
     return module
 
 
-def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
-    """Return torchtune's Llama of these shapes, checkpointed as the setup says, without memory."""
-    dtype, run_of_layers = setup.format_names["hidden_matrix"], spec.runs[0]
-    heads, mlp = run_of_layers.layer.attention, run_of_layers.layer.feed_forward
-    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or setup.config.adapter is not None:
-        raise CannotAnswerError("torchtune's Llama is traced with weights in fp32 or bf16, without adapters")
-    assert isinstance(heads, Attention)
-    assert isinstance(mlp, Mlp)
-    if heads.query_size != spec.hidden_size:
-        raise CannotAnswerError("torchtune's Llama has heads that together are as wide as the model")
-    builder: Any = llama3_2 if spec.tie_word_embeddings else llama3_1
-    with training.set_default_dtype(TORCH_DTYPES[dtype]), META:
-        model: Any = builder(
-            vocab_size=spec.vocab_size,
-            num_layers=spec.num_hidden_layers,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_key_value_heads,
-            embed_dim=spec.hidden_size,
-            max_seq_len=spec.max_position_embeddings,
-            intermediate_dim=mlp.intermediate_size,
-        )
-    for module in model.modules():
-        if hasattr(module, "rope_init"):
-            module.rope_init()
-            module.to(META)
-    if setup.checkpointing == "full":
-        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    elif setup.checkpointing != "none":
-        raise CannotAnswerError(f"activation_checkpointing: torchtune's recipes have no {setup.checkpointing}")
-    model.train()
-    return model  # type: ignore[no-any-return]
-
-
 class _Loop:
     """A stand-in that has what the recipe's own loop reads."""
 
-    def __init__(self, recipe: ModuleType, model: Any, setup: TrainingSetup, recorder: Recorder) -> None:
-        self.recipe, self.model, self.setup, self.recorder = recipe, model, setup, recorder
+    def __init__(self, recipe: ModuleType, own: Any, model: Any, setup: TrainingSetup, recorder: Recorder) -> None:
+        self.recipe, self.own, self.model, self.setup, self.recorder = recipe, own, model, setup, recorder
         self.micro_step = 0
         self.loss: Any = _loss(model, setup)
         options: dict[str, Any] = {"fused": True} if setup.profile.optimizer == "fused" else {}
@@ -112,11 +81,11 @@ class _Loop:
         recorder.mark(self.ignored, "buffers")
 
     def train(self) -> None:
-        """Run ``FullFinetuneRecipeSingleDevice.train``."""
+        """Run the recipe's ``train``."""
         recipe: Any = self.recipe
         recipe.tqdm = lambda **_: SimpleNamespace(update=_nothing, set_description=_nothing)
         recipe.training = SimpleNamespace(scale_grads=self._scaled)
-        recipe.FullFinetuneRecipeSingleDevice.train(self._stand_in())
+        self.own.train(self._stand_in())
 
     def _stand_in(self) -> Any:
         config = self.setup.config
@@ -124,7 +93,7 @@ class _Loop:
             _compile=False,
             _optimizer_in_bwd=False,
             _optimizer=SimpleNamespace(step=self._update, zero_grad=self.optimizer.zero_grad),
-            _profiler=SimpleNamespace(start=_nothing, stop=_nothing, step=_nothing),
+            _profiler=mock.MagicMock(),
             epochs_run=0,
             total_epochs=1,
             _steps_per_epoch=STEPS,
@@ -137,7 +106,7 @@ class _Loop:
             _gradient_accumulation_steps=config.gradient_accumulation_steps,
             _model=self.model,
             _clip_grad_norm=1.0 if config.clip_gradients else None,
-            _lr_scheduler=None,
+            _lr_scheduler=SimpleNamespace(step=_nothing),
             global_step=0,
             _log_every_n_steps=STEPS + 1,
             save_checkpoint=_nothing,
@@ -161,7 +130,7 @@ class _Loop:
             _loss_fn=self.loss,
             ignore_labels_cache=self.ignored,
         )
-        loss: Tensor = self.recipe.FullFinetuneRecipeSingleDevice._loss_step(stand_in, batch)
+        loss: Tensor = self.own._loss_step(stand_in, batch)
         self.recorder.forward_ends()
         self._mark("loss backward", backward=True)
         return loss

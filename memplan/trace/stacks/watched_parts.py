@@ -35,7 +35,8 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
         recorder: Is told.
     """
     for name, parameter in model.named_parameters():
-        recorder.mark(parameter, "weights", name)
+        for tensor in stored_tensors(parameter):
+            recorder.mark(tensor, "weights", name)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in model.named_buffers():
@@ -44,6 +45,14 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
         _watch_layer(layer, number, recorder)
     if head is not None:
         head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
+
+
+def stored_tensors(parameter: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a parameter is stored in: itself, or codes, scales and tables of a subclass."""
+    if hasattr(parameter, "__tensor_flatten__"):
+        yield from (getattr(parameter, name) for name in parameter.__tensor_flatten__()[0])
+    else:
+        yield parameter
 
 
 def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:

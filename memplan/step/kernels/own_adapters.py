@@ -1,0 +1,70 @@
+"""Adapters and codes that a library has layers of its own for: what these layers cannot be put on."""
+
+from __future__ import annotations
+
+from memplan.errors import CannotAnswerError
+from memplan.model.model import Model
+from memplan.model.spec import Attention
+from memplan.step.kernels.family_code import family_code
+from memplan.training.resolved import TrainingSetup
+
+FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
+
+
+def refuse_own_adapters(model: Model, setup: TrainingSetup) -> None:
+    """Raise for what the builders of a stack's own models have no words for, or its codes no layout.
+
+    Raises:
+        CannotAnswerError: The stack cannot build that.
+
+    Source:
+        ``lora_*`` in torchtune/models/*/_component_builders.py (0.6.1); ``NF4Tensor.from_tensor`` in
+        torchao/dtypes/nf4tensor.py (0.13.0).
+    """
+    _refuse_codes(model, setup)
+    stack, adapter = setup.stack, setup.config.adapter
+    if stack.model_code != "torchtune":
+        return
+    heads = model.spec.runs[0].layer.attention
+    code = family_code(stack.model_code, model.spec.architecture)
+    if isinstance(heads, Attention) and heads.query_size != model.spec.hidden_size and not code.own_head_width:
+        raise CannotAnswerError(
+            f"stack: {stack.label} builds {model.spec.architecture} of heads that together are as wide as the model, "
+            f"which those of {model.spec.name} are not"
+        )
+    if adapter is None or "all-linear" in adapter.targets:
+        return
+    where = f"{setup.name}: adapter.targets: {stack.label}"
+    if 0 < len(FEED_FORWARD & set(adapter.targets)) < len(FEED_FORWARD):
+        names = ", ".join(sorted(FEED_FORWARD))
+        raise CannotAnswerError(f"{where} puts adapters on all of {names} or on none of them (apply_lora_to_mlp)")
+    if FEED_FORWARD.issuperset(adapter.targets):
+        raise CannotAnswerError(f"{where} has no adapters without one on a projection of attention")
+
+
+def _refuse_codes(model: Model, setup: TrainingSetup) -> None:
+    """Raise for codes of another library than the stack's, and for matrices that they do not cover in whole blocks."""
+    stack, adapter = setup.stack, setup.config.adapter
+    name = setup.format_names["hidden_matrix"]
+    stored = setup.formats["hidden_matrix"]
+    where = f"{setup.name}: weights.hidden_matrix: {name}"
+    if adapter is None or not stored.decoding_block_bytes:
+        return
+    if not stack.projections.codes_saved:
+        raise CannotAnswerError(f"{where} is decoded by operators of torch, which is not modelled for {stack.label}")
+    if setup.config.compute_dtype != "bf16":
+        raise CannotAnswerError(f"{where} is modelled over bf16, and not over {setup.config.compute_dtype}")
+    code = family_code(stack.model_code, model.spec.architecture)
+    matrices = [tensor for tensor in model.inventory if tensor.role == "hidden_matrix"]
+    if odd := [tensor for tensor in matrices if tensor.elements % stored.block_elements]:
+        raise CannotAnswerError(
+            f"{where}: torchao quantises matrices of a multiple of {stored.block_elements} numbers, and "
+            f"{odd[0].name} has {odd[0].elements}"
+        )
+    names = {tensor.name.removesuffix(".weight").rsplit(".", 1)[-1] for tensor in matrices}
+    rest = names.difference(adapter.targets) if "all-linear" not in adapter.targets else set()
+    if rest and code.quantises_adapted:
+        raise CannotAnswerError(
+            f"{where}: {stack.label} leaves projections of {model.spec.architecture} without adapters as floats "
+            f"({', '.join(sorted(rest))}): not modelled; target all-linear"
+        )
