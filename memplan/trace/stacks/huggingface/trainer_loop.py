@@ -43,6 +43,7 @@ OPTIMIZERS = {
     ("torch.optim.AdamW", "fused"): "adamw_torch_fused",
     ("torch.optim.AdamW", "foreach"): "adamw_torch",
     ("torch.optim.Adafactor", ""): "adafactor",
+    ("torch.optim.RMSprop", ""): "rmsprop",
     ("torch.optim.SGD", ""): "sgd",
     ("bitsandbytes.optim.AdamW8bit", ""): "adamw_bnb_8bit",
     ("bitsandbytes.optim.PagedAdamW8bit", ""): "paged_adamw_8bit",
