@@ -324,7 +324,7 @@ class Player:
     ) -> None:
         """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
         scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in node.traits.workspace]
-        again = self.checkpointing != "none"
+        again = self.checkpointing != "none" and not self.recomputation.reentrant
         uncast: list[Storage] = (
             [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.traits.casts] if again else []
         )
