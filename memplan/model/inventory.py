@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal, get_args
 
+from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.spec import (
     Attention,
     LatentAttention,
@@ -143,6 +144,8 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
         yield from _norm(part, layer.norm, hidden)
     if isinstance(layer.attention, Attention):
         yield from _attention(spec, layer.attention)
+    elif isinstance(layer.attention, GatedDeltaNet):
+        yield from _gated_delta_net(spec, layer.attention)
     else:
         yield from _latent_attention(spec, layer.attention)
     for part in norm_names(names, layer)[1:]:
@@ -191,7 +194,8 @@ def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
         rows = part.query_size + 2 * part.key_value_size
         yield from _linear(spec, f"{prefix}.{names.qkv}", rows, hidden, part.qkv_bias)
     else:
-        yield from _linear(spec, f"{prefix}.{names.query}", part.query_size, hidden, part.qkv_bias)
+        queries = part.query_size * (2 if part.output_gate else 1)
+        yield from _linear(spec, f"{prefix}.{names.query}", queries, hidden, part.qkv_bias)
         yield from _linear(spec, f"{prefix}.{names.key}", part.key_value_size, hidden, part.qkv_bias)
         yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
     yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.query_size, part.output_bias)
@@ -203,6 +207,16 @@ def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
         yield from _norm(
             f"{prefix}.{names.key_norm}", part.query_key_norm, part.head_dim if per_head else part.key_value_size
         )
+
+
+def _gated_delta_net(spec: ModelSpec, part: GatedDeltaNet) -> Iterator[ParameterTensor]:
+    for name in ("dt_bias", "A_log"):
+        yield ParameterTensor(f"{PREFIX}.{name}", (part.num_value_heads,), "bias")
+    yield ParameterTensor(f"{PREFIX}.conv1d.weight", (part.convolved_size, 1, part.kernel_size), "bias")
+    yield ParameterTensor(f"{PREFIX}.norm.weight", (part.value_head_dim,), "norm")
+    yield from _linear(spec, f"{PREFIX}.out_proj", spec.hidden_size, part.value_size, False)
+    for name, rows in part.projections:
+        yield from _linear(spec, f"{PREFIX}.{name}", rows, spec.hidden_size, False)
 
 
 def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[ParameterTensor]:

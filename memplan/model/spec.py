@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.values import dataclass
 
 Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "clamped-swiglu"]
@@ -53,6 +54,7 @@ class Attention:
         sinks: One learned logit per head that takes part in the softmax (gpt-oss).
         logit_softcap: Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
         scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
+        output_gate: The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
     """
 
     num_heads: int
@@ -67,6 +69,7 @@ class Attention:
     sinks: bool = False
     logit_softcap: float = 0.0
     scale: float | None = None
+    output_gate: bool = False
 
     @property
     def query_size(self) -> int:
@@ -177,7 +180,7 @@ class Layer:
         parallel_norms: With ``parallel``: norms in front, one shared or one for each.
     """
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDeltaNet
     feed_forward: Mlp | MixtureOfExperts
     norm: Norm
     placement: Placement = "pre"
@@ -296,3 +299,9 @@ class ModelSpec:
     def num_hidden_layers(self) -> int:
         """Layers in all runs together."""
         return sum(run.count for run in self.runs)
+
+    @property
+    def linear_attention(self) -> bool:
+        """Whether layers are gated delta networks, or attention that is gated as it is beside them."""
+        parts = [run.layer.attention for run in self.runs]
+        return any(isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False) for part in parts)

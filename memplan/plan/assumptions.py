@@ -40,6 +40,11 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
     yield from _method(plan)
+    if plan.model.spec.linear_attention:
+        yield (
+            "linear attention: gated delta networks run transformers' own torch code, in fp32, as they do where "
+            "flash-linear-attention is not installed; with its kernels a step needs less"
+        )
     yield from plan.setup.card_notes
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:

@@ -11,12 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward, reference_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
-from memplan.step.kernels.family_code import family_code, refuse_liger, refuse_unquantised
+from memplan.step.kernels.family_code import (
+    family_code,
+    refuse_liger,
+    refuse_linear_attention,
+    refuse_unquantised,
+)
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
@@ -26,6 +32,7 @@ from memplan.step.states.optimizer_scratch import clipping_bytes, step_temporari
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
+    LATE_CHUNKS,
     ZERO,
     Form,
     Part,
@@ -78,7 +85,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     batch *= setup.rows_per_sample
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked = masks_attention(spec, setup, length)
-    learned = spec.learned_positions > 0
+    learned, delta = spec.learned_positions > 0, spec.linear_attention
     return Regime(
         one_sequence=batch == 1
         and (
@@ -94,6 +101,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         pads_mask=masked and length % MASK_COLUMNS > 0,
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole" and length != spec.max_position_embeddings,
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
+        delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
+        pads_delta=delta and length % CHUNK_TOKENS > 0,
     )
 
 
@@ -108,6 +117,7 @@ def step_on_tape(
     refuse_unquantised(model.spec, setup)
     refuse_liger(model.spec, setup)
     refuse_own_adapters(model, setup)
+    refuse_linear_attention(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
     clipping = clipping_bytes(states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer, clipping)

@@ -25,7 +25,7 @@ from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
 from memplan.trace.transformers_models import without_packing  # noqa: E402
 
 from .operators import Operators, difference, inside  # noqa: E402
-from .tiny import CASES  # noqa: E402
+from .tiny import CASES, OWN_CASES  # noqa: E402
 from .twins import BATCH, TOKENS, real_config, spec_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -185,7 +185,7 @@ def unexplained(case: str, spec: ModelSpec) -> dict[Key, int]:
     return {key: count for key, count in apart.items() if not any(rule.covers(spec, key) for rule in rules)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OWN_CASES)
 def test_operators_equal_those_of_transformers(case):
     assert not unexplained(case, spec_of(case))
 

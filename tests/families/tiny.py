@@ -17,6 +17,9 @@ QWEN3_MOE = GROUPED | EXPERTS | {"num_experts": 4, "head_dim": 32}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 DEEPSEEK = BASE | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2}
 DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 24}
+DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
+DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -43,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3-moe-mixed": ("qwen3_moe", QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3-moe-bias": ("qwen3_moe", QWEN3_MOE | {"attention_bias": True} | TIED),
+    "qwen3-next": ("qwen3_next", DELTA_MOE),
+    "qwen3-next-mixed": ("qwen3_next", DELTA_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]} | TIED),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5-listed": ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] + ["linear_attention"] * 3} | TIED),
+    "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_MOE | {"attention_bias": True}),
     "gemma": ("gemma", GROUPED | {"head_dim": 32}),
     "gemma-untied": ("gemma", GROUPED | {"num_key_value_heads": 1, "attention_bias": True} | UNTIED),
     "gemma2": ("gemma2", GROUPED | {"head_dim": 32}),
@@ -87,3 +95,6 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": False} | TIED,
     ),
 }
+
+OWN_CASES = [case for case, (family, _) in CASES.items() if not family.startswith(("qwen3_5", "qwen3_next"))]
+"""Those that memplan's own models run as well as transformers'."""

@@ -90,7 +90,7 @@ def test_every_family_is_drawn_and_every_model_is_one():
     from memplan.catalog.catalog import Catalog, data_directory
 
     catalog = Catalog(data_directory())
-    drawn = [model_values(Random(number), catalog) for number in range(600)]
+    drawn = [model_values(Random(number), catalog, linear=number >= 600) for number in range(660)]
     assert {values["model_type"] for values in drawn} == set(families())
     for values in drawn:
         model_spec(values, "drawn", "test")

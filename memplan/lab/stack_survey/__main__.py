@@ -24,6 +24,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
+from memplan.lab.survey.drawn_models import LINEAR
 from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.job:
         jobs = [StackJob.read(options.job)]
     else:
-        jobs = [drawn_stack_job(options.seed, number, catalog, stacks) for number in range(options.jobs)]
+        linear = bool(options.family) and set(options.family) <= set(LINEAR)
+        jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear) for n in range(options.jobs)]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]

@@ -35,6 +35,8 @@ ATTENTION_ONLY = {
     "mixtral": ("q_proj", "v_proj"),
     "qwen2_moe": ("q_proj", "o_proj"),
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "qwen3_next": ("q_proj", "o_proj", "in_proj_qkvz", "out_proj"),
+    "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
     "deepseek_v3": ("kv_b_proj", "o_proj"),
 }
@@ -117,11 +119,21 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     return replace(job, job=Job(job.job.model, training))
 
 
-def drawn_stack_job(seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS) -> StackJob:
-    """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone."""
+def drawn_stack_job(
+    seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS, *, linear: bool = False
+) -> StackJob:
+    """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone.
+
+    Args:
+        seed: Of the survey.
+        number: Of the job in it.
+        catalog: Has the released models.
+        stacks: Of which one is drawn.
+        linear: Whether the model has gated delta networks, as none has otherwise.
+    """
     rng = Random(f"memplan stacks {seed} {number}")
     stack = rng.choice(stacks) if set(stacks) <= set(LLAMA_LIKE) else ""
-    values = model_values(rng, catalog)
+    values = model_values(rng, catalog, linear=linear)
     while stack in LLAMA_LIKE and values["model_type"] not in SPLIT_PROJECTIONS:
         values = model_values(rng, catalog)
     stack = stack or rng.choice(stacks)

@@ -18,17 +18,26 @@ VOCABULARIES = (97, 1000, 8191, 32000, 50257, 65537)
 DEPTH_KEYS = {"gpt2": "n_layer"}
 """Family -> key of its number of layers, where that is not ``num_hidden_layers``."""
 
+LINEAR = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families with gated delta networks, which only models of transformers run."""
+
 OWN_HEAD_WIDTH = frozenset(
-    {"llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss"}
+    {"llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", *LINEAR}
 )
 """Families whose heads need not divide the residual stream."""
 
 UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon"})
 
 
-def model_values(rng: Random, catalog: Catalog) -> Values:
-    """Return the keys of a model's config, its family under ``model_type``: every family is as likely."""
-    family = rng.choice(families())
+def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Values:
+    """Return the keys of a model's config, its family under ``model_type``: every family is as likely.
+
+    Args:
+        rng: Draws.
+        catalog: Has the released models.
+        linear: Whether only families with gated delta networks are drawn, of which none is otherwise.
+    """
+    family = rng.choice(LINEAR if linear else tuple(name for name in families() if name not in LINEAR))
     return _released(rng, family, catalog) if rng.random() < 0.6 else _odd(rng, family)
 
 
@@ -41,6 +50,10 @@ def _released(rng: Random, family: str, catalog: Catalog) -> Values:
         values["first_k_dense_replace"] = rng.randint(0, 2)
     values.pop("no_rope_layers", None)
     values.pop("layer_types", None)
+    if family in LINEAR:
+        values["full_attention_interval"] = rng.choice((1, 2, 2, 3))
+        if "num_experts" in values:
+            values["num_experts"] = 16
     if rng.random() < 0.2 and "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = not values["tie_word_embeddings"]
     return values
@@ -48,7 +61,7 @@ def _released(rng: Random, family: str, catalog: Catalog) -> Values:
 
 def _odd(rng: Random, family: str) -> Values:
     """Return a small model of a family, of sizes that no release has."""
-    whole = family in ("stablelm", "gpt_neox")  # a quarter of a head's dimensions is rotated, in pairs
+    whole = family in ("stablelm", "gpt_neox", *LINEAR)  # a quarter of a head's dimensions is rotated, in pairs
     heads, width = rng.choice(HEADS), rng.choice([n for n in WIDTHS if not whole or n % 8 == 0])
     hidden = heads * width
     if family in OWN_HEAD_WIDTH and rng.random() < 0.5:
@@ -109,12 +122,30 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "olmo": {"attention_bias": flag},
         "gemma2": {"attention_bias": flag},
     }
+    if family in LINEAR:
+        return _linear(rng, family, experts | inner)
     if family.startswith("deepseek"):
         return {**experts, **inner, **_latent(rng, values)}
     keys = own.get(family, {})
     if family == "gpt2":
         keys = {**keys, "n_inner": values["intermediate_size"]}
     return keys
+
+
+def _linear(rng: Random, family: str, experts: Values) -> Values:
+    """Return the sizes of gated delta networks, and of the experts of families that have any."""
+    keys = rng.choice((1, 2, 3))
+    sizes = {
+        "full_attention_interval": rng.choice((1, 2, 2, 3)),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.choice((16, 24, 64, 128)),
+        "linear_value_head_dim": rng.choice((16, 40, 64, 128)),
+        "linear_conv_kernel_dim": rng.choice((2, 4)),
+        "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0)),
+    }
+    shared = {"num_experts": 4, "shared_expert_intermediate_size": 48}
+    return sizes if family == "qwen3_5_text" else {**sizes, **experts, **shared}
 
 
 def _latent(rng: Random, values: Mapping[str, Any]) -> Values:

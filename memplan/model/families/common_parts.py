@@ -139,6 +139,7 @@ def model(
     dropout: Sequence[str] = ("attention_dropout",),
     default_dropout: float = 0.0,
     final_norm: Norm | None = None,
+    layer_kinds: Sequence[str] = (),
     **options: Any,
 ) -> ModelSpec:
     """Return a model of the common shape.
@@ -151,9 +152,10 @@ def model(
         dropout: Keys that hold a dropout probability.
         default_dropout: What they mean when missing.
         final_norm: Norm before the head, if unlike those of the layers.
+        layer_kinds: Kinds of layers in ``layer_types`` besides full and windowed attention.
         options: Further fields of :class:`ModelSpec`.
     """
-    config.layer_types(common.num_hidden_layers)
+    config.layer_types(common.num_hidden_layers, *layer_kinds)
     alike = [layers] * common.num_hidden_layers if isinstance(layers, Layer) else list(layers)
     runs = layer_runs(alike)
     return ModelSpec(

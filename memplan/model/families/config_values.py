@@ -155,13 +155,13 @@ class ConfigValues:
         """All keys of the config, unchecked, and the family as ``model_type``."""
         return {**self._config, "model_type": self.family}
 
-    def layer_types(self, count: int) -> None:
-        """Refuse layers that are neither full nor windowed attention, and note a problem where they are not so many."""
+    def layer_types(self, count: int, *kinds: str) -> None:
+        """Refuse layers that are neither full nor windowed attention nor of ``kinds``; that they are not ``count`` is a problem."""
         for key, value in self._given(("layer_types",)):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 self.problem(key, f"expected a list of names, got {value!r:.60}")
                 continue
-            others = sorted({item for item in value if item not in ("full_attention", "sliding_attention")})
+            others = sorted({item for item in value if item not in ("full_attention", "sliding_attention", *kinds)})
             if others:
                 self.refuse(key, f"layers of type {', '.join(others):.80} are not modelled")
             if len(value) != count:

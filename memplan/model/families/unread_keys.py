@@ -114,6 +114,7 @@ sets it, since the tensors of an operation that is not modelled are in no figure
 
 NOTED_KEYS: Mapping[str, str] = {
     "num_nextn_predict_layers": "multi-token prediction modules are left out, as transformers leaves them out",
+    "mtp_num_hidden_layers": "multi-token prediction modules are left out, as transformers leaves them out",
     "vision_config": "the vision tower is left out: text only",
     "audio_config": "the audio tower is left out: text only",
 }
@@ -132,7 +133,7 @@ HARMLESS_KEYS = frozenset({
     "forced_eos_token_id", "gradient_checkpointing", "head_dim_original", "id2label", "initial_context_length",
     "initializer_factor", "initializer_range", "is_decoder", "is_llama_config", "keys_to_ignore_at_inference",
     "label2id", "layer_norm_eps", "layer_norm_epsilon", "layer_types", "length_penalty", "max_length",
-    "max_new_tokens", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "model_type",
+    "max_new_tokens", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "model_type", "mtp_use_dedicated_embeddings",
     "n_ctx", "no_repeat_ngram_size", "norm_eps", "num_beam_groups", "num_beams",
     "num_labels", "num_return_sequences", "original_max_position_embeddings", "output_attentions",
     "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "position_embedding_type",

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memplan.errors import CannotAnswerError
 from memplan.model.families.layer_windows import layer_windows
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import LatentAttention, ModelSpec
 from memplan.units import round_up
 
@@ -55,13 +57,23 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     Latent attention keeps what is compressed, and the rotated part of the keys that all heads share (transformers 4 kept
     the keys and values of every head).
 
+    Raises:
+        CannotAnswerError: Layers keep a state, and not keys and values.
+
     Source:
         transformers/models/deepseek_v3/modeling_deepseek_v3.py (v5.23.0); https://arxiv.org/abs/2405.04434, 2.1.2
     """
+    if spec.linear_attention:
+        raise CannotAnswerError(
+            f"{spec.name}: what gated delta networks keep of a sequence in inference is not modelled"
+        )
     windows = layer_windows(keys, spec.num_hidden_layers)
     sizes = []
     for run in spec.runs:
         part = run.layer.attention
+        if isinstance(part, GatedDeltaNet):
+            kept = "what gated delta networks keep of a sequence in inference is not modelled"
+            raise CannotAnswerError(f"{spec.name}: {kept}")
         if not isinstance(part, LatentAttention):
             own = (part.key_value_size, part.key_value_size)
         else:

@@ -24,6 +24,8 @@ class Regime:
         masked: Scaled-dot-product attention is given a mask, and not only told that it is causal.
         pads_mask: Rows of that mask are no multiple of what its kernel reads at once.
         wide_tables: Rotary tables are in fp32, whatever the residual stream is in.
+        delta_chunks: Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
+        pads_delta: The last of them is not full.
         sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
@@ -34,6 +36,8 @@ class Regime:
     masked: bool = False
     pads_mask: bool = False
     wide_tables: bool = False
+    delta_chunks: int = 0
+    pads_delta: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,16 @@ class Builder:
         saves = self.factors(x, y)
         return self.tape.apply("mul", [(x, NEW), (y, NEW)], out, saves)
 
+    def product(self, x: Value, y: Value) -> Value:
+        """Return ``x * y`` in the wider dtype; the gradient of a narrower factor is formed wide, and cast."""
+        wide = promoted(x, y)
+        narrow = [v for v in (x, y) if v.element_bytes != wide]
+        formed = [(v.quantity, v.width * wide) for v in narrow]
+        casts = [(v.quantity, v.coefficient) for v in narrow]
+        saves, ways = self.factors(x, y), [(x, NEW), (y, NEW)]
+        out = self.fresh(x, element_bytes=wide)
+        return self.tape.apply("mul", ways, out, saves, traits=Traits(workspace=formed, casts=casts))
+
     def factors(self, first: Value, second: Value) -> list[Value]:
         """Return what a product saves: each factor where the other needs a gradient."""
         return [v for v, other in ((first, second), (second, first)) if other.needs_gradient]

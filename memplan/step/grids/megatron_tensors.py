@@ -18,6 +18,7 @@ from math import prod
 from typing import Literal
 
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
@@ -134,6 +135,7 @@ def layer_tensors(spec: ModelSpec, layer: Layer, grid: Grid, build: MegatronBuil
     if isinstance(layer.attention, LatentAttention):
         yield from _latent_attention(hidden, layer.attention, grid, engine)
     else:
+        assert isinstance(layer.attention, Attention)
         yield from _attention(hidden, layer, layer.attention, grid, engine)
     for name in inside:
         yield from _norm(name, layer.norm, hidden)
@@ -266,6 +268,9 @@ def _refuse(spec: ModelSpec) -> None:
 
 def _refusals(layer: Layer) -> Iterator[str]:
     part, feed = layer.attention, layer.feed_forward
+    if isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False):
+        yield "a gated delta network"
+        return
     if layer.placement != "pre":
         yield f"a layer with {layer.placement} norms"
     if not layer.norm.weight or layer.norm.bias != (layer.norm.kind == "layer"):

@@ -63,6 +63,7 @@ class FamilyCode:
         names_magnitude: Whether DoRA's layer has names for all that it forms until it returns.
         own_head_width: Whether heads may together be wider or narrower than the model.
         quantises_adapted: Whether only projections with adapters are quantised.
+        sequence_tables: Whether every sequence of a batch has rotary tables of its own.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
     """
 
@@ -107,6 +108,7 @@ class FamilyCode:
     quantises_adapted: bool = False
     names_magnitude: bool = False
     adapted_tables_apart: bool = False
+    sequence_tables: bool = False
 
 
 OWN = FamilyCode()
@@ -177,6 +179,9 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
     "mixtral": replace(TRANSFORMERS, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
+    "qwen3_next": replace(TRANSFORMERS, norms_at_once=True, shared_first=True),
+    "qwen3_5_text": replace(TRANSFORMERS, norms_at_once=True, sequence_tables=True),
+    "qwen3_5_moe_text": replace(TRANSFORMERS, norms_at_once=True, shared_first=True, sequence_tables=True),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     "deepseek_v3": replace(TRANSFORMERS, adapts_experts=True),
 }
@@ -228,6 +233,29 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
     if spec.architecture not in LIGER_FAMILIES:
         raise CannotAnswerError(
             f"{where} of {spec.architecture}, as Liger runs it, is not modelled; it is for {', '.join(LIGER_FAMILIES)}"
+        )
+
+
+def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for gated delta networks where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: Another library's models than transformers', or selective checkpointing.
+    """
+    if not spec.linear_attention:
+        return
+    if setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
+    if setup.profile.adapters == "fused":
+        raise CannotAnswerError(
+            f"kernels.adapters: fused is not modelled for gated delta networks, which {spec.name} has"
+        )
+    if setup.checkpointing == "selective":
+        raise CannotAnswerError(
+            f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
         )
 
 

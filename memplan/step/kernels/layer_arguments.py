@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
 from memplan.step.kernels.family_code import FamilyCode, family_code, tables_apart
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -78,8 +79,11 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
-    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row_bytes)
+    rows = Quantity.TOKENS if code.sequence_tables else Quantity.POSITIONS
+    return single_form(Part.ACTIVATIONS, rows, row_bytes)
 
 
-def _rotary_width(part: Attention | LatentAttention) -> int:
+def _rotary_width(part: Attention | LatentAttention | GatedDeltaNet) -> int:
+    if isinstance(part, GatedDeltaNet):
+        return 0
     return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim

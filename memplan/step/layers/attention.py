@@ -18,22 +18,26 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
     with builder.tape.alive(x):
         if builder.settings.code.query_first:
             query, key, value = _query_first(builder, x, part, prefix)
+            gates: tuple[Value, ...] = ()
         else:
-            query, key, value = _projections(builder, x, part, prefix)
+            (query, key, value), gates = _projections(builder, x, part, prefix)
         query.apart = key.apart = value.apart = True
         if part.query_key_norm is not None and not _norms_at_once(builder, part, prefix):
             query, key = _normed(builder, query, key, value, part, prefix)
-        named: tuple[Value, ...] = ()
+        named = gates
         if not builder.settings.code.query_first:
-            query, key, named = turned(builder, (query, key, value), part)
+            with builder.tape.alive(*gates):
+                query, key, named = turned(builder, (query, key, value), part)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
         if builder.settings.code.repeats_keys:
             with builder.tape.alive(query):
                 heads = ungrouped(builder, heads, expands=builder.settings.code.asks_for_groups)
-        with builder.tape.alive(*heads.tensors, *named):
+        with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
             with builder.tape.alive(out):
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
+            for gate in gates:
+                out = _gated(builder, out, gate)
             with builder.tape.alive(out):
                 name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
                 if fuses(builder, (name,)):
@@ -55,8 +59,30 @@ def _norms_at_once(builder: Builder, part: Attention, prefix: str) -> bool:
     )
 
 
-def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
-    """Return query, key and value: results of their own, or views of one."""
+def _gated(builder: Builder, x: Value, gate: Value) -> Value:
+    """Return ``x * sigmoid(gate)``."""
+    with builder.tape.alive(x):
+        open_ = builder.fresh(gate)
+        builder.tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
+        return builder.product(x, open_)
+
+
+def _query_and_gate(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, tuple[Value, ...]]:
+    """Return the query, and what its projection yields besides: a gate, which is copied out of it."""
+    tape, name = builder.tape, f"{prefix}.{builder.settings.names.query}"
+    if not part.output_gate:
+        return linear(builder, x, name, part.query_size), ()
+    both = linear(builder, x, name, 2 * part.query_size)
+    query, gate = tape.view(both, part.query_size), tape.view(both, part.query_size)
+    tape.apply("chunk", [(both, NEW)], (query, gate), traits=SAVES_NOTHING)
+    with tape.alive(query):
+        return query, (builder.copied(gate, moves=part.num_heads > 1),)
+
+
+def _projections(
+    builder: Builder, x: Value, part: Attention, prefix: str
+) -> tuple[tuple[Value, Value, Value], tuple[Value, ...]]:
+    """Return query, key and value, results of their own or views of one, and the gate of the result, where there is one."""
     names, tape = builder.settings.names, builder.tape
     sizes = (part.query_size, part.key_value_size, part.key_value_size)
     if part.fused_qkv:
@@ -69,20 +95,21 @@ def _projections(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
                 with tape.alive(query):
                     key = builder.copied(key)
                     with tape.alive(key):
-                        return query, key, builder.copied(value)
-        return query, key, value
+                        return (query, key, builder.copied(value)), ()
+        return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
     if fuses(builder, projections):
         query, key, value = fused_linears(builder, x, list(zip(projections, sizes, strict=True)))
-        return query, key, value
-    query = linear(builder, x, f"{prefix}.{names.query}", sizes[0])
-    query = _norm(builder, query, part, prefix, names.query_norm) if at_once else query
-    with tape.alive(query):
+        return (query, key, value), ()
+    query, gates = _query_and_gate(builder, x, part, prefix)
+    with tape.alive(*gates):
+        query = _norm(builder, query, part, prefix, names.query_norm) if at_once else query
+    with tape.alive(query, *gates):
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
         with tape.alive(key):
-            return query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])
+            return (query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])), gates
 
 
 def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:

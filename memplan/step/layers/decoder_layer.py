@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
+from memplan.step.delta.delta_layer import gated_delta_net
 from memplan.step.layers.attention import attention
 from memplan.step.layers.feed_forward import mlp
 from memplan.step.layers.latent_attention import latent_attention
@@ -127,6 +129,8 @@ def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return a layer's attention."""
     if isinstance(layer.attention, LatentAttention):
         return latent_attention(builder, x, layer.attention, builder.settings.names.attention)
+    if isinstance(layer.attention, GatedDeltaNet):
+        return gated_delta_net(builder, x, layer.attention, PREFIX)
     return attention(builder, x, layer.attention, builder.settings.names.attention)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.adapted_projections import linear
-from memplan.step.blocks.builder import Builder, promoted
+from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
@@ -56,18 +56,7 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
             tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
             shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)
             with tape.alive(shifted):
-                return _product(builder, half, shifted)
-
-
-def _product(builder: Builder, x: Value, y: Value) -> Value:
-    """Return ``x * y`` in the wider dtype; the gradient of a narrower factor is formed wide, and cast."""
-    wide = promoted(x, y)
-    narrow = [v for v in (x, y) if v.element_bytes != wide]
-    formed = [(v.quantity, v.width * wide) for v in narrow]
-    casts = [(v.quantity, v.coefficient) for v in narrow]
-    saves, ways = builder.factors(x, y), [(x, NEW), (y, NEW)]
-    out = builder.fresh(x, element_bytes=wide)
-    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=formed, casts=casts))
+                return builder.product(half, shifted)
 
 
 def gated(builder: Builder, gate: Value, up: Value) -> Value:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from operator import add, mul
 
-from memplan.units import round_up
+from memplan.model.gated_delta_net import CHUNK_TOKENS
+from memplan.units import ceil_div, round_up
 from memplan.values import dataclass
 
 
@@ -35,6 +36,9 @@ class Quantity(IntEnum):
     ROW_CHUNK = 15
     LAST_ROW_CHUNK = 16
     PADDED_SCORES = 17
+    SEQUENCES = 18
+    DELTA_CHUNKS = 19
+    EARLIER_DELTA_CHUNKS = 20
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -56,6 +60,9 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.ROW_CHUNK: "b*ceil(t/chunks)",
     Quantity.PADDED_SCORES: "b*t*ceil16(t)",
     Quantity.LAST_ROW_CHUNK: "b*(t - (ceil(t/ceil(t/chunks)) - 1)*ceil(t/chunks))",
+    Quantity.SEQUENCES: "b",
+    Quantity.DELTA_CHUNKS: "b*ceil(t/64)",
+    Quantity.EARLIER_DELTA_CHUNKS: "b*max(ceil(t/64) - 4, 0)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
@@ -67,6 +74,9 @@ EMBEDDING_DIRECT_INDICES = 3072
 EMBEDDING_ROWS_PER_PART = 10
 """Limits in aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
 
+
+LATE_CHUNKS = 3
+"""Chunks of a gated delta network at the end of a sequence that are told one by one, as the first is; those between are alike."""
 
 TILE_TOKENS = 4096
 """Tokens whose logits are formed together (``TOKEN_CHUNK_SIZE`` in trl/kernels/chunked_logprob.py, 1.16.0)."""
@@ -210,6 +220,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0)
     predicted = tokens - batch
     tile = min(predicted, TILE_TOKENS)
     sums = (many, touched, partial)
+    delta = ceil_div(length, CHUNK_TOKENS)
     return (
         1,
         tokens,
@@ -226,4 +237,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0)
         pairs,
         *rows,
         tokens * round_up(length, 16),
+        batch,
+        batch * delta,
+        batch * max(delta - LATE_CHUNKS - 1, 0),
     )

@@ -67,4 +67,7 @@ def _eager(part: Attention) -> bool:
 def _rotary_width(spec: ModelSpec) -> int:
     """Return how many dimensions of a head are rotated, in layers that rotate any."""
     parts = [run.layer.attention for run in spec.runs]
-    return max(part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim for part in parts)
+    widths = [
+        part.rotary_dim if isinstance(part, Attention) else getattr(part, "qk_rope_head_dim", 0) for part in parts
+    ]
+    return max(widths)

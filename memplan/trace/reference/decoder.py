@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memplan.catalog.training_config import Adapter
+from memplan.errors import CannotAnswerError
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
 from memplan.trace.reference.latent_heads import LatentPart
@@ -70,9 +72,17 @@ class LayerPart(nn.Module):
 
 
 def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.device) -> nn.Module:
-    """Return the attention of ``layer``."""
+    """Return the attention of ``layer``.
+
+    Raises:
+        CannotAnswerError: It is a gated delta network, or gated as attention beside them is.
+    """
     if isinstance(layer.attention, LatentAttention):
         return LatentPart(spec, layer.attention, run, device)
+    if isinstance(layer.attention, GatedDeltaNet) or layer.attention.output_gate:
+        raise CannotAnswerError(
+            f"{spec.name} has gated delta networks, which transformers' models run and memplan's own do not"
+        )
     return AttentionPart(spec, layer.attention, run, device)
 
 

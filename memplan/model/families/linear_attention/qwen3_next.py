@@ -1,0 +1,110 @@
+"""Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
+
+Source: ``transformers/models/qwen3_next/modeling_qwen3_next.py`` and its configuration (v5.23.0); https://arxiv.org/abs/2412.06464.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memplan.model.families.common_parts import (
+    Shape,
+    attention,
+    experts,
+    gated_mlp,
+    model,
+    rms_norm,
+    rotary_dim,
+    shape,
+    sparse_layers,
+)
+from memplan.model.families.config_values import MAXIMUM_LAYERS
+from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, ModelSpec, TensorNames
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memplan.model.families.config_values import ConfigValues
+    from memplan.model.spec import Mlp
+
+LINEAR, FULL = "linear_attention", "full_attention"
+ROTATED = 0.25
+"""Share of a head's dimensions that is rotated where a config says nothing."""
+
+
+def model_spec(config: ConfigValues) -> ModelSpec:
+    """Return the shapes of a Qwen3-Next config."""
+    common = shape(config, heads=16, key_value_heads=2, head_dim=256)
+    sparse = experts(config, mixture(config, 512, 10, normalised=config.flag("norm_topk_prob", default=True)))
+    dense = gated_mlp(config)
+    parts = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
+    return hybrid(config, common, parts, joined=True)
+
+
+def mixture(config: ConfigValues, count: int, used: int, *, normalised: bool) -> MixtureOfExperts:
+    """Return routed experts beside a shared one that a gate scales; ``count`` and ``used`` are what missing keys mean."""
+    return MixtureOfExperts(
+        num_experts=config.integer("num_experts", "num_local_experts", default=count),
+        experts_per_token=config.integer("num_experts_per_tok", default=used),
+        intermediate_size=config.integer("moe_intermediate_size", default=512),
+        activation=config.activation("hidden_act"),
+        normalised=normalised,
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size", default=512),
+        shared_gate=True,
+    )
+
+
+def hybrid(config: ConfigValues, common: Shape, parts: Sequence[Mlp | MixtureOfExperts], *, joined: bool) -> ModelSpec:
+    """Return a model whose layers are gated delta networks, and attention every so many.
+
+    Args:
+        config: The config.
+        common: Its common keys.
+        parts: The feed-forward part of each layer.
+        joined: Whether a gated delta network has one projection for query, key, value and gate.
+    """
+    config.only("attn_output_gate", True)
+    config.text("mamba_ssm_dtype", default="float32")  # of states in inference; transformers does not read it
+    norm = rms_norm(config, unit_offset=True)
+    linear, full = _delta(config, joined=joined), _gated_attention(config, common)
+    mixers = [linear if kind == LINEAR else full for kind in _kinds(config, common.num_hidden_layers)]
+    layers = [Layer(mixer, part, norm) for mixer, part in zip(mixers, parts, strict=True)]
+    return model(config, common, layers, layer_kinds=(LINEAR,), names=TensorNames(shared_experts="shared_expert"))
+
+
+def _kinds(config: ConfigValues, count: int) -> Sequence[str]:
+    """Return the kind of each layer, as listed, or attention every ``full_attention_interval`` layers."""
+    interval = config.integer("full_attention_interval", default=4, maximum=MAXIMUM_LAYERS)
+    listed = config.keys.get("layer_types")  # checked where the model is put together
+    if isinstance(listed, list) and len(listed) == count:
+        return listed
+    return [FULL if (index + 1) % interval == 0 else LINEAR for index in range(count)]
+
+
+def _gated_attention(config: ConfigValues, common: Shape) -> Attention:
+    bias = config.flag("attention_bias")
+    return attention(
+        config,
+        common,
+        rotary_dim(config, common.head_dim, ROTATED),
+        qkv_bias=bias,
+        output_bias=bias,
+        query_key_norm=rms_norm(config, unit_offset=True),
+        output_gate=True,
+    )
+
+
+def _delta(config: ConfigValues, *, joined: bool) -> GatedDeltaNet:
+    keys = config.integer("linear_num_key_heads", default=16)
+    values = config.integer("linear_num_value_heads", default=32)
+    config.divides("linear_num_key_heads", keys, "linear_num_value_heads", values)
+    return GatedDeltaNet(
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_head_dim=config.integer("linear_key_head_dim", default=128),
+        value_head_dim=config.integer("linear_value_head_dim", default=128),
+        kernel_size=config.integer("linear_conv_kernel_dim", default=4),
+        joined=joined,
+        epsilon=rms_norm(config).epsilon,
+    )

@@ -1,0 +1,153 @@
+"""A gated delta network on a tape: projections, a convolution, the rule itself, a gated norm.
+
+Source: ``Qwen3NextGatedDeltaNet.forward``, ``Qwen3_5GatedDeltaNet.forward``, ``causal_conv1d_fn`` and ``Qwen3NextRMSNormGated``
+in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py and models/qwen3_5/modeling_qwen3_5.py.
+"""
+
+from __future__ import annotations
+
+from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.step.blocks.adapted_projections import linear
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.delta.delta_rule import DeltaInputs, chunked_rule
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
+
+
+def gated_delta_net(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> Value:
+    """Return what a gated delta network adds to the residual stream."""
+    tape = builder.tape
+    with tape.alive(x):
+        made = _projected(builder, x, part, prefix)
+        named = made if part.joined else made[1:]
+        with tape.alive(*named):
+            mixed, gate, correction, decay = _taken_apart(builder, made, part) if part.joined else made
+            with tape.alive(gate, correction, decay):
+                mixed = _convolved(builder, mixed, part, prefix)
+                with tape.alive(mixed):
+                    return _attended(builder, mixed, gate, (correction, decay), part, prefix)
+
+
+def _attended(
+    builder: Builder, mixed: Value, gate: Value, numbers: tuple[Value, Value], part: GatedDeltaNet, prefix: str
+) -> Value:
+    """Return the projection of what the rule reads off its state, normalised and gated."""
+    inputs = _rule_inputs(builder, mixed, *numbers, part, prefix)
+    with builder.tape.alive(*inputs):
+        out = _gated_norm(builder, chunked_rule(builder, inputs, part), gate, part, prefix)
+        with builder.tape.alive(out):
+            return linear(builder, out, f"{prefix}.out_proj", builder.settings.hidden_size)
+
+
+def _projected(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> tuple[Value, ...]:
+    """Return the projections of the layer's input."""
+    made: list[Value] = []
+    for name, width in part.projections:
+        with builder.tape.alive(*made):
+            made.append(linear(builder, x, f"{prefix}.{name}", width))
+    return tuple(made)
+
+
+def _taken_apart(builder: Builder, made: tuple[Value, ...], part: GatedDeltaNet) -> tuple[Value, Value, Value, Value]:
+    """Return the parts of joined projections, which lie apart key head by key head, and so are copied."""
+    tape, heads, (both, numbers) = builder.tape, part.num_value_heads, made
+    alone = part.num_key_heads == 1
+    query_key, value, gate = (
+        tape.view(both, 2 * part.key_size),
+        tape.view(both, part.value_size),
+        tape.view(both, part.value_size),
+    )
+    tape.apply("split", [(both, NEW)], (query_key, value, gate), traits=SAVES_NOTHING)
+    correction, decay = tape.view(numbers, heads), tape.view(numbers, heads)
+    tape.apply("split", [(numbers, NEW)], (correction, decay), traits=SAVES_NOTHING)
+    value = builder.copied(value, moves=not alone)
+    with tape.alive(value):
+        gate = builder.copied(gate, moves=not alone)
+        with tape.alive(gate):
+            correction = builder.copied(correction, moves=not alone)
+            with tape.alive(correction):
+                decay = builder.copied(decay, moves=not alone)
+                with tape.alive(decay):
+                    query_key = builder.copied(query_key, moves=not alone)
+                    mixed = builder.fresh(both, part.convolved_size)
+                    ways = [(query_key, SAME), (value, SAME)]
+                    return tape.apply("cat", ways, mixed, traits=SAVES_NOTHING), gate, correction, decay
+
+
+def _convolved(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> Value:
+    """Return the convolution over tokens and its activation; the result has ``kernel_size - 1`` tokens more, which are cut off."""
+    tape, weight, own = builder.tape, builder.weight(f"{prefix}.conv1d.weight"), x.element_bytes
+    with tape.alive(x):
+        x = builder.lowered(builder.cast(x, weight.element_bytes, foreign=weight.foreign))
+        elements = weight.rows * weight.columns
+        narrow = builder.settings.autocast and weight.element_bytes != builder.compute
+        copies = [tape.make("cast weight", builder.constant(elements, builder.compute))] if narrow else []
+        whole = builder.fresh(x)
+        beyond = tape.value(Quantity.SEQUENCES, (part.kernel_size - 1) * part.convolved_size, x.element_bytes)
+        with tape.alive(x, *copies):
+            tape.apply("conv1d", [(x, NEW)], (whole, beyond), [x, *copies], [weight], traits=Traits(packs=True))
+        cut = tape.apply("slice", [(whole, NEW)], tape.view(whole), traits=SAVES_NOTHING)
+        out = builder.pointwise("activation", cut, (cut, beyond))
+        return builder.cast(out, own)
+
+
+def _rule_inputs(
+    builder: Builder, mixed: Value, correction: Value, decay: Value, part: GatedDeltaNet, prefix: str
+) -> DeltaInputs:
+    """Return query, key, value, the logarithm of the decay and the correction of each token."""
+    tape, heads = builder.tape, part.num_value_heads
+    query, key, value = (tape.view(mixed, width) for width in (part.key_size, part.key_size, part.value_size))
+    tape.apply("split", [(mixed, NEW)], (query, key, value), traits=SAVES_NOTHING)
+    if heads > 1 and not builder.settings.regime.one_token:
+        copied = (query, key, value) if part.num_key_heads == heads else (value,)
+        views = [tape.apply("heads", [(x, NEW)], tape.view(x), traits=SAVES_NOTHING) for x in copied]
+        query, key, value = views if len(views) > 1 else (query, key, *views)
+    beta = builder.fresh(correction)
+    tape.apply("sigmoid", [(correction, NEW)], beta, [beta])
+    with tape.alive(beta):
+        rate, bias = builder.weight(f"{prefix}.A_log"), builder.weight(f"{prefix}.dt_bias")
+        power, factor = (tape.value(ONE, heads, 4, part=Part.ACTIVATIONS) for _ in range(2))
+        tape.apply("exp", [], power, [power], [rate])
+        tape.apply("neg", [(power, NEW)], factor, traits=SAVES_NOTHING)
+        with tape.alive(factor):
+            wide = builder.cast(decay, 4)
+            shifted = builder.fresh(wide)
+            reduces = Reduction(wide.quantity, 1, heads) if bias.trainable else None
+            tape.apply("add", [(wide, SAME)], shifted, weights=[bias], traits=Traits(packs=False, reduces=reduces))
+            soft = builder.pointwise("softplus", shifted, (shifted,))
+            log = builder.fresh(soft)
+            saves = [*([factor] if soft.needs_gradient else []), *([soft] if factor.needs_gradient else [])]
+            full = [(soft.quantity, soft.coefficient)] if factor.needs_gradient else []
+            tape.apply("mul", [(factor, NEW), (soft, NEW)], log, saves, traits=Traits(workspace=full))
+    return DeltaInputs(query, key, value, log, beta)
+
+
+def _gated_norm(builder: Builder, x: Value, gate: Value, part: GatedDeltaNet, prefix: str) -> Value:
+    """Return ``weight * norm(x) * silu(gate)``, the norm of each head in fp32, the gate too."""
+    tape, weight = builder.tape, builder.weight(f"{prefix}.norm.weight")
+    rows, own = part.num_value_heads, x.element_bytes
+    with tape.alive(x, gate):
+        x = builder.copied(x, moves=own == 4 and rows > 1 and not builder.settings.regime.one_token)
+        wide = builder.cast(x, 4)
+        twice = [(wide.quantity, 2 * wide.coefficient)]
+        with tape.alive(wide):
+            squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=twice))
+            means = tape.apply("mean", [(squares, NEW)], tape.value(wide.quantity, rows, 4), traits=SAVES_NOTHING)
+            inverse = builder.fresh(means)
+            tape.apply("rsqrt", [(means, NEW)], inverse, [inverse])
+            full = [(wide.quantity, wide.coefficient)]
+            ways = [(wide, NEW), (inverse, NEW)]
+            normal = tape.apply("mul", ways, builder.fresh(wide), [wide, inverse], traits=Traits(workspace=full))
+        normal = builder.cast(normal, own)
+        with tape.alive(means, normal):
+            scaled = builder.fresh(normal, element_bytes=max(own, weight.element_bytes))
+            scratch = [(normal.quantity, scaled.coefficient)] if weight.trainable else []
+            reduces = Reduction(normal.quantity, rows, part.value_head_dim)
+            traits = Traits(workspace=scratch, packs=True, reduces=reduces)
+            tape.apply(
+                "mul weight", [(normal, NEW)], scaled, [normal] if weight.trainable else [], [weight], traits=traits
+            )
+        with tape.alive(scaled):
+            open_ = builder.cast(gate, 4)
+            open_ = builder.pointwise("silu", open_, (open_,))
+            return builder.cast(builder.product(scaled, open_), own)
