@@ -17,6 +17,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends"]
 Level = Literal["traced", "read"]
+Metrics = Literal["none", "accuracy", "both", "entropy"]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
 
 
@@ -114,11 +115,15 @@ class Loop:
         loss: ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop
             does, and lets go of logits as they are used.
         labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
+        metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
+            (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
+            A loss over preferences copies them itself, but under ``entropy``.
     """
 
     holds: tuple[Literal["logits"], ...]
     loss: Literal["model", "loop"]
     labels: Literal["given", "shifted"]
+    metrics: Metrics = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,8 @@ class Stack:
         full_floats: What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts
             them, but where attention is a library's flash kernel.
         stages: What it can learn from whose steps the formula follows.
+        magnitudes: Whether DoRA's magnitudes on quantised weights stay ``apart`` as PEFT makes them, or are ``cast`` like
+            other adapters.
         unused_parameters: When replicas look for parameters without a gradient, for which DistributedDataParallel copies
             what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
             with adapters, which PEFT wraps it in, it is always.
@@ -227,6 +234,7 @@ class Stack:
     aliases: tuple[str, ...] = ()
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)
+    magnitudes: Literal["apart", "cast"] = "apart"
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
     sharded_units: Literal["root", "ends-apart"] = "root"
     quantised_formats: tuple[str, ...] | None = None

@@ -20,7 +20,7 @@ from memplan.plan.allowances import (
     measured_allowances,
 )
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
-from memplan.step.after_backward import EVALUATION
+from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.cross_entropy import PIECE_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
@@ -290,8 +290,12 @@ class CompiledPlan:
         spec, profile = self.model.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
+        metrics = self.setup.stack.loop.metrics
         if most := {**dict.fromkeys(TOKEN_CHUNKS, TOKEN_CHUNK), "fp32-pieces": PIECE_TOKENS}.get(profile.loss):
             chunk = min(most, batch * (length - 1))
+        elif metrics != "none" and profile.loss in ("fp32", "log-probabilities"):
+            whole = metrics == "accuracy" and profile.loss == "fp32"
+            chunk = min(PIECE_TOKENS, batch * (length if whole else length - 1))
         return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk)
 
     def requested_bytes(self, batch: int, length: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import LossKernel
+from memplan.catalog.stacks import Metrics
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -34,6 +35,7 @@ class EndSettings:
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
         scores: Whether the head yields one number for each token, of which the loss takes that of the last one.
+        metrics: What a loss's metrics copy of whole logits.
         arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     """
 
@@ -51,6 +53,7 @@ class EndSettings:
     embedding_dropout: float
     input_gradients: bool
     scores: bool = False
+    metrics: Metrics = "none"
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
     @property
@@ -85,6 +88,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
         scores=setup.scores,
+        metrics=setup.stack.loop.metrics,
         arguments=_arguments(spec, block, setup),
     )
 

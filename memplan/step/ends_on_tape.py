@@ -8,7 +8,12 @@ from functools import lru_cache
 
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.cross_entropy import cross_entropy, cross_entropy_in_pieces, tiled_cross_entropy
+from memplan.step.blocks.cross_entropy import (
+    cross_entropy,
+    cross_entropy_in_pieces,
+    log_probabilities,
+    tiled_cross_entropy,
+)
 from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
@@ -132,7 +137,9 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
-        if block.code.returns_logits:
+        if settings.loss == "log-probabilities":
+            loss = _compared(builder, settings, logits)
+        elif block.code.returns_logits:
             logits = builder.cast(logits, 4)
         elif settings.loss != "fp32-pieces":
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
@@ -158,8 +165,18 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         with builder.tape.alive(logits):
             return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))
     with builder.tape.alive(normed):
-        loss = _loss(builder, settings, _logits(builder, settings, normed), wide=settings.loss != "bf16")
-        return Section(builder.tape, entry, loss)
+        logits = _logits(builder, settings, normed)
+        if settings.loss == "log-probabilities":
+            return Section(builder.tape, entry, _compared(builder, settings, logits))
+        return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
+
+
+def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
+    """Record a loss over log-probabilities of whole logits, which the loop has a name for in fp32; return it."""
+    builder.tape.leaves_region()
+    wide = builder.cast(logits, 4)
+    with builder.tape.alive(wide):
+        return log_probabilities(builder, wide, copied=settings.metrics != "entropy")
 
 
 def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:

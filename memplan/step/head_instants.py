@@ -13,7 +13,7 @@ from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.liveness import Recomputation
-from memplan.step.tapes.played import Instant, Played
+from memplan.step.tapes.played import BEHIND_REGION, Instant, Played
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
@@ -71,10 +71,10 @@ def joined_in_place(regime: Regime, head: Head, settings: EndSettings) -> bool:
     return weight.converted or chunked or loss in FUSED_LOSSES
 
 
-def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form) -> Iterator[Instant]:
-    """Yield the moments of forward from the final norm on; ``around`` is what the layers have left."""
+def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form, cast: Form) -> Iterator[Instant]:
+    """Yield the moments of forward from the final norm on; ``around`` is what the layers have left, ``cast`` what autocast has."""
     for moment in played.forward:
-        yield moment.around(around, "forward")
+        yield moment.around(around - cast if moment.name == BEHIND_REGION else around, "forward")
     if head.chunk is None or inputs.setup.profile.loss == "chunked-backward":
         return
     if inputs.setup.profile.loss == "chunked-logits":

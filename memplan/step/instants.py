@@ -13,7 +13,8 @@ from functools import partial
 
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
-from memplan.step.after_backward import after_backward, reference_forward
+from memplan.step.after_backward import after_backward
+from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
@@ -91,6 +92,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         and (
             profile.attention in ("math", "eager")
             or profile.loss in ("chunked-backward", "fp32-pieces", *TOKEN_CHUNKS)
+            or (setup.stack.loop.metrics != "none" and profile.loss == "fp32")
             or learned
             or steps_through_scores(spec)
         ),
@@ -305,9 +307,12 @@ def _forward(
         entered = apart + named if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
-    yield from head_forward(inputs, taped.head, played.head, around + kept_arguments(inputs) - arguments - named)
-    around += kept_arguments(inputs) - arguments - named + played.head.saved + played.head.carried
-    yield from reference_forward(inputs, taped, around)
+    cast = sum(
+        (played.layers[kind].carried * count for kind, count in taped.counts().items()), played.embedding.carried
+    )
+    around += kept_arguments(inputs) - arguments - named
+    yield from head_forward(inputs, taped.head, played.head, around, cast)
+    yield from behind_forward(inputs, taped, around + played.head.saved - cast)
 
 
 def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], int]:

@@ -34,6 +34,7 @@ from memplan.training.stack_rules import (
     stack_problems,
     unfused,
     unmodelled,
+    with_method,
     with_stack_defaults,
 )
 from memplan.units import parse_bytes
@@ -196,11 +197,12 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
+    profile = with_method(config, stack, profile)
     profile = unfused(config, profile, catalog.formats[format_name(config, "hidden_matrix")])
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)
-    for path, text in method_refusals(config, stack, catalog):
+    for path, text in method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")):
         raise CannotAnswerError(f"{place(path)}: {text}")
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}

@@ -67,6 +67,12 @@ def with_reference(config: TrainingConfig) -> Method:
     return replace(method, reference_model=own if method.stage in REFERRED else "none")
 
 
+def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
+    """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
+    whole = config.method.stage in REFERRED and stack.loop.metrics != "none"
+    return replace(profile, loss="log-probabilities") if whole else profile
+
+
 def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
     """Yield what a config, filled in, says of its method that cannot be."""
     method = config.method
@@ -84,14 +90,24 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         )
 
 
-def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's method the formula does not follow.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        catalog: Where other stacks are looked up.
+        hidden: Weight format of the hidden matrices.
 
     Source:
         Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in
         axolotl/core/trainers/dpo/trainer.py (0.21.0).
     """
-    stage = config.method.stage
+    stage, full = config.method.stage, config.adapter is None
+    whole = stage in REFERRED and stack.loop.metrics != "none"
+    if stack.magnitudes == "cast" and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
+        text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
+        yield ("adapter", "kind"), text
     if stage not in stack.stages:
         way = ""
         if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
@@ -99,6 +115,14 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> I
             way = f"; {who}: --stack trl"
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
+    elif whole and config.kernels.loss is not None:
+        yield (
+            ("kernels", "loss"),
+            f"{config.kernels.loss} is not what {stack.label} compares preferences by; leave it out",
+        )
+    elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
+        text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
+        yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
     elif stage != "sft" and config.parallel != Parallel():
         yield (
             ("method", "stage"),
@@ -197,6 +221,8 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         narrow = config.compute_dtype
         text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
         yield ("compute_dtype",), text
+    if config.kernels.loss == "log-probabilities":
+        yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
     if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
 

@@ -29,7 +29,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".stacks", help="where environments are made")
     options, rest = parser.parse_known_args()
     python = environment(options.folder / options.stack, **listed[options.stack])
-    command = [str(python), "-W", "ignore", "-m", "memplan.lab.stack_survey", "--stack", options.stack, *rest]
+    stack, _, version = options.stack.partition(".")
+    at = ["--at", version.replace("-", ".")] if version else []
+    command = [str(python), "-W", "ignore", "-m", "memplan.lab.stack_survey", "--stack", stack, *at, *rest]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
 
 

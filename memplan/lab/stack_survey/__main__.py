@@ -17,6 +17,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     LLAMA_LIKE,
     STACKS,
     StackJob,
+    at_version,
     drawn_stack_job,
     stack_verdict,
     with_stage,
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
+    jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
     if options.record:
@@ -75,6 +77,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
     parser.add_argument("--stage", action="append", help="jobs of this preference method instead; may be repeated")
     parser.add_argument("--verbose", action="store_true", help="print every job that differs")
+    parser.add_argument(
+        "--at", metavar="VERSION", help="an older version of the stack, which has to be the one installed"
+    )
     parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
     parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")

@@ -72,8 +72,8 @@ class StackJob:
 
     @property
     def stack(self) -> str:
-        """Name of the stack."""
-        return str(self.job.training["stack"])
+        """Name of the stack, without its version."""
+        return str(self.job.training["stack"]).partition("@")[0]
 
     @property
     def family(self) -> str:
@@ -117,6 +117,11 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))
+
+
+def at_version(job: StackJob, version: str) -> StackJob:
+    """Return the same job for an older version of its stack."""
+    return replace(job, job=Job(job.job.model, {**job.job.training, "stack": f"{job.stack}@{version}"}))
 
 
 def drawn_stack_job(

@@ -39,6 +39,37 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
 
 
+def log_probabilities(builder: Builder, logits: Value, *, copied: bool) -> Value:
+    """Record the log-probabilities of the tokens that follow, and a loss that compares those of rows; return the loss.
+
+    The exponentials of one row at a time are never more than what is formed for all rows.
+
+    Args:
+        builder: Writes on the tape.
+        logits: In fp32, as the model returns them.
+        copied: Whether they are copied without each row's last token; else these are looked at where they are.
+
+    Source:
+        ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
+        trl/trainer/utils.py; ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
+    """
+    tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
+    rows = Value(logits.storage, predicted, logits.coefficient, 4)
+    tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
+    if copied:
+        cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
+        tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
+    labels = [tape.make("shift labels", tape.value(predicted, 1, 8))] if copied else []
+    with tape.alive(rows, *labels):
+        chosen, sums = tape.value(predicted, 1, 4), tape.value(predicted, 1, 4)
+        tape.apply("gather", [(rows, NEW)], chosen, [rows, *labels])
+        parts = Value(rows.storage, predicted, logits.coefficient, 4)
+        tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
+        tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums])
+        loss, prompts = tape.value(ONE, 0, 4, part=Part.LOGITS), tape.value(predicted, 1, 1, needs_gradient=False)
+        return tape.apply("compare", [(chosen, NEW), (sums, NEW)], loss, [prompts])
+
+
 PIECE_TOKENS = 128
 """Tokens whose loss is formed together (``chunk_size`` of ``chunked_cross_entropy`` in litgpt/utils.py, 0.5.13)."""
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from memplan.step.tapes.event_recorder import EventRecorder
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, scratch_pieces, single_form
 from memplan.step.tapes.live_bytes import LiveBytes
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.played import BEHIND_REGION, Instant
 from memplan.step.tapes.tape import FOREVER, Tape
 from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Operation, Reduction, Value
 from memplan.step.tapes.taped_weight import Mode, Weight
@@ -82,8 +82,13 @@ class Player:
         cached = self._cached() if saves and self.checkpointing == "selective" and self.to_recompute else ()
         if self.entry is not None and saves:
             self.live.retain(self.entry.storage)
+        instant = "forward"
         for index, operation in enumerate(self.tape.operations):
-            self._make(operation, "forward", named)
+            if index == self.tape.region_end:
+                self.live.release_all(named & self.tape.regional)
+                named -= self.tape.regional
+                instant = BEHIND_REGION
+            self._make(operation, instant, named)
             if graph or (saves and self._escapes(operation)):
                 self._save(operation)
             elif index in cached:

@@ -10,6 +10,9 @@ from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.values import dataclass
 
+BEHIND_REGION = "behind the region"
+"""Name of moments of a forward behind the region of autocast, when what that has cast is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instant:

@@ -38,6 +38,7 @@ class Tape:
         graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
             checkpointing, or without gradients, has no such graph.
         given_until: Storages that are there before the first operation, and not as long as forward runs.
+        region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Tape:
     cast_weights: dict[str, Value] = field(default_factory=dict)
     graph_use: dict[int, int] = field(default_factory=dict)
     given_until: set[int] = field(default_factory=set)
+    region_end: int = FOREVER
 
     def value(
         self,
@@ -151,6 +153,10 @@ class Tape:
         for value in values:
             self.last_use[value.storage] = max(len(self.operations) - 1, 0)
             self.given_until.add(value.storage)
+
+    def leaves_region(self) -> None:
+        """Note that a region of autocast ends with the operation recorded last: what it has cast goes."""
+        self.region_end = len(self.operations)
 
     def alive(self, *values: Value) -> _Variables:
         """Keep ``values`` alive in forward until the block ends, as variables of a function are."""

@@ -25,7 +25,9 @@ from memplan.trace.recording.workspaces import (
 )
 
 _ADD = torch.ops.aten.add.Tensor
-_IN_PLACE = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.scatter.src})
+_IN_PLACE = frozenset(
+    {torch.ops.aten.index_put.default, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default}
+)
 """What backward does in place into new zeros, but for the engine's caution while a dispatch mode is on."""
 _TORCH = torch.__path__[0]
 

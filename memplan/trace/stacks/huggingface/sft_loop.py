@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``;
         trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
-    replaced = _chunk_loop(inputs) if hasattr(sft_trainer, "_chunked_cross_entropy_loss") else _triton_kernels()
+    replaced = _triton_kernels() if find_spec("trl.kernels") else _chunk_loop(inputs)
     stage = inputs.setup.config.method.stage
     if stage != "sft":
         own, _ = TRAINERS[stage]
@@ -145,6 +146,8 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
 def _chunk_loop(inputs: StackInputs) -> list[tuple[Any, str, Any]]:
     config = inputs.setup.config
     tokens = config.micro_batch_size * (config.sequence_length - 1)
+    if not hasattr(sft_trainer, "_chunked_cross_entropy_loss"):
+        return []
 
     def counted(start: int, stop: Any, step: int = 1) -> range:
         return range(start, tokens if isinstance(stop, Tensor) else stop, step)

@@ -1,0 +1,147 @@
+"""The instants of forwards without gradients, and of what a loop does with their results: a reference model, metrics, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.model_on_tape import ModelOnTape, model_on_tape
+from memplan.step.places import last_places
+from memplan.step.step_inputs import StepInputs, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.step.tapes.played import BEHIND_REGION, Instant
+
+LABEL_BYTES, STATISTICS_BYTES = 8, 4 + 4 + 4 + 1
+"""What a loss over preferences still has names for: labels; log-probability, entropy, mean of logits and whether the
+target came first (``FusedCausalLMOutput`` in trl/trainer/utils.py, 1.16.0)."""
+
+ENTROPY_BYTES, MASK_BYTES = 4, 8
+"""Of a token: its entropy, and whether it is of an answer, in the 64 bits that this comes in."""
+
+EVALUATION = "evaluation"
+"""The instant of a forward that evaluates."""
+
+EMBEDDING = -1
+"""Stands for the embedding among the kinds of layers."""
+
+
+def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moments between a forward and its backward: a reference model's forward, and metrics.
+
+    Args:
+        inputs: What is compiled.
+        taped: The model that is trained, on tape.
+        around: What its forward leaves.
+    """
+    yield from _reference_forward(inputs, taped, around + _named_logits(inputs, taped, graph=True), "forward")
+    for form in _metrics(inputs, taped, around, graph=True):
+        yield Instant("forward", "metrics", form)
+
+
+def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
+    yield from _forward_alone(inputs, taped, around, EVALUATION)
+    if named := _named_logits(inputs, taped, graph=False):
+        yield from _reference_forward(inputs, taped, around + named, EVALUATION)
+    for form in _metrics(inputs, taped, around, graph=False):
+        yield Instant(EVALUATION, "metrics", form)
+
+
+def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
+    """Yield the moments of a reference model's forward, which runs before backward, beside all that forward has saved.
+
+    Source:
+        ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
+    """
+    reference = inputs.setup.config.method.reference_model
+    if reference in ("none", "precomputed"):
+        return
+    if inputs.setup.profile.loss != "log-probabilities":
+        around += single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
+        around += single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
+    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    if inputs.setup.config.adapter is not None:
+        setup = replace(inputs.setup, config=replace(inputs.setup.config, adapter=None))
+        base = tuple(entry for entry in inputs.states.tensors if ".lora_" not in entry.tensor.name)
+        taped = model_on_tape(replace(inputs, setup=setup, states=replace(inputs.states, tensors=base)))
+    for moment in _forward_alone(inputs, taped, around, name, arguments):
+        yield replace(moment, operation=f"reference: {moment.operation}")
+
+
+def _forward_alone(
+    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form = ZERO
+) -> Iterator[Instant]:
+    """Yield the moments of a forward without gradients, whose loss is over all logits at once; layers are given ``arguments``."""
+    parts = {EMBEDDING: taped.embedding.evaluated()}
+    parts |= {kind: section.evaluated() for kind, section in enumerate(taped.layers)}
+    runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
+    left = {kind: part.carried for kind, part in parts.items()}
+    alone = around
+    places, around = last_places([(EMBEDDING, 1), *runs], left, around)
+    named = _named_embeddings(inputs)
+    for kind, below in places:
+        first = (
+            kind in (EMBEDDING, taped.kinds[0]) and taped.counts().get(kind, 1) == 1
+        )  # given the embeddings themselves
+        for moment in parts[kind].forward:
+            yield moment.around(below + arguments + (ZERO if first else named), name)
+    for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward:
+        yield moment.around(alone if moment.name == BEHIND_REGION else around, name)
+
+
+def _named_embeddings(inputs: StepInputs) -> Form:
+    """Return the embeddings, which a model of transformers has names for until its layers have run."""
+    spec, setup = inputs.spec, inputs.setup
+    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
+        return ZERO
+    row = spec.hidden_size * setup.residual_bytes
+    positions = single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row) if spec.learned_positions else ZERO
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, row) + positions
+
+
+# -------------------------------------------------------------------- whole logits
+def _logits(taped: ModelOnTape, quantity: Quantity) -> Form:
+    """Return whole logits in fp32, which Accelerate casts them to, or those of some of the tokens."""
+    return single_form(Part.LOGITS, quantity, 4 * taped.settings.vocab_size)
+
+
+def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> Form:
+    """Return the logits that a loss over log-probabilities has names for, but for those that its graph keeps."""
+    if inputs.setup.profile.loss != "log-probabilities":
+        return ZERO
+    whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
+    named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
+    if taped.settings.metrics == "entropy":
+        return named if graph else named + whole
+    return named + whole if graph else named + whole + rows
+
+
+def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: bool) -> Iterator[Form]:
+    """Yield what is there while metrics are made of whole logits: copies of these, and a piece for the entropy.
+
+    Source:
+        ``compute_loss`` in trl/trainer/sft_trainer.py (0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
+        trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
+    """
+    metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
+    if metrics == "none" or inputs.setup.profile.loss not in ("fp32", "log-probabilities"):
+        return
+    whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
+    piece = _logits(taped, Quantity.CHUNK) * 3
+    copy = ZERO if inputs.regime.one_sequence else rows  # of one row, all but its last token lie in order
+    if compares:
+        around += _named_logits(inputs, taped, graph=graph)
+        if inputs.setup.config.method.reference_model != "precomputed":
+            around += _named_logits(inputs, taped, graph=False)
+        mask = 0 if metrics == "entropy" else MASK_BYTES
+        around += single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, mask + ENTROPY_BYTES)
+        yield around + piece + (copy if metrics == "entropy" else ZERO)
+        # logits of the chosen answers, which half of the rows are, and their means
+        yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 2 * (taped.settings.vocab_size + 1))
+        return
+    around += whole + single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, ENTROPY_BYTES)
+    yield around + piece + (ZERO if metrics == "accuracy" else copy)
+    yield around + (copy * 2 if metrics == "both" else copy)
