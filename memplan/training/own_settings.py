@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from memplan.catalog.stacks import Stack
@@ -43,6 +44,11 @@ def own_settings(stack: Stack, settings: Iterable[tuple[str, Any]]) -> tuple[Own
         'per_device_train_batch_size: 1'
     """
     return tuple(own for key, value in settings for own in _in_own_words(stack, key, value))
+
+
+def with_words(stack: Stack, writes: Mapping[str, Any]) -> Stack:
+    """Return a stack with the words that its files have in a version of their own, where a trainer's mapping says so."""
+    return replace(stack, values={**stack.values, **writes.get("words", {})})
 
 
 def is_settable(stack: Stack, settings: Iterable[tuple[str, Any]]) -> bool:

@@ -26,6 +26,24 @@ def test_a_starting_file_reads_back_to_the_same_bytes(tmp_path, trainer, config)
     assert memplan.import_file(path).to_dict()["keys"]["unknown"] == []
 
 
+def test_a_starting_file_for_torchtitan_is_toml(tmp_path):
+    options = {"gpu": "h200", "set": ["weights.default=bf16"], "micro_batch_size": 1, "sequence_length": 512}
+    path = tmp_path / "start.toml"
+    path.write_text(memplan.emit("llama-3-8b", "torchtitan", **options))
+    assert memplan.import_file(path).to_dict()["model"]["given"] == "llama3-8B"
+    with pytest.raises(CannotAnswerError, match="torchtitan has llama-3-8b"):
+        memplan.emit("llama-3.2-1b", "torchtitan", **options)
+
+
+def test_deepspeeds_file_says_stage_precision_and_batch(tmp_path):
+    path = tmp_path / "ds.json"
+    settings = ["parallel.zero_stage=2", "parallel.engine=deepspeed"]
+    path.write_text(memplan.emit("llama-3.2-1b", "deepspeed", config="lora", micro_batch_size=3, set=settings))
+    answer = memplan.import_file(path).to_dict()
+    assert (answer["role"], answer["training"]["parallel"]) == ("launcher", {"zero_stage": 2, "engine": "deepspeed"})
+    assert (answer["training"]["micro_batch_size"], answer["training"]["compute_dtype"]) == (3, "bf16")
+
+
 def test_what_a_trainer_has_no_keys_for_is_refused():
     with pytest.raises(CannotAnswerError, match="cannot be said in axolotl's keys"):
         memplan.emit("llama-3.2-1b", "axolotl", config="mixed-adamw", gpu="a100-80gb")

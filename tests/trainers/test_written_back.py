@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,61 @@ def test_a_value_is_replaced_at_its_marks(text, edit, wanted):
     assert spliced(text, "job.yaml", edit) == wanted
 
 
+WORDS = st.text("abcdefgh_", min_size=1, max_size=8)
+COMMANDS = '{\n "commands": [\n  ["trl", "sft", "--a=1", "--b-c", "2", "--d"]\n ]\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "edit", "wanted"),
+    [
+        ("a.yaml", "t:\n  a: 1 # one\nb: 2\n", Edit("t.a", "4", "b"), "t:\n  a: 4 # one\nb: 2\n"),
+        ("a.yaml", "b: 2\nt:\n  a: 1\n", Edit("t.c", "4", "b"), "b: 2\nt:\n  a: 1\n  c: 4\n"),
+        ("a.toml", "[t]\na = 1 # one\n[u]\na = 2\n", Edit("t.a", "4", "a"), "[t]\na = 4 # one\n[u]\na = 2\n"),
+        ("a.toml", '[t]\r\na = "x # y"\r\n', Edit("t.a", "z", "a"), '[t]\r\na = "z"\r\n'),
+        ("a.toml", "[t]\n  a = 1\n[u]\n", Edit("t.c", "true", "a"), "[t]\n  a = 1\n  c = true\n[u]\n"),
+        ("a.json", COMMANDS, Edit("a", "4", "x"), COMMANDS.replace("--a=1", "--a=4")),
+        ("a.json", COMMANDS, Edit("b_c", "4", "x"), COMMANDS.replace('"2"', '"4"')),
+        ("a.json", COMMANDS, Edit("e", "4", "b_c"), COMMANDS.replace('"2"', '"2", "--e", "4"')),
+    ],
+)
+def test_nested_keys_tables_and_flags_are_edited_too(name, text, edit, wanted):
+    assert spliced(text, name, edit) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [("a.toml", "[t]\na = [1]\n", "t.a"), ("a.toml", "[[t]]\na = 1\n", "t.a"), ("a.json", COMMANDS, "d"), ("a.yaml", "t: {a: &x 1}\nb: *x\n", "t.a")],
+)  # fmt: skip
+def test_what_cannot_be_edited_by_itself_is_refused(name, text, key):
+    with pytest.raises(CannotAnswerError):
+        spliced(text, name, Edit(key, "4", "nothing"))
+
+
+TABLES = st.lists(st.tuples(st.sampled_from("tuv"), WORDS, st.sampled_from(["1", '"x"', "true", "[1]", "'a # b'", '"""x"""', "{a = 1}", "1979-05-27"]), st.sampled_from(["", "  # a = 2"])), min_size=1, max_size=8, unique_by=lambda line: line[:2])  # fmt: skip
+
+
+@given(TABLES, st.data())
+def test_an_edit_of_toml_changes_one_key(lines, data):
+    tables = {table: [line[1:] for line in lines if line[0] == table] for table, *_ in lines}
+    text = "".join(
+        f"[{table}]\n" + "".join(f"{key} = {value}{rest}\n" for key, value, rest in inner)
+        for table, inner in tables.items()
+    )
+    table, key, *_ = data.draw(st.sampled_from(lines))
+    try:
+        changed = spliced(text, "job.toml", Edit(f"{table}.{key}", "7", "nothing"))
+    except CannotAnswerError:
+        return
+    before, after = (tomllib.loads(one) for one in (text, changed))
+    assert after == {**before, table: {**before[table], key: 7}}
+
+
 @pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "b: &x 1\na: *x\n", "a: ${b}\nb: 1\n", "a: [1]\n", "a: {b: 1}\n"])
 def test_values_that_stand_for_others_are_not_edited(text):
     with pytest.raises(CannotAnswerError, match="stands for something else"):
         spliced(text, "job.yaml", Edit("a", "2", "b"))
 
 
-WORDS = st.text("abcdefgh_", min_size=1, max_size=8)
 VALUES = st.integers(0, 10**6) | st.sampled_from(
     ["bf16", "adamw_torch", "true", "2e-5", "'no'", "[1, 2]", "{x: 1}", ""]
 )

@@ -17,7 +17,10 @@ class EmitOptions:
     """Whose file to write."""
 
     trainer: Annotated[
-        str, option("File", "--as", metavar="TRAINER", help="Whose keys: axolotl, trl or llama-factory.")
+        str,
+        option(
+            "File", "--as", metavar="TRAINER", help="Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed."
+        ),
     ] = "trl"
 
 

@@ -7,24 +7,25 @@ from typing import Any, Unpack
 
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, unknown_name
+from memplan.importer.spliced_text import toml_value
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import JobOptions, ModelGiven, catalog_of
 from memplan.library.lookup.trainer_files import trainer_mappings, training_data
-from memplan.training.own_settings import own_settings
+from memplan.library.trainers.emitted_launcher import DEEPSPEED, emit_deepspeed
+from memplan.training.own_settings import own_settings, with_words
 
 ALL_LINEAR = "all-linear"
-NAME = "emitted.yaml"
 
 
 def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptions]) -> str:
-    """Return a starting file for a trainer, as YAML text; its data set is a placeholder.
+    """Return a starting file for a trainer, as YAML or TOML text; its data set is a placeholder.
 
     The text is read back as :func:`memplan.import_file` reads it, and refused where its plan would need other bytes.
 
     Args:
         model: As :func:`memplan.plan` takes it.
-        trainer: ``axolotl``, ``trl`` or ``llama-factory``.
+        trainer: ``axolotl``, ``trl``, ``llama-factory`` or ``torchtitan``; or ``deepspeed``, whose JSON goes beside a trainer's file.
         options: Keywords of :class:`memplan.JobOptions`; the config is run by that trainer's stack, whatever it names.
 
     Raises:
@@ -36,27 +37,53 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
         >>> print(memplan.emit("llama-3.2-1b", "trl", config="lora", gpu="rtx4090").splitlines()[0])
         model_name_or_path: meta-llama/Llama-3.2-1B
     """
+    if trainer == DEEPSPEED:
+        return emit_deepspeed(options)
     mappings = trainer_mappings()
     writable = {mappings.body(name).stack: name for name in mappings.names() if mappings.body(name).writes}
     if trainer not in writable:
-        raise unknown_name("trainer to write for", trainer, writable)
+        raise unknown_name("trainer to write for", trainer, [*writable, DEEPSPEED])
     writes = mappings.body(writable[trainer]).writes
     catalog = catalog_of(options.get("catalog"))
     wanted: dict[str, Any] = {**options, "catalog": catalog, "stack": trainer}
     plan = planned(model, **wanted)
     keys = _keys(plan, str(model), writes)
-    text = "".join(f"{key}: {value}\n" for key, value in keys.items())
-    _read_back(text, plan, wanted)
+    toml = writes.get("form") == "toml"
+    text = _toml(keys) if toml else "".join(f"{key}: {value}\n" for key, value in keys.items())
+    _read_back(text, f"emitted.{'toml' if toml else 'yaml'}", plan, wanted)
     return text
+
+
+def _toml(keys: Mapping[str, str]) -> str:
+    """Return keys with dots as tables."""
+    tables: dict[str, list[str]] = {}
+    for path, value in keys.items():
+        table, _, key = path.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {toml_value(str(value))}\n")
+    return "\n".join(f"[{table}]\n{''.join(lines)}" for table, lines in tables.items())
+
+
+def _model_keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return what names a model: its id, or what a trainer that has models of its own calls it.
+
+    Raises:
+        CannotAnswerError: That trainer has no such model.
+    """
+    source = plan.memory.model.source
+    known = source.removeprefix("catalog:")
+    if "models" in writes:
+        if known not in writes["models"]:
+            raise CannotAnswerError(f"{known}: {plan.memory.setup.stack.name} has {', '.join(writes['models'])}")
+        own: Mapping[str, str] = writes["models"][known]
+        return own
+    return {writes["model"]: plan.catalog.models.entries[known].hf_id if source != known else given}
 
 
 def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
     """Return a plan's config in a trainer's keys, each with its value as YAML writes it."""
-    model, setup = plan.memory.model, plan.memory.setup
-    known = model.source.removeprefix("catalog:")
-    name = plan.catalog.models.entries[known].hf_id if model.source.startswith("catalog:") else given
-    keys = {writes["model"]: name, **writes["fixed"]}
-    for own in own_settings(setup.stack, _settings(setup.config, writes)):
+    setup = plan.memory.setup
+    keys = {**_model_keys(plan, given, writes), **writes["fixed"]}
+    for own in own_settings(with_words(setup.stack, writes), _settings(setup.config, writes)):
         if own.own_key is not None and own.own_value is not None:
             keys[own.own_key] = own.own_value
     adapter = setup.config.adapter
@@ -90,18 +117,20 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
         yield "optimizer", config.optimizer["default"]
     if config.kernels.optimizer is not None and "default" not in config.optimizer:
         yield "kernels.optimizer", config.kernels.optimizer
+    if "models" in writes:
+        yield "parallel.zero_stage", config.parallel.zero_stage
     if config.clip_gradients is not None:
         yield "clip_gradients", config.clip_gradients
 
 
-def _read_back(text: str, plan: Plan, options: Mapping[str, Any]) -> None:
+def _read_back(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> None:
     """Refuse a text whose job would need other bytes.
 
     Raises:
         CannotAnswerError: With the keys in which it differs.
     """
     try:
-        data = training_data(NAME, (), options.get("gpus"), options["catalog"], text)
+        data = training_data(name, (), options.get("gpus"), options["catalog"], text)
         given: dict[str, Any] = {
             **dict.fromkeys(options),
             **{key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")},

@@ -20,12 +20,12 @@ from memplan.library.lookup.trainer_files import trainer_job, training_data
 from memplan.plan.suggested.suggestions import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
-from memplan.training.own_settings import is_settable, own_settings
+from memplan.training.own_settings import is_settable, own_settings, with_words
 
 KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
 """Keys that are not changed: what is trained, on what, and what other files or the environment say."""
 MOST_ROUNDS = 12
-SUFFIXES = (".yaml", ".yml", ".json")
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -67,7 +67,7 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     The batch of a step stays: a smaller micro-batch has more accumulation steps.
 
     Args:
-        file: A trainer's YAML or JSON file.
+        file: A trainer's YAML, JSON or TOML file, or commands as JSON.
         options: Keywords of :class:`memplan.JobOptions`: the GPU, and files beside it.
 
     Raises:
@@ -75,7 +75,7 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     """
     path = os.fspath(file)
     if not path.endswith(SUFFIXES):
-        raise CannotAnswerError(f"{path}: only YAML and JSON files are edited; memplan fit says what to change")
+        raise CannotAnswerError(f"{path}: only YAML, JSON and TOML files are edited; memplan fit says what to change")
     one = _File(path, options)
     text = read_text(usable_path(path))
     before = one.plan(text)
@@ -139,9 +139,10 @@ def _tried(one: _File, content: str, plan: Plan, change: Change) -> tuple[Plan, 
 
 def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edit]:
     """Return a change as edits of the file's keys, the batch of a step kept by accumulation."""
-    config, stack = plan.memory.setup.config, plan.memory.setup.stack
+    config = plan.memory.setup.config
     settings = list(change.settings)
     job = trainer_job(one.path, tuple(map(str, one.options.get("beside") or ())), one.options.get("gpus"), content)
+    stack = with_words(plan.memory.setup.stack, job.mapped.writes)
     sizes = [value for key, value in settings if key == "micro_batch_size"]
     if sizes and job.value("let.global_batch_size") is None:
         total = config.micro_batch_size * config.gradient_accumulation_steps
@@ -152,7 +153,7 @@ def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edi
     anchor = next(iter(used), "")
     for own in own_settings(stack, settings):
         result = job.reading.results.get(f"training.{own.setting.partition('=')[0]}")
-        said = result is not None and result.rank >= STATED and "." not in result.key and result.key in used
+        said = result is not None and result.rank >= STATED and result.key in used
         key = (
             job.renamed.get(result.key, result.key)
             if said and result is not None and "=" in own.setting

@@ -1,0 +1,59 @@
+"""A training config's shards as DeepSpeed's JSON, which goes beside a trainer's file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import CannotAnswerError
+from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, job_inputs
+from memplan.library.lookup.config_lookup import read_config
+from memplan.library.lookup.trainer_files import trainer_job
+
+DEEPSPEED = "deepspeed"
+SAID = ("parallel.zero_stage", "compute_dtype", "micro_batch_size", "gradient_accumulation_steps", "clip_gradients")
+"""Keys of a training config that the file says."""
+
+
+def emit_deepspeed(options: JobOptions) -> str:
+    """Return DeepSpeed's JSON for a training config, read back as ``memplan import`` reads it.
+
+    What it does not say, the trainer does: the model, its length and its optimizer.
+
+    Raises:
+        CannotAnswerError: The config shards in no way that DeepSpeed has.
+    """
+    inputs = job_inputs("emit", None, options)
+    config = read_config(inputs.config or DEFAULT_CONFIG, inputs.overrides(inputs.gpus), inputs.catalog)
+    text = json.dumps(_keys(config), indent=2) + "\n"
+    job = trainer_job("ds_config.json", content=text)
+    for key in SAID:
+        said, wanted = job.value(f"training.{key}"), config
+        for part in key.split("."):
+            wanted = getattr(wanted, part)
+        if said != wanted and wanted is not None and (said, wanted) != (None, "fp32"):
+            raise CannotAnswerError(
+                f"this config cannot be said in DeepSpeed's keys: {key} {wanted} reads back as {said}"
+            )
+    return text
+
+
+def _keys(config: TrainingConfig) -> dict[str, Any]:
+    """Return a config in DeepSpeed's keys (runtime/config.py and runtime/zero/config.py, 0.19.8)."""
+    zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
+    for key, place in (
+        ("offload_optimizer", config.offload.optimizer_states),
+        ("offload_param", config.offload.weights),
+    ):
+        if place != "none":
+            zero[key] = {"device": place, "pin_memory": True}
+    clips = "auto" if config.clip_gradients is None else 1.0 if config.clip_gradients else 0.0
+    return {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": clips,
+        "bf16": {"enabled": config.compute_dtype == "bf16"},
+        "fp16": {"enabled": config.compute_dtype == "fp16"},
+        "zero_optimization": zero,
+    }
