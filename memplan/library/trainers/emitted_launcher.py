@@ -29,7 +29,8 @@ def emit_deepspeed(options: JobOptions) -> str:
     text = json.dumps(_keys(config), indent=2) + "\n"
     job = trainer_job("ds_config.json", content=text)
     for key in SAID:
-        said, wanted = job.value(f"training.{key}"), config
+        wanted: Any = config
+        said = job.value(f"training.{key}")
         for part in key.split("."):
             wanted = getattr(wanted, part)
         if said != wanted and wanted is not None and (said, wanted) != (None, "fp32"):
