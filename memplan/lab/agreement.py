@@ -17,7 +17,7 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
-from memplan.model.families import model_spec
+from memplan.model.families import WITH_TOWERS, model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
@@ -174,7 +174,8 @@ def _config(keys: Mapping[str, Any], batch: int, length: int) -> TrainingConfig:
 def _one_of_each_family(catalog: Catalog) -> list[str]:
     first_of_family: dict[str, str] = {}
     for name, entry in catalog.models.entries.items():
-        first_of_family.setdefault(entry.architecture, name)
+        if entry.architecture not in WITH_TOWERS:  # whose text models are of other families
+            first_of_family.setdefault(entry.architecture, name)
     return list(first_of_family.values())
 
 

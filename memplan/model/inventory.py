@@ -20,10 +20,13 @@ from memplan.model.spec import (
     Norm,
     TensorNames,
 )
+from memplan.model.tower import TowerTensor
 from memplan.values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
+Kind = tuple[Role, tuple[int, ...], bool]
+"""A tensor's role, its shape, and whether it is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class ParameterTensor:
         count: Layers that have one such tensor.
         first: Index of the first of these layers.
         experts_per_token: For routed experts: how many of ``shape[0]`` a token uses; else 0.
+        used: Whether rows of tokens pass through it: a vision tower gets no gradients from them.
     """
 
     name: str
@@ -45,6 +49,12 @@ class ParameterTensor:
     count: int = 1
     first: int = 0
     experts_per_token: int = 0
+    used: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """What tensors with equal states have in common."""
+        return self.role, self.shape, self.used
 
     @property
     def elements(self) -> int:
@@ -54,6 +64,8 @@ class ParameterTensor:
     @property
     def active_elements(self) -> int:
         """Elements of one tensor that take part in computing one token."""
+        if not self.used:
+            return 0
         if self.experts_per_token:
             return self.elements // self.shape[0] * self.experts_per_token
         return self.elements
@@ -76,17 +88,16 @@ def expanded(inventory: Inventory) -> Iterator[tuple[str, ParameterTensor]]:
 
 
 def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
-    """Return one tensor for all that share a role and a shape, with all their copies: what sums over a model need.
+    """Return one tensor for all that share a role, a shape and whether they are used, with all their copies: what sums need.
 
     Example:
         >>> [tensor.count for tensor in merged([ParameterTensor("a", (2,), "norm", 3), ParameterTensor("b", (2,), "norm")])]
         [4]
     """
-    counts: dict[tuple[Role, tuple[int, ...]], int] = {}
+    counts: dict[Kind, int] = {}
     for tensor in inventory:
-        key = (tensor.role, tensor.shape)
-        counts[key] = counts.get(key, 0) + tensor.count
-    return tuple(ParameterTensor("", shape, role, count) for (role, shape), count in counts.items())
+        counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.count
+    return tuple(ParameterTensor("", shape, role, count, used=used) for (role, shape, used), count in counts.items())
 
 
 def parameter_count(inventory: Iterable[ParameterTensor]) -> int:
@@ -111,7 +122,8 @@ def parameters_by_role(inventory: Iterable[ParameterTensor]) -> dict[Role, int]:
 def inventory_of(spec: ModelSpec) -> Inventory:
     """Return the parameter tensors of ``spec``, in the order of the model."""
     names = spec.names
-    tensors = [ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding")]
+    tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
+    tensors.append(ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding"))
     if spec.learned_positions:
         tensors.append(
             ParameterTensor(f"{names.positions}.weight", (spec.learned_positions, spec.hidden_size), "embedding")
@@ -124,6 +136,10 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     if spec.head_bias:
         tensors.append(ParameterTensor(f"{names.head}.bias", (spec.vocab_size,), "bias"))
     return tuple(tensors)
+
+
+def _of_tower(tensor: TowerTensor) -> ParameterTensor:
+    return ParameterTensor(tensor.name, tensor.shape, tensor.role, tensor.count, used=False)
 
 
 def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:

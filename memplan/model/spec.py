@@ -1,8 +1,7 @@
 """The shape of a decoder-only transformer, in the parts that move memory.
 
-One vocabulary describes every family: a model is runs of equal layers, a layer is attention
-and a feed-forward part joined by norms. The parameter inventory, the activation tape and the
-reference model of the lab are all derived from these values and from nothing else.
+A model is runs of equal layers, a layer is attention and a feed-forward part joined by norms. Inventory, activation
+tape and the lab's reference model are derived from these values and from nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.tower import Tower
 from memplan.values import dataclass
 
 Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "clamped-swiglu"]
@@ -55,6 +55,7 @@ class Attention:
         logit_softcap: Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
         scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
         output_gate: The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
+        scales_query: Rotated queries are multiplied by a factor for each position (Ministral 3).
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class Attention:
     logit_softcap: float = 0.0
     scale: float | None = None
     output_gate: bool = False
+    scales_query: bool = False
 
     @property
     def query_size(self) -> int:
@@ -251,7 +253,7 @@ class TensorNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer, with a vision tower in front or without.
 
     Attributes:
         name: What people call it.
@@ -260,18 +262,17 @@ class ModelSpec:
         hidden_size: Width of the residual stream.
         runs: Layers, in order.
         final_norm: Norm before the head.
-        names: Names of the parameter tensors.
         tie_word_embeddings: Head and embedding are one tensor.
         head_bias: Bias on the head.
         learned_positions: Rows of a learned position embedding; 0 for none.
         max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
         embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
         final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
-        window: Tokens of a window that attention is within; 0 where there is none.
-        full_layers: Layers whose attention is within no window, where others' is.
+        window: Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
         dropout: Dropout probability of the released config.
+        tower: Vision tower and projector; None for a text model.
         source: Where the shapes were read.
     """
 
@@ -293,6 +294,7 @@ class ModelSpec:
     full_layers: tuple[int, ...] = ()
     transposed_linear: bool = False
     dropout: float = 0.0
+    tower: Tower | None = None
     source: str = ""
 
     @property

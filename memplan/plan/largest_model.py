@@ -14,6 +14,7 @@ from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
 from memplan.training.resolved import TrainingSetup
+from memplan.training.stack_models import as_trained
 from memplan.values import dataclass
 
 MOST_RANKS = 2**12
@@ -66,7 +67,8 @@ def largest_models(
         devices: Devices, each possibly several GPUs whose memory is pooled.
     """
     figure = bytes_per_parameter(setup).total
-    largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in models)
+    trained = [(name, as_trained(model, setup)) for name, model in models]
+    largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
     planned = [(name, -count, _Planned(model, setup)) for count, name, model in largest_first]
     rows = []
     for device in devices_for(setup, devices):

@@ -67,9 +67,9 @@ class StepInputs:
 
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:
-    """Return every parameter tensor as tapes see it, by name; one that several runs of layers have is alike in all."""
+    """Return every parameter tensor that is used as tapes see it, by name; one that several runs of layers have is alike in all."""
     emptied = stored_names(setup, states.tensors)
-    by_name = {entry.tensor.name: entry for entry in states.tensors}
+    by_name = {entry.tensor.name: entry for entry in states.tensors if entry.tensor.used}
     return {name: _taped(setup, entry, name in emptied) for name, entry in by_name.items()}
 
 

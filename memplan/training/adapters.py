@@ -49,11 +49,10 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         stem = tensor.name.removesuffix(".weight")
-        for part, shape in (("lora_A", (adapter.rank, columns)), ("lora_B", (rows, adapter.rank))):
-            tensors.append(ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first))
+        parts: dict[str, tuple[int, ...]] = {"lora_A": (adapter.rank, columns), "lora_B": (rows, adapter.rank)}
         if adapter.kind == "dora":
-            name = f"{stem}.lora_magnitude_vector.weight"
-            tensors.append(ParameterTensor(name, (rows,), "hidden_matrix", tensor.count, tensor.first))
+            parts["lora_magnitude_vector"] = (rows,)
+        tensors += [replace(tensor, name=f"{stem}.{part}.weight", shape=shape) for part, shape in parts.items()]
     return (*tensors, *_adapters_of_parameters(model, setup))
 
 
@@ -81,7 +80,7 @@ def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[Para
 def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
     """Tell whether a tensor of the model is trained whole beside adapters, as a copy of a module."""
     adapter = setup.config.adapter
-    if adapter is None or tensor.role not in ("embedding", "head"):
+    if adapter is None or tensor.role not in ("embedding", "head") or not tensor.used:
         return False
     return _projection(tensor) in adapter.modules_to_save or (setup.scores and tensor.role == "head")
 
@@ -110,7 +109,7 @@ def _refuse_modules(model: Model, setup: TrainingSetup, modules: Sequence[str]) 
         InvalidFileError: One is neither embedding nor head.
         CannotAnswerError: The model's embedding is its head, or the stack's adapters do not copy modules.
     """
-    known = [_projection(t) for t in model.inventory if t.role in ("embedding", "head")]
+    known = [_projection(t) for t in model.inventory if t.role in ("embedding", "head") and t.used]
     where = "adapter.modules_to_save"
     if wrong := [name for name in modules if name not in known]:
         texts = ", ".join(known)
@@ -130,7 +129,7 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
 
     The gate of shared experts is a linear layer like others to PEFT and bitsandbytes. Biases of what is not quantised go
     with the norms where embedding, head and norms are cast to fp32; a quantised projection casts its own to the compute
-    dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2).
+    dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2): one that no row passes through never does.
     """
     if setup.config.adapter is None or setup.stack.model_code == "own":
         return inventory
@@ -139,7 +138,7 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     )
     return tuple(
         replace(t, role="norm")
-        if t.role == "bias" and t.name.removesuffix(".bias") in stems
+        if t.role == "bias" and (t.name.removesuffix(".bias") in stems or (stems and not t.used))
         else replace(t, role="hidden_matrix")
         if t.role == "router" and t.shape[0] == 1
         else t

@@ -7,9 +7,10 @@ from functools import lru_cache
 
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
-from memplan.model.inventory import inventory_of
+from memplan.model.inventory import inventory_of, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
+from memplan.model.tower import LANGUAGE
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
@@ -26,6 +27,8 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
             of its own.
     """
     stack = setup.stack
+    if model.spec.tower is not None:
+        model = _with_tower(model, setup)
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
     if setup.autocast and stack.models.families and stack.model_code == "own" and setup.config.parallel.data == 1:
@@ -45,6 +48,46 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     if setup.scores:
         return _scoring(model, spec)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _with_tower(model: Model, setup: TrainingSetup) -> Model:
+    """Return a vision-language model as a stack trains it on rows of text: whole, or its text model alone.
+
+    Raises:
+        CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
+    """
+    if setup.stack.model_code != "transformers":
+        note = f"{setup.stack.label} runs the text model alone: vision tower and projector are left out"
+        return replace(text_model(model), notes=(*model.notes, note))
+    where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
+    if setup.config.parallel.zero_stage:
+        raise CannotAnswerError(f"{where} sharding it is not modelled")
+    if setup.scores:
+        raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
+    if setup.config.parallel.data > 1 and setup.config.adapter is None:
+        raise CannotAnswerError(f"{where} under DistributedDataParallel parameters without gradients are not modelled")
+    tower = [tensor for tensor in model.inventory if not tensor.used]
+    note = f"rows hold text alone, no images: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused"
+    return replace(model, notes=(*model.notes, note))
+
+
+def as_trained(model: Model, setup: TrainingSetup) -> Model:
+    """Return what a stack has of a vision-language model: all of it, or the text model alone."""
+    return model if setup.stack.model_code == "transformers" else text_model(model)
+
+
+def text_model(model: Model) -> Model:
+    """Return the text model of a vision-language model, as it stands alone."""
+    spec = text_spec(model.spec)
+    return model if spec is model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def text_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the shapes of the text model of a vision-language model, as it stands alone."""
+    if spec.tower is None:
+        return spec
+    alone = [name.replace(LANGUAGE, "model.", 1) for name in spec.names]
+    return replace(spec, architecture=spec.tower.text_family, names=type(spec.names)(*alone), tower=None)
 
 
 def _scoring(model: Model, spec: ModelSpec) -> Model:

@@ -1,5 +1,6 @@
 """Names, shapes and counts equal those of transformers' own implementations, tensor by tensor."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -20,9 +21,10 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 def real_shapes(architecture, config):
     """Return the shape of each parameter of transformers' model; tied ones come once."""
-    real = transformers.AutoConfig.for_model(architecture, **(config | IDS))
+    real = transformers.AutoConfig.for_model(architecture, **(copy.deepcopy(config) | IDS))
+    auto = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(real)
+        model = auto.from_config(real)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -42,7 +44,7 @@ def test_parameters_equal_those_of_transformers(case):
 @pytest.mark.parametrize("case", CASES)
 def test_saved_config_is_read_without_an_unknown_key(case):
     architecture, config = CASES[case]
-    real = transformers.AutoConfig.for_model(architecture, **(config | IDS))
+    real = transformers.AutoConfig.for_model(architecture, **(copy.deepcopy(config) | IDS))
     saved, notes = read_config(json.loads(real.to_json_string(use_diff=False)), "tiny", "tiny")
     given = model_spec({"model_type": architecture} | config, "tiny", "tiny")
     defaults = {

@@ -130,6 +130,11 @@ DELIBERATE = (
         "halves, interleaved pairs or complex numbers are rotated there, halves that are formed as tensors here",
     ),
     Rule(
+        ("ministral3",),
+        lambda spec, key: key[1] == (TOKENS,),
+        "factors of the queries are formed from the numbers of the positions there, and are ones here",
+    ),
+    Rule(
         ("phi3",),
         of_fused_rows,
         "parts of a fused projection are sliced there, which fills a gradient for each with zeros; split here",

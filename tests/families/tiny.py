@@ -21,6 +21,11 @@ DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TOWER = {"hidden_size": 48, "intermediate_size": 50, "patch_size": 14}
+EPSILON = {"rms_norm_eps": 1e-6}
+QWEN_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64}
+OTHER_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 56}
+SIGLIP = OTHER_TOWER | {"vision_use_head": False}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", BASE),
@@ -89,6 +94,22 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "deepseek-v3-direct-query": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 2}),
     "deepseek-v3-bias": ("deepseek_v3", DEEPSEEK | {"attention_bias": True, "n_shared_experts": 1} | TIED),
+    "ministral3": ("ministral3", GROUPED | {"head_dim": 32}),
+    "qwen2.5-vl": ("qwen2_5_vl", {"text_config": GROUPED | EPSILON, "vision_config": QWEN_TOWER}),
+    "qwen2.5-vl-flat": ("qwen2_5_vl", GROUPED | EPSILON | TIED | {"vision_config": QWEN_TOWER}),
+    "qwen3-vl": ("qwen3_vl", {"text_config": GROUPED, "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [1]}}),
+    "qwen3-vl-tied": (
+        "qwen3_vl",
+        TIED | {"text_config": GROUPED | {"attention_bias": True}, "vision_config": QWEN_TOWER},
+    ),
+    "gemma3": ("gemma3", {"text_config": GROUPED | {"head_dim": 32}, "vision_config": SIGLIP}),
+    "mistral3": ("mistral3", UNTIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER}),
+    "mistral3-bias": (
+        "mistral3",
+        TIED
+        | {"text_config": GROUPED | {"model_type": "ministral3"}, "vision_config": OTHER_TOWER}
+        | {"multimodal_projector_bias": True},
+    ),
     "gpt-oss": ("gpt_oss", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-no-bias": (
         "gpt_oss",
@@ -96,5 +117,6 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-OWN_CASES = [case for case, (family, _) in CASES.items() if not family.startswith(("qwen3_5", "qwen3_next"))]
-"""Those that memplan's own models run as well as transformers'."""
+THEIRS = ("qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
+"""Those that memplan's own models run as well as transformers': without gated delta networks and vision towers."""

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from memplan.lab.agreement import cut_model  # noqa: E402
 from memplan.lab.survey.drawn_models import LINEAR  # noqa: E402
-from memplan.model.families import families  # noqa: E402
+from memplan.model.families import WITH_TOWERS  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
@@ -34,8 +34,8 @@ from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 CATALOG = shipped_catalog()
 CONFIGS = list(CATALOG.configs.entries)
 LAYERS, TOKENS = 2, 64
-FAMILIES = tuple(name for name in families() if name not in LINEAR)
-"""Those that memplan's own models run."""
+FAMILIES = sorted({entry.architecture for entry in CATALOG.models.entries.values()} - {*LINEAR, *WITH_TOWERS})
+"""Those that memplan's own models run, and that are released alone."""
 
 TOLERANCE = 0.001
 """Of the requested peak: scores of sinks under adapters, and lengths that do not divide."""

@@ -16,6 +16,7 @@ from memplan.plan.largest_model import fewest_devices, largest_models, max_param
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import resolve
+from memplan.training.stack_models import as_trained
 
 CATALOG = Catalog(data_directory())
 MODELS = [(name, catalog_model(name, CATALOG)) for name in CATALOG.models]
@@ -69,7 +70,8 @@ def test_a_gpu_smaller_than_its_own_context_never_suffices():
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_largest_fitting_model_fits_and_no_larger_one_does(config):
     for row in largest_models(MODELS, setup(config), [device(name) for name in GPUS]):
-        fitting = {name: parameter_count(model.inventory) for name, model in MODELS if fits(name, config, row.device)}
+        trained = {name: parameter_count(as_trained(model, setup(config)).inventory) for name, model in MODELS}
+        fitting = {name: count for name, count in trained.items() if fits(name, config, row.device)}
         assert row.largest_fitting_parameters == max(fitting.values(), default=0)
         assert row.largest_fitting in fitting or (row.largest_fitting is None and not fitting)
 

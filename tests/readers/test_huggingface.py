@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
-from memplan.model.inventory import parameter_count
+from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.model.readers.huggingface import read_huggingface
 
 LLAMA = {
@@ -46,7 +46,16 @@ GEMMA3 = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -97,11 +106,27 @@ def test_released_dtype_is_noted(tmp_path):
     assert read_huggingface(write(tmp_path, new)).notes == ("released in float16",)
 
 
-def test_text_part_of_a_multimodal_config_is_read(tmp_path):
+def test_a_vision_language_config_is_read_with_its_tower(tmp_path):
     model = read_huggingface(write(tmp_path, GEMMA3))
-    assert model.spec.architecture == "gemma3_text"
-    assert parameter_count(model.inventory) == 3_880_263_168
+    assert model.spec.architecture == "gemma3"
+    assert parameter_count(model.inventory) == 4_300_079_472
+    assert active_parameter_count(model.inventory) == 3_880_263_168
+
+
+def test_of_other_multimodal_configs_the_text_part_is_read(tmp_path):
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 1024}}
+    model = read_huggingface(write(tmp_path, config))
+    assert model.spec.architecture == "llama"
     assert any("text model only" in note for note in model.notes)
+
+
+def test_a_tower_that_is_not_modelled_is_refused(tmp_path):
+    with pytest.raises(CannotAnswerError, match="a head that pools patches"):
+        read_huggingface(write(tmp_path, GEMMA3 | {"vision_config": {}}))
+    with pytest.raises(CannotAnswerError, match="text model of family 'llama'"):
+        read_huggingface(write(tmp_path, GEMMA3 | {"model_type": "mistral3", "text_config": LLAMA}))
+    with pytest.raises(InvalidFileError, match="vision_config: expected an object"):
+        read_huggingface(write(tmp_path, GEMMA3 | {"vision_config": "siglip"}))
 
 
 def test_nested_text_part_inherits_tied_embeddings(tmp_path):

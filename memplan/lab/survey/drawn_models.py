@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import ModelEntry
 from memplan.model.families import families
 
 Values = dict[str, Any]
@@ -22,11 +23,31 @@ LINEAR = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
 OWN_HEAD_WIDTH = frozenset(
-    {"llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", *LINEAR}
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "ministral3",
+        *LINEAR,
+    }
 )
 """Families whose heads need not divide the residual stream."""
 
 UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon"})
+
+TOWERS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen2_5_vl": ("qwen2",),
+    "qwen3_vl": ("qwen3",),
+}
+"""Vision-language family -> families of its text model."""
 
 
 def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Values:
@@ -38,12 +59,45 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
         linear: Whether only families with gated delta networks are drawn, of which none is otherwise.
     """
     family = rng.choice(LINEAR if linear else tuple(name for name in families() if name not in LINEAR))
-    return _released(rng, family, catalog) if rng.random() < 0.6 else _odd(rng, family)
+    if family in TOWERS:
+        return _with_tower(rng, family, catalog)
+    return _text_model(rng, family, catalog)
 
 
-def _released(rng: Random, family: str, catalog: Catalog) -> Values:
-    """Return a released model of a family, one to three layers of it."""
+def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
     entries = [entry for _, entry in sorted(catalog.models.entries.items()) if entry.architecture == family]
+    return _released(rng, family, entries) if entries and rng.random() < 0.6 else _odd(rng, family)
+
+
+def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
+    """Return a vision-language model: a drawn text model behind a small tower, which no release has."""
+    text = _text_model(rng, rng.choice(TOWERS[family]), catalog)
+    tied = text.pop("tie_word_embeddings", False)
+    heads = rng.choice((1, 2, 4))
+    kind = str(text.pop("model_type"))
+    vision: Values = {
+        "depth" if family.startswith("qwen") else "num_hidden_layers": rng.randint(1, 4),
+        "num_heads" if family.startswith("qwen") else "num_attention_heads": heads,
+        "hidden_size": heads * rng.choice((16, 24, 64)),
+        "intermediate_size": rng.choice((40, 96, 257)),
+        "patch_size": 14,
+    }
+    if family.startswith("qwen"):
+        vision["out_hidden_size"] = text["hidden_size"]
+        half = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+        sections = [half - half // 3 * 2, half // 3, half // 3]
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    if family == "qwen3_vl":
+        vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
+    if family == "gemma3":
+        vision |= {"image_size": 56, "vision_use_head": False}
+    if family == "mistral3":
+        text["model_type"] = kind
+    return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values:
+    """Return a released model of a family, one to three layers of it."""
     values: Values = {**rng.choice(entries).config, "model_type": family}
     values[DEPTH_KEYS.get(family, "num_hidden_layers")] = rng.randint(1, 3)
     if values.get("first_k_dense_replace"):

@@ -23,6 +23,7 @@ from memplan.trace.reference.parts import Linear
 from memplan.trace.reference.run_options import TORCH_DTYPES, Target
 from memplan.trace.reference.weight_storage import Weight
 from memplan.training.resolved import TrainingSetup
+from memplan.training.stack_models import text_model
 
 INITIAL_DEVIATION = 0.02
 
@@ -89,6 +90,7 @@ def trained_model(model: Model, setup: TrainingSetup, seed: int, device: str) ->
     Source:
         Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
+    model = text_model(model)
     target: Target = "cuda" if device.startswith("cuda") else "cpu"
     options = reference_options(setup, model.spec, target)
     codes = dict.fromkeys(options.coded, torch.float32)  # until their numbers are there to be encoded

@@ -127,7 +127,8 @@ def refuse_unmodelled(text: str, catalog: Catalog) -> None:
 
 def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
     given = tokens(text)
+    known = _guess(given, sorted(known_names(catalog), key=len, reverse=True)) or ()
     for row in catalog.tables.unmodelled.values():
         begins = any(given[: len(tokens(start))] == tokens(start) for start in row.begins)
-        if begins or set(given) & set(row.words):
+        if begins or (set(given) - set(known)) & set(row.words):
             yield row.title, row.reason

@@ -14,6 +14,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.training.resolved import TrainingSetup
+from memplan.training.stack_models import text_model
 
 CPU_PARAMETERS = 1_000_000_000
 """Parameters beyond which a step on a CPU takes hours."""
@@ -53,7 +54,7 @@ def largest_candidate(
         CannotAnswerError: None of them fits.
         MemplanError: What the smallest is refused for, where all are refused.
     """
-    models = [find_model(name, Shapes(), catalog) for name in names]
+    models = [text_model(find_model(name, Shapes(), catalog)) for name in names]
     refusals: list[MemplanError] = []
     for model in sorted(models, key=lambda model: -parameter_count(model.inventory)):
         try:

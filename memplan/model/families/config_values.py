@@ -17,6 +17,8 @@ MAXIMUM_DIMENSION = 2**24
 MAXIMUM_LAYERS = 10_000
 MAXIMUM_POSITIONS = 2**40
 
+INHERITED_KEYS = ("tie_word_embeddings",)
+"""Keys that a config states once for all its parts."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -149,6 +151,39 @@ class ConfigValues:
             else:
                 return tuple(value)
         return None
+
+    def part(self, key: str, family: str) -> ConfigValues:
+        """Return the values of the part of a config that is nested under ``key``, which ``family`` reads."""
+        given = self._given((key,))
+        if given and not isinstance(given[0][1], dict):
+            self.problem(key, f"expected an object with keys, got {given[0][1]!r:.40}")
+        return ConfigValues(self.mapping(key), self.name, self.source, family, self._locate)
+
+    def text_part(self, family: str) -> ConfigValues:
+        """Return the values of a config's text model, which ``family`` reads: nested, or the config's own.
+
+        A key that the whole states for all its parts, as one that ties embeddings, counts before the part's.
+        """
+        text = self.part("text_config", family)
+        tied = {key: self._config[key] for key in INHERITED_KEYS if key in self._config}
+        own = {key: value for key, value in self._config.items() if not key.endswith("_config")}
+        text._config = dict(text._config) | tied if text._config else own
+        self._read.update(INHERITED_KEYS if "text_config" in self._config else own)
+        return text
+
+    def ignore(self, *keys: str) -> None:
+        """Count keys as read that change nothing."""
+        self._read.update(keys)
+
+    def take(self, part: ConfigValues) -> None:
+        """Add the problems, refusals and notes of a part that has been read."""
+        try:
+            part.finish()
+        except InvalidFileError as error:
+            self._problems += error.problems
+        except CannotAnswerError as error:
+            self._refused.append(str(error))
+        self._notes += part.notes()
 
     @property
     def keys(self) -> Mapping[str, Any]:

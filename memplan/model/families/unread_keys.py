@@ -123,14 +123,15 @@ NOTED_KEYS: Mapping[str, str] = {
 # fmt: off
 HARMLESS_KEYS = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
-    "_sliding_window_pattern", "architecture", "architectures",
+    "_sliding_window_pattern", "architecture", "architectures", "boi_token_id", "boi_token_index",
     "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids",
     "begin_suppress_tokens", "beta_fast", "beta_slow", "bos_token_id", "cache_implementation",
     "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
     "description", "diversity_penalty", "do_sample", "dtype", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eoi_token_index", "eos_token_id", "ep_size",
+    "encoder_no_repeat_ngram_size", "eoi_token_id", "eoi_token_index", "eos_token_id", "ep_size",
     "exponential_decay_length_penalty", "finetuning_task", "first_last_layers", "forced_bos_token_id",
-    "forced_eos_token_id", "gradient_checkpointing", "head_dim_original", "id2label", "initial_context_length",
+    "forced_eos_token_id", "gradient_checkpointing", "head_dim_original", "id2label", "image_token_id",
+    "image_token_index", "initial_context_length",
     "initializer_factor", "initializer_range", "is_decoder", "is_llama_config", "keys_to_ignore_at_inference",
     "label2id", "layer_norm_eps", "layer_norm_epsilon", "layer_types", "length_penalty", "max_length",
     "max_new_tokens", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "model_type", "mtp_use_dedicated_embeddings",
@@ -148,7 +149,8 @@ HARMLESS_KEYS = frozenset({
     "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
     "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-    "use_mrope", "use_sliding_window", "zloss_coef",
+    "use_mrope", "use_sliding_window", "video_token_id", "vision_end_token_id", "vision_start_token_id",
+    "vision_token_id", "zloss_coef",
 })
 # fmt: on
 """Keys that change no tensor and no byte."""

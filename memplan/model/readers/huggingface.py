@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from memplan.documents.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.families import read_config
+from memplan.model.families import WITH_TOWERS, read_config
+from memplan.model.families.config_values import INHERITED_KEYS
 from memplan.model.model import Model
 from memplan.model.readers.quantization import quantization_format
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"
 INSTEAD = "give the folder of the model's config.json, or a .safetensors or .gguf file"
-
-_INHERITED_KEYS = ("tie_word_embeddings",)
-"""Keys that a multimodal config states once for all its parts."""
 
 
 def read_huggingface(path: Path) -> Model:
@@ -78,13 +76,13 @@ def _adapter_error(source: str, config: Mapping[str, Any]) -> CannotAnswerError:
 
 
 def _text_part(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the text model's keys, which multimodal configs nest, and a note if they were nested."""
+    """Return the text model's keys, which multimodal configs nest, and a note if they were; a family with towers reads all."""
     inner = config.get("text_config")
-    if inner is None or inner == {}:
+    if inner is None or inner == {} or config.get("model_type") in WITH_TOWERS:
         return config, ()
     if not isinstance(inner, dict):
         raise InvalidFileError([f"{source}: text_config: expected an object with keys, got {str(inner)!r:.40}"])
-    inherited = {key: config[key] for key in _INHERITED_KEYS if key in config}
+    inherited = {key: config[key] for key in INHERITED_KEYS if key in config}
     note = f"text model only: the other parts of {config.get('model_type')!r:.60} are left out"
     return inherited | inner, (note,)
 

@@ -10,6 +10,7 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
 from memplan.step.layers.rotation import rotary, turned
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 
 
@@ -28,6 +29,9 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if not builder.settings.code.query_first:
             with builder.tape.alive(*gates):
                 query, key, named = turned(builder, (query, key, value), part)
+        if part.scales_query:
+            with builder.tape.alive(key, value, *named):
+                query = _scaled(builder, query)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
         if builder.settings.code.repeats_keys:
             with builder.tape.alive(query):
@@ -43,6 +47,16 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 if fuses(builder, (name,)):
                     return fused_linears(builder, out, ((name, hidden),))[0]
                 return linear(builder, out, name, hidden)
+
+
+def _scaled(builder: Builder, query: Value) -> Value:
+    """Return queries times a factor for each position, which backward multiplies by again.
+
+    Source:
+        ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py (5.23.0).
+    """
+    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes, needs_gradient=False)
+    return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
 
 
 def _names(builder: Builder, prefix: str) -> list[str]:

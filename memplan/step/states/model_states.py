@@ -9,7 +9,7 @@ from math import prod
 
 from memplan.catalog.entries import Optimizer, StateSlot, StorageFormat
 from memplan.errors import CannotAnswerError
-from memplan.model.inventory import Inventory, ParameterTensor, Role, merged
+from memplan.model.inventory import Inventory, Kind, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
 from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors
@@ -291,16 +291,14 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     own, added = held(inventory, setup.config.parallel), tuple(adapters)
     narrow = _biases_beside_codes(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
-    saved = {(tensor.role, tensor.shape) for tensor in own if is_saved(setup, tensor)}
-    steppers = {} if frozen else _steppers(setup, kinds_of_own)
-    alike: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
-    alike_added: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
+    steppers = {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used])
+    alike: dict[Kind, TensorStates] = {}
     for tensor in kinds_of_own:
         together = steppers.get(setup.optimizer_names[tensor.role])
-        kind = (tensor.role, tensor.shape)
-        alike[kind] = tensor_states(setup, tensor, frozen and kind not in saved, together)
-    for tensor in merged(added):
-        alike_added[tensor.role, tensor.shape] = _adapter_states(setup, tensor)
+        still = not tensor.used or (frozen and tensor.kind not in saved)
+        alike[tensor.kind] = tensor_states(setup, tensor, still, together)
+    alike_added = {tensor.kind: _adapter_states(setup, tensor) for tensor in merged(added)}
     beside = [
         tensor_states(setup, tensor, frozen=True) for tensor in (*originals(own, setup), *reference_tensors(own, setup))
     ]
@@ -308,9 +306,9 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
         tensors=(
-            *(narrow.get(tensor.name) or alike[tensor.role, tensor.shape].of(tensor) for tensor in own),
+            *(narrow.get(tensor.name) or alike[tensor.kind].of(tensor) for tensor in own),
             *beside,
-            *(alike_added[tensor.role, tensor.shape].of(tensor) for tensor in added),
+            *(alike_added[tensor.kind].of(tensor) for tensor in added),
         ),
         weight_bytes=sum(t.weight_bytes * t.tensor.count for t in kinds),
         master_bytes=sum(t.master_bytes * t.tensor.count for t in kinds),
@@ -345,7 +343,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     coded = {
         tensor.name.removesuffix("weight")
         for tensor in own
-        if tensor.role == "hidden_matrix" and stored_format(setup, tensor)[0] not in FLOAT_BYTES
+        if tensor.used and tensor.role == "hidden_matrix" and stored_format(setup, tensor)[0] not in FLOAT_BYTES
     }
     biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
     return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}
@@ -377,17 +375,17 @@ def _adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStat
     name, optimizer = setup.optimizer_names[role], setup.optimizers[role]
     alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
     kind = stepper(setup, name, optimizer, [alone])
-    device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, width)
+    device, host = _placed_bytes(setup, optimizer, kind, tensor.shape, width) if tensor.used else (0, 0)
     size = tensor.elements * width
     cast = setup.autocast and dtype != setup.config.compute_dtype
     return TensorStates(
         tensor=tensor,
         format_name=dtype,
-        trainable=True,
+        trainable=tensor.used,
         weight_bytes=size,
         master_bytes=0,
-        formed_bytes=size,
-        gradient_bytes=_gradient_bytes(setup, tensor.elements, width),
+        formed_bytes=size if tensor.used else 0,
+        gradient_bytes=_gradient_bytes(setup, tensor.elements, width) if tensor.used else 0,
         state_bytes=device,
         host_bytes=host,
         element_bytes=width,

@@ -17,6 +17,7 @@ from memplan.trace.reference import operations, run_options, weight_storage
 from memplan.trace.reference.decoder import ReferenceModel
 from memplan.trace.reference.run_options import TORCH_DTYPES, ReferenceOptions, Target
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.stack_models import text_spec
 
 
 def skipped_files() -> tuple[str, ...]:
@@ -55,6 +56,7 @@ class Session(Job):
     model: ReferenceModel
 
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, device: str = "meta", target: Target = "cuda") -> None:
+        spec = text_spec(spec)
         options = reference_options(setup, spec, target)
         model = self.built(spec, options, device)
         if device != "meta":

@@ -56,6 +56,8 @@ class AttentionPart(nn.Module):
         width = self.part.rotary_dim
         query = rotary(query, tables, width, self.run)
         key = rotary(key, tables, width, self.run)
+        if self.part.scales_query:
+            query = query * tables.cos.new_ones((query.shape[-2], 1)).to(query.dtype)
         out = self._attend(query, key, value, tables)
         batch, _, tokens, _ = out.shape
         out = out.transpose(1, 2).reshape(batch, tokens, -1)

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -61,13 +66,15 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
 def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
     """Return transformers' config of the model that has ``keys`` in its ``config.json``."""
     given = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "dtype")}
-    config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **IDS})
-    config = config.get_text_config()
+    nested = {name: {**value, **IDS} for name, value in given.items() if name == "text_config"}
+    config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **(nested or IDS)})
+    config = config if "vision_config" in keys else config.get_text_config()
+    text = config.get_text_config()
     if setup.config.dropout is not None:
         for name in DROPOUT_KEYS:
-            if hasattr(config, name):
-                setattr(config, name, setup.config.dropout)
-    config.use_cache = False
+            if hasattr(text, name):
+                setattr(text, name, setup.config.dropout)
+    config.use_cache = text.use_cache = False
     return config
 
 
@@ -79,7 +86,8 @@ def loaded_model(inputs: StackInputs) -> Any:
     """
     setup, attention = inputs.setup, inputs.details.attention
     config, dtype = huggingface_config(inputs.keys, setup), base_dtype(setup)
-    auto: Any = AutoModelForSequenceClassification if setup.scores else AutoModelForCausalLM
+    whole = AutoModelForImageTextToText if "vision_config" in inputs.keys else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if setup.scores else whole
     if setup.scores:
         config.num_labels, config.pad_token_id = 1, 0
     with without_memory():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.model.tower import LANGUAGE
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tensors
@@ -79,8 +80,10 @@ def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the longest list of modules of one class, which are taken for the layers."""
-    lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
+    """Return the longest list of modules of one class, which are taken for the layers; a vision tower has none of them."""
+    named = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
+    lists = inside or [list(part) for _, part in named]
     alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
     return max(alike, key=len, default=[])
 

@@ -1,0 +1,84 @@
+"""What vision-language families have in common: a tower and a projector in front of a text model of another family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from memplan.model.families.config_values import MAXIMUM_LAYERS
+from memplan.model.spec import ModelSpec
+from memplan.model.tower import LANGUAGE, Tower, TowerTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memplan.model.families.config_values import ConfigValues
+
+
+OF_ACTIVATIONS = (
+    "attention_dropout", "fullatt_block_indexes", "hidden_act", "tokens_per_second", "vocab_size", "window_size"
+)  # fmt: skip
+"""Keys of a tower that no parameter depends on."""
+
+
+class TowerParts:
+    """Writes down the parameters of a tower, and reads the sizes that all have.
+
+    Args:
+        config: Values of its ``vision_config``.
+        missing: What missing sizes mean: hidden and intermediate size, blocks, heads and patch size, as the defaults of
+            the family's configuration class in transformers 5.23.0 have them.
+    """
+
+    def __init__(self, config: ConfigValues, missing: tuple[int, int, int, int, int]) -> None:
+        hidden, inner, blocks, heads, patch = missing
+        self.tensors: list[TowerTensor] = []
+        self.hidden = config.integer("hidden_size", default=hidden)
+        self.inner = config.integer("intermediate_size", default=inner)
+        self.blocks = config.integer("depth", "num_hidden_layers", default=blocks, maximum=MAXIMUM_LAYERS)
+        self.channels = config.integer("in_channels", "in_chans", "num_channels", default=3)
+        self.patch = config.integer("patch_size", "spatial_patch_size", default=patch)
+        self.heads = config.integer("num_heads", "num_attention_heads", default=heads)
+        config.divides("num_attention_heads", self.heads, "hidden_size", self.hidden)
+        config.ignore(*OF_ACTIVATIONS)
+
+    def add(
+        self,
+        name: str,
+        *shape: int,
+        bias: bool = False,
+        role: Literal["embedding", "hidden_matrix", "norm"] = "hidden_matrix",
+        count: int = 1,
+    ) -> None:
+        """Add a weight, and a bias of as many elements as it has rows.
+
+        Args:
+            name: Of the module, with ``{}`` for its number where there are several.
+            shape: Of the weight.
+            bias: Whether there is one.
+            role: Of the weight.
+            count: How many there are.
+        """
+        self.tensors.append(TowerTensor(f"{name}.weight", shape, role, count))
+        if bias:
+            self.tensors.append(TowerTensor(f"{name}.bias", shape[:1], "bias", count))
+
+
+def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:
+    """Return the text model of a vision-language model, its parts named as they are inside the whole.
+
+    Args:
+        config: Values of the whole config.
+        family: Family of the text model.
+        text_spec: Reads that family.
+    """
+    text = config.text_part(family)
+    spec = text_spec(text)
+    config.take(text)
+    inside = [name.replace("model.", LANGUAGE, 1) if name.startswith("model.") else name for name in spec.names]
+    return replace(spec, names=type(spec.names)(*inside))
+
+
+def with_tower(config: ConfigValues, text: ModelSpec, parts: TowerParts) -> ModelSpec:
+    """Return a text model with a tower in front of it."""
+    return replace(text, architecture=config.family, tower=Tower(tuple(parts.tensors), text.architecture))
