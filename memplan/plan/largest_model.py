@@ -65,11 +65,16 @@ def largest_models(
         models: Catalog names and models.
         setup: The training setup.
         devices: Devices, each possibly several GPUs whose memory is pooled.
+
+    Raises:
+        CannotAnswerError: No model can be planned under the setup; the reason for the smallest.
     """
     figure = bytes_per_parameter(setup).total
     trained = [(name, as_trained(model, setup)) for name, model in models]
     largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
     planned = [(name, -count, _Planned(model, setup)) for count, name, model in largest_first]
+    if planned and all(plan.refusal for *_, plan in planned):
+        raise CannotAnswerError(planned[-1][-1].refusal)
     rows = []
     for device in devices_for(setup, devices):
         room = _Room(setup, device)
@@ -102,13 +107,17 @@ class _Planned:
     Args:
         model: The model.
         setup: The training setup.
+
+    Attributes:
+        refusal: Why it is not planned; nothing where it is.
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
+        self._plan, self.refusal = None, ""
         try:
-            self._plan: CompiledPlan | None = CompiledPlan(model, setup)
-        except MemplanError:
-            self._plan = None
+            self._plan = CompiledPlan(model, setup)
+        except MemplanError as error:
+            self.refusal = str(error)
         config = setup.config
         self._job = config.micro_batch_size, config.sequence_length
         self._saved: dict[int, int] = {}

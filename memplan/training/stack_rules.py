@@ -239,6 +239,8 @@ def unmodelled(
         catalog: Where the formats are.
     """
     name, held = stack.name, stack.quantised_formats
+    if stack.not_modelled:
+        yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"
     for role, own in formats.items():
         if held is None and catalog.formats[own].product == "integers":
             yield ("weights", role), f"{own} is a layer of bitsandbytes, which {name} does not have; use stack: trl"
@@ -251,5 +253,3 @@ def unmodelled(
         yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if profile.loss == "in-place":
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
-    if stack.not_modelled:
-        yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"

@@ -109,3 +109,9 @@ def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config):
         return
     assert plan.constant_bytes <= plan.saved_bytes(2, 512) < requested
     assert plan.persistent_bytes < requested
+
+
+def test_a_stack_that_plans_no_model_is_refused_rather_than_answered_with_none(refused):
+    given = ("max", "--gpu", "h100", "--config")
+    assert "fp32 buffer" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)
+    assert "adapters on models of torchtitan" in refused(*given, "lora", "--stack", "torchtitan", code=3)

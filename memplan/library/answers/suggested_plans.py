@@ -114,7 +114,7 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     device = inputs.device()
     setup = inputs.setup(known)
     if setup.stack.not_modelled:
-        raise CannotAnswerError(setup.unmodelled[-1])
+        raise CannotAnswerError(setup.unmodelled[0])
     base, fixed = setup.config, keys_set(inputs)
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
     host = options.get("host_memory")
