@@ -126,7 +126,7 @@ class StorageFormat:
             them (GGML); ``tensor``: blocks run over the flattened tensor.
         tensor_bytes: Bytes once per tensor, such as a scale.
         coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
-        decoding_block_bytes: For each block, every temporary that is there when operators of torch have formed the copy
+        decoding_temporaries: For each block, every temporary that is there when operators of torch have formed the copy
             that a product reads; nothing where a kernel decodes.
         row_bytes: Bytes once for each row of a matrix, such as a scale.
         product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
@@ -149,7 +149,7 @@ class StorageFormat:
     blocking: Literal["row", "tensor"] = "row"
     tensor_bytes: int = 0
     coded_scale_elements: int = 0
-    decoding_block_bytes: tuple[int, ...] = ()
+    decoding_temporaries: tuple[int, ...] = ()
     row_bytes: int = 0
     product: Literal["decoded", "integers"] = "decoded"
     ggml_type: int | None = None

@@ -117,7 +117,7 @@ def _decoding_parts(setup: TrainingSetup, entry: TensorStates) -> tuple[int, ...
     stored = setup.formats[entry.tensor.role]
     if not entry.quantized:
         return ()
-    return tuple([size * entry.tensor.elements // stored.block_elements for size in stored.decoding_block_bytes])
+    return tuple([size * entry.tensor.elements // stored.block_elements for size in stored.decoding_temporaries])
 
 
 def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:

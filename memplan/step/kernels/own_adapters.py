@@ -48,7 +48,7 @@ def _refuse_codes(model: Model, setup: TrainingSetup) -> None:
     name = setup.format_names["hidden_matrix"]
     stored = setup.formats["hidden_matrix"]
     where = f"{setup.name}: weights.hidden_matrix: {name}"
-    if adapter is None or not stored.decoding_block_bytes:
+    if adapter is None or not stored.decoding_temporaries:
         return
     if not stack.projections.codes_saved:
         raise CannotAnswerError(f"{where} is decoded by operators of torch, which is not modelled for {stack.label}")

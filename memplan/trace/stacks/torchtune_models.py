@@ -99,5 +99,5 @@ def _adapter_options(setup: TrainingSetup) -> dict[str, Any]:
         "lora_alpha": 2 * adapter.rank,
         "lora_dropout": adapter.dropout or 0.0,
         "use_dora": adapter.kind == "dora",
-        "quantize_base": bool(setup.formats["hidden_matrix"].decoding_block_bytes),
+        "quantize_base": bool(setup.formats["hidden_matrix"].decoding_temporaries),
     }
