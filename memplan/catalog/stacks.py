@@ -198,7 +198,9 @@ class Stack:
             what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
             with adapters, which PEFT wraps it in, it is always.
         sharded_units: What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head,
-            or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered.
+            or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered;
+            ``accelerate`` has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only
+            those of the last micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
         sources: Where all this was read.
@@ -236,8 +238,8 @@ class Stack:
     stages: tuple[Stage, ...] = ("sft",)
     magnitudes: Literal["apart", "cast"] = "apart"
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
-    sharded_units: Literal["root", "ends-apart"] = "root"
     quantised_formats: tuple[str, ...] | None = None
+    sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     name: str = ""
     version: str = ""
 

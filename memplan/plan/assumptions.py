@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memplan.step.states.parallel_shards import is_sharded, sent_bytes
+from memplan.step.states.parallel_shards import is_accelerated, is_sharded, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.units import format_bytes, format_fraction
 
@@ -113,23 +113,29 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
             "gradients (gradient_as_bucket_view=False, the default)"
         )
         return
-    apart = plan.setup.stack.sharded_units == "ends-apart" and not plan.model.spec.tie_word_embeddings
+    units = plan.setup.stack.sharded_units
+    apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings
+    again = ", gathered again for backward" if units == "axolotl" else " stays gathered"
     ends = (
         "the embedding is one, final norm and head another, which stays gathered"
         if apart
-        else "the root (embedding, final norm, head) stays gathered"
+        else f"the root (embedding, final norm, head){again}"
     )
     yield (
         f"parallel.data {ranks}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
         "shards on dimension 0, padded to be equal"
     )
-    own = plan.setup.format_names["hidden_matrix"]
-    if own == config.compute_dtype:
+    own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype
+    if own == compute:
         yield f"gathered and reduced in {own}, the weights' dtype"
+    elif is_accelerated(plan.setup):
+        yield f"gathered and reduced in {compute}: MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype), as accelerate has it"
     else:
         yield (
-            f"gathered in {config.compute_dtype}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as in torchtitan"
+            f"gathered in {compute}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as in torchtitan"
         )
+    if is_accelerated(plan.setup) and config.gradient_accumulation_steps > 1:
+        yield "gradients of micro-steps before the last are kept whole (no_sync)"
 
 
 def _model(plan: MemoryPlan) -> Iterator[str]:

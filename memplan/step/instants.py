@@ -157,14 +157,14 @@ def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
 
 
-def _saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
+def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the first layer saves what it is given, and that is the embedding's output itself."""
     first = taped.layer_of(0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
     return not taped.embedding.tape.nodes and (inputs.setup.checkpointing != "none" or saved)
 
 
-def _named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
+def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
     spec, setup = inputs.spec, inputs.setup
     if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
@@ -250,7 +250,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
     leaf = embedded_leaf(inputs, taped)
-    apart = ZERO if _saves_leaf(inputs, taped) else leaf
+    apart = ZERO if saves_leaf(inputs, taped) else leaf
     yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), apart)
     base += apart
     bare_base = base + _called_again(inputs)
@@ -294,7 +294,7 @@ def _forward(
         apart: The embedding's output where it is a tensor apart.
     """
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-    named = _named_embeddings(inputs, taped)
+    named = named_embeddings(inputs, taped)
     around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")

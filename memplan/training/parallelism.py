@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import MAXIMUM_GPUS, Offload, Parallel, TrainingConfig
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
@@ -17,6 +18,8 @@ INSTEAD = "use parallel.zero_stage: 0"
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
+_LOSSES = dict.fromkeys(("accelerate", "axolotl"), ("bf16", "fp32", "fused-linear", "fused-head"))
+"""Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
 _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
@@ -43,6 +46,7 @@ def parallel_refusals(
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
+    stack: Stack,
 ) -> Problems:
     """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
 
@@ -52,6 +56,7 @@ def parallel_refusals(
         formats: Weight format of each role, by name.
         floats: Float formats and the bytes of an element.
         optimizers: Catalog entries of the optimizers in use, by name.
+        stack: Whose loop it is.
     """
     parallel = config.parallel
     for name, default in asdict(Parallel()).items():
@@ -72,7 +77,7 @@ def parallel_refusals(
     elif parallel.data > 1:
         yield from _when_parallel(config, formats, floats)
         if parallel.zero_stage == 3:
-            yield from _when_sharded(config, profile, formats, floats, optimizers)
+            yield from _when_sharded(config, profile, formats, floats, optimizers, stack)
 
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:
@@ -98,27 +103,30 @@ def _when_sharded(
     formats: Mapping[Role, str],
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
+    stack: Stack,
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
     if coded := sorted(set(formats.values()) - floats.keys()):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
-    if len(set(formats.values())) > 1:
+    if len(set(formats.values())) > 1 and config.adapter is None:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
     if config.master_weights != "none":
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
-    if config.adapter is not None:
-        yield ("adapter",), f"adapters are not supported with zero_stage 3; {INSTEAD}"
+    if config.adapter is not None and stack.sharded_units not in _LOSSES:
+        yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
+    if config.adapter is not None and config.adapter.modules_to_save:
+        yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {INSTEAD}"
     if config.weight_average != "none":
         yield ("weight_average",), f"an average of shards is not modelled; {INSTEAD}"
     if config.loss_scaling or config.compute_dtype == "fp16":
         yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {INSTEAD}"
-    if profile.loss not in ("bf16", "fp32"):
-        text = f"{profile.loss} is not supported with zero_stage 3, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
+    if profile.loss not in _LOSSES.get(stack.sharded_units, ("bf16", "fp32")):
+        text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
     for name, entry in optimizers.items():
-        if not _elementwise(entry, floats.get(weights, 0)):
+        if not _elementwise(entry, floats.get(weights if config.adapter is None else config.adapter.dtype or "", 0)):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {INSTEAD}"
             yield ("optimizer",), text
 

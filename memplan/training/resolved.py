@@ -26,6 +26,7 @@ from memplan.training.learning import Learning, Recipe, learning_of, recipe_of
 from memplan.training.parallelism import parallel_problems, parallel_refusals
 from memplan.training.stack_rules import (
     beside_codes,
+    casts_floats,
     kbit_formats,
     method_problems,
     method_refusals,
@@ -211,11 +212,11 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
         refuse_offloading(config, optimizer_names.values(), catalog, place)
+    known_formats = kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
-        for path, text in parallel_refusals(config, profile, named_formats, FLOAT_BYTES, used):
+        for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack):
             raise CannotAnswerError(f"{place(path)}: {text}")
-    known_formats = kbit_formats(config, stack, named_formats)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     stored = {role: catalog.formats[n] for role, n in known_formats.items()}
     return TrainingSetup(
@@ -309,7 +310,7 @@ def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str
     stack, alike = catalog.stack(config.stack), entry.implementation == catalog.optimizers[default].implementation
     if whole and alike and role not in config.optimizer:
         return default  # its states are as wide as the module that is trained, not as adapters are
-    if config.adapter is None and alike and stack.full_floats != "as-is":
+    if config.adapter is None and alike and casts_floats(config, stack):
         names = {each: format_name(config, each) for each in ROLES}
         wide = kbit_formats(config, stack, names)[role] == "fp32"
         return "adamw-fp32" if wide else name  # states are as wide as what the stack has cast

@@ -42,6 +42,8 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     adapter = config.adapter
     if adapter is not None and adapter.dtype is None:
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
+    if adapter is not None and hidden in FLOATS and casts_trained(config, stack):
+        adapter = replace(adapter, dtype="fp32")
     if config.method.stage != "sft":  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
         adapter = adapter and replace(adapter, dropout=0.0)
         config = replace(config, dropout=0.0)
@@ -199,8 +201,26 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
     return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
 
 
+def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether accelerate casts what is trained of a config's model to fp32 before it shards it."""
+    sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1
+    return stack.sharded_units == "accelerate" and sharded and config.compute_dtype != "fp32"
+
+
+def casts_floats(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a stack may cast weights that are all trained, and not only those beside adapters."""
+    return stack.full_floats != "as-is" or casts_trained(config, stack)
+
+
 def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
-    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained."""
+    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts trained parameters to fp32 where the
+        compute dtype is narrower.
+    """
+    if config.adapter is None and casts_trained(config, stack):
+        return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
     flash = (config.kernels.attention or stack.kernels.attention) == "flash"
     sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
     if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded:

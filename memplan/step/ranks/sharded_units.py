@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
+from memplan.model.spec import ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
-from memplan.step.states.parallel_shards import Unit, gathered_setup, unit
+from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, unit
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_weight import Mode
+from memplan.training.adapters import adapter_tensors, libraries_inventory
 from memplan.training.resolved import TrainingSetup
 
 TOKENS = Quantity.TOKENS
@@ -28,6 +32,7 @@ class ShardedStep:
         first: The unit of the embedding, or of all that no layer has.
         tail: The unit of final norm and head; the same one, or one apart.
         units: For each run of layers, the unit that one of them is.
+        rest: The root's own unit besides those of the ends, where there is one.
     """
 
     inputs: StepInputs
@@ -36,6 +41,7 @@ class ShardedStep:
     first: Unit
     tail: Unit
     units: tuple[Unit, ...]
+    rest: Unit | None
 
     @property
     def apart(self) -> bool:
@@ -43,9 +49,58 @@ class ShardedStep:
         return self.first is not self.tail
 
     @property
+    def loss_inside(self) -> bool:
+        """Whether the model itself forms the loss, before its root has let go of the last buffer."""
+        return is_accelerated(self.inputs.setup)
+
+    @property
+    def root_again(self) -> bool:
+        """Whether the root is let go of after forward, and gathered again when backward begins."""
+        return self.inputs.setup.stack.sharded_units == "axolotl"
+
+    @property
+    def head_instant(self) -> str:
+        """The instant at whose end the last layer's backward begins; one function has loss and head."""
+        return "loss backward" if self.taped.head.logits is None else "head backward"
+
+    @property
+    def end_instant(self) -> str:
+        """The instant in which the first layer's gradients are reduced, and the embedding is gathered, as libraries' hooks tell it."""
+        return "end of backward" if self.loss_inside else "layer 1 backward"
+
+    @property
+    def reduces_last(self) -> bool:
+        """Whether only the last micro-step reduces gradients, those of all of them at once."""
+        return is_accelerated(self.inputs.setup)
+
+    def played_as(self, mode: Mode) -> PlayedModel:
+        """Return the parts of the model, played so that whole gradients are new ones or are added to others."""
+        return self.played if mode == "first" else self.taped.played(mode, self.inputs.recomputation)
+
+    def whole_of(self, index: int) -> int:
+        """Return the whole gradients of one layer of a run."""
+        return self.taped.layer_of(index).gradients
+
+    @property
+    def whole_of_first(self) -> int:
+        """The whole gradients of the first unit: of the embedding, or of the root, where a tied one counts once."""
+        ends = [entry for entry in self.inputs.states.tensors if "{}" not in entry.tensor.name]
+        return sum(e.formed_bytes for e in ends if not self.apart or e.tensor.role == "embedding")
+
+    @property
+    def whole_gradients(self) -> int:
+        """The whole gradients of the model."""
+        return sum(entry.formed_bytes * entry.tensor.count for entry in self.inputs.states.tensors)
+
+    @property
     def held_bytes(self) -> int:
         """Whole weights that are there while layers run: those of the root."""
         return 0 if self.apart else self.first.gathered_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """Whole weights of what is in no other unit, which are there from the first forward to the end of backward."""
+        return self.rest.gathered_bytes if self.rest else 0
 
     @property
     def last(self) -> Unit:
@@ -66,7 +121,7 @@ class ShardedStep:
     def unit_gradients(self) -> tuple[int, ...]:
         """The rank's gradients of each unit, which are one tensor: what a reduction puts out."""
         layers = zip(self.units, self.taped.runs, strict=True)
-        ends = {id(unit): unit.kept_bytes for unit in (self.first, self.tail)}
+        ends = {id(unit): unit.kept_bytes for unit in (self.first, self.tail, self.rest) if unit}
         return (*ends.values(), *(unit.kept_bytes for unit, run in layers for _ in range(run.count)))
 
     def neighbour(self, index: int, position: int, step: int) -> Unit | None:
@@ -81,29 +136,41 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     """Return the tapes of gathered weights, and their units."""
     whole = gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
-    whole_states = model_states(whole, model.inventory, ())
+    adapters = adapter_tensors(model, setup)
+    inventory = (*libraries_inventory(model.inventory, setup), *adapters)
+    whole_states = model_states(whole, model.inventory, adapters)
     inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer, clipping)
     taped = model_on_tape(inputs)
     played = taped.played("first", inputs.recomputation)
-    first, tail = _ends(model, setup)
-    layers = [tensor for tensor in model.inventory if "{}" in tensor.name]
+    first, tail, rest = _ends(model.spec, inventory, setup)
+    layers = [tensor for tensor in inventory if "{}" in tensor.name]
     units = (
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
     )
-    return ShardedStep(inputs, taped, played, first, tail, tuple(units))
+    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest)
 
 
-def _ends(model: Model, setup: TrainingSetup) -> tuple[Unit, Unit]:
-    """Return the units of the embedding, and of final norm and head; both are one where they are not apart.
+def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:
+    """Return the units of the embedding, of final norm and head, and of what else the root has; the first two may be one.
+
+    accelerate finds no final norm in a model that PEFT has wrapped.
 
     Source:
-        torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` in
-        accelerate/utils/fsdp_utils.py (1.15.0).
+        torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` and ``_find_final_norm`` in
+        accelerate/utils/fsdp_utils.py (1.15.0), and the former in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     """
-    ends = [tensor for tensor in model.inventory if "{}" not in tensor.name]
-    if setup.stack.sharded_units == "root" or model.spec.tie_word_embeddings:
+    ends, layout = [tensor for tensor in inventory if "{}" not in tensor.name], setup.stack.sharded_units
+    others: list[ParameterTensor] = []
+    if layout == "accelerate":
+        wrapped = setup.config.adapter is not None
+        others = [
+            t for t in ends if t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
+        ]
+        ends = [tensor for tensor in ends if tensor not in others]
+    rest = unit(others, setup) if others else None
+    if layout in ("root", "axolotl") or spec.tie_word_embeddings:
         root = unit(ends, setup)
-        return root, root
+        return root, root, rest
     embeddings = [tensor for tensor in ends if tensor.role == "embedding"]
-    return unit(embeddings, setup), unit([tensor for tensor in ends if tensor.role != "embedding"], setup)
+    return unit(embeddings, setup), unit([tensor for tensor in ends if tensor.role != "embedding"], setup), rest

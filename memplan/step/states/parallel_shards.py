@@ -18,6 +18,9 @@ from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
 
+ADAPTER = ".lora_"
+"""What names of adapters' tensors have in them."""
+
 FULLY_SHARDED = 3
 """The ZeRO stage that shards weights, gradients and optimizer states (https://arxiv.org/abs/1910.02054)."""
 
@@ -25,6 +28,11 @@ FULLY_SHARDED = 3
 def is_sharded(parallel: Parallel) -> bool:
     """Tell whether ranks hold shards; without, each holds everything."""
     return parallel.data > 1 and parallel.zero_stage == FULLY_SHARDED
+
+
+def is_accelerated(setup: TrainingSetup) -> bool:
+    """Tell whether accelerate prepares shards: the model forms its loss, gradients are reduced in the compute dtype, after the last micro-step."""
+    return setup.stack.sharded_units in ("accelerate", "axolotl")
 
 
 def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
@@ -58,16 +66,18 @@ def share(parallel: Parallel) -> Fraction:
 def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup that forward and backward of gathered weights run under.
 
-    They are gathered in the compute dtype, so that nothing is cast in a product; norms run in it too. Evaluation is
+    They are gathered in the compute dtype, so that nothing is cast in a product, and there is no autocast; norms run in it too. Evaluation is
     told apart: it gathers as well.
 
     Source:
         ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py (v2.13.0).
     """
     config, dtype = setup.config, setup.config.compute_dtype
+    adapter = config.adapter and replace(config.adapter, dtype=dtype)
     return replace(
         setup,
-        config=replace(config, parallel=Parallel(), evaluation=False),
+        stack=replace(setup.stack, autocast="never"),
+        config=replace(config, parallel=Parallel(), evaluation=False, adapter=adapter),
         format_names=dict.fromkeys(ROLES, dtype),
         formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")),
         gradient=None,
@@ -80,8 +90,9 @@ class Unit:
 
     Attributes:
         gathered_bytes: All of them whole, in the compute dtype, padding included.
-        reduced_bytes: Their gradients as they go into the reduction, likewise, in the weights' dtype.
-        kept_bytes: The rank's share of these gradients.
+        reduced_bytes: Their gradients as they go into the reduction, likewise.
+        kept_bytes: The rank's share of these gradients, in the weights' dtype.
+        narrow_bytes: The same as it comes out of the reduction, where that is in another dtype, or 0.
         cast_bytes: Its share of the weights, cast to the compute dtype before they are gathered; 0 for none.
         last_bytes: The whole gradient of the last matrix, which a loop's variable holds until the end
             of the reduction.
@@ -90,6 +101,7 @@ class Unit:
     gathered_bytes: int
     reduced_bytes: int
     kept_bytes: int
+    narrow_bytes: int
     cast_bytes: int
     last_bytes: int
 
@@ -108,17 +120,37 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         ``foreach_all_gather`` and ``foreach_reduce`` in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
     """
-    ranks = setup.config.parallel.data
-    elements = sum(tensor.elements for tensor in held(tensors, setup.config.parallel))
-    matrices = [tensor.elements for tensor in tensors if len(tensor.shape) > 1]
-    own = FLOAT_BYTES[setup.format_names["hidden_matrix"]]
+    ranks, compute = setup.config.parallel.data, setup.compute_bytes
+    shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
+    trained = sum(elements for elements, _, trains in shards if trains)
+    own = max((width for _, width, trains in shards if trains), default=compute)
+    reduced = compute if is_accelerated(setup) else own
     return Unit(
-        gathered_bytes=ranks * elements * setup.compute_bytes,
-        reduced_bytes=ranks * elements * own,
-        kept_bytes=elements * own,
-        cast_bytes=elements * setup.compute_bytes if own != setup.compute_bytes else 0,
-        last_bytes=matrices[-1] * setup.compute_bytes if matrices else 0,
+        gathered_bytes=ranks * sum(elements for elements, _, _ in shards) * compute,
+        reduced_bytes=ranks * trained * reduced,
+        kept_bytes=trained * own,
+        narrow_bytes=trained * reduced if reduced != own else 0,
+        cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute,
+        last_bytes=_last_elements(tensors, setup) * compute,
     )
+
+
+def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
+    """Return the bytes of an element of a tensor, and whether it is trained."""
+    if setup.config.adapter is None:
+        return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True
+    if ADAPTER in tensor.name:
+        return FLOAT_BYTES[setup.adapter_dtype], True
+    return FLOAT_BYTES[setup.format_names[tensor.role]], False
+
+
+def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> int:
+    """Return the elements of a unit's last matrix; layers of transformers' models end with a norm or a bias."""
+    if setup.config.adapter is not None:
+        return 0
+    matrices = [tensor.elements for tensor in tensors if len(tensor.shape) > 1]
+    layer = any("{}" in tensor.name for tensor in tensors)
+    return matrices[-1] if matrices and not (layer and setup.stack.model_code == "transformers") else 0
 
 
 def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:

@@ -137,14 +137,19 @@ def shard(
     for modules in units:
         stays = {"reshard_after_forward": False} if isinstance(modules, list) else {}
         fully_shard(modules, mesh=mesh, mp_policy=policy, **stays)  # type: ignore[call-overload]
-        unit = modules[0] if isinstance(modules, list) else modules
-        assert isinstance(unit, FSDPModule)
-        unit.set_custom_all_gather(collective)  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            group.device = META
-            for parameter in group.fsdp_params:
-                parameter.device = META
+        on_meta(modules, collective)
+
+
+def on_meta(modules: nn.Module | Sequence[nn.Module], collective: Allocates) -> None:
+    """Let a unit's buffers lie where its parameters do, and its collectives move nothing."""
+    unit = modules if isinstance(modules, nn.Module) else modules[0]
+    assert isinstance(unit, FSDPModule)
+    unit.set_custom_all_gather(collective)  # type: ignore[arg-type]
+    unit.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group.device = META
+        for parameter in group.fsdp_params:
+            parameter.device = META
 
 
 def gathered(root: nn.Module) -> Iterator[nn.Parameter]:

@@ -4,28 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+import torch.distributed.fsdp
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from memplan.errors import CannotAnswerError
-from memplan.step.states.parallel_shards import is_sharded
+from memplan.trace.ranks import fully_shard
+from memplan.trace.ranks.fully_shard import Allocates, ShardedRecorder
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
 
 
 @contextmanager
-def several_gpus(recorder: Recorder, setup: TrainingSetup) -> Iterator[None]:
-    """Let accelerate take this process for the first of a setup's ranks, and its own code prepare the model."""
+def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iterator[None]:
+    """Let accelerate take this process for the first of a setup's ranks, and its own code prepare a trainer's model."""
     parallel = setup.config.parallel
     if parallel.data == 1:
         yield
-        return
-    if is_sharded(parallel):
-        raise CannotAnswerError("parallel.zero_stage: the code of a stack is traced with replicas only")
+    elif isinstance(recorder, ShardedRecorder):
+        with _shards(recorder, parallel.data, trainer):
+            yield
+    else:
+        with _replicas(recorder, parallel.data):
+            yield
+
+
+@contextmanager
+def _distributed(kind: DistributedType) -> Iterator[None]:
+    """Let accelerate take this process for one of several of a kind."""
+    own = Accelerator.distributed_type
+    Accelerator.distributed_type = property(lambda _: kind)
+    try:
+        yield
+    finally:
+        Accelerator.distributed_type = own
+
+
+@contextmanager
+def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
+    """Put replicas that are told to ``recorder`` in the place of DistributedDataParallel."""
     made = torch.nn.parallel.DistributedDataParallel
 
     class Recorded(Replica):
@@ -33,11 +54,42 @@ def several_gpus(recorder: Recorder, setup: TrainingSetup) -> Iterator[None]:
             super().__init__(module, recorder, **options)
 
     torch.nn.parallel.DistributedDataParallel = Recorded  # type: ignore[assignment, misc]
-    kind = Accelerator.distributed_type
-    Accelerator.distributed_type = property(lambda _: DistributedType.MULTI_CPU)
     try:
-        with process_group(parallel.data), HostKept():  # type: ignore[no-untyped-call]
+        with _distributed(DistributedType.MULTI_CPU), process_group(ranks), HostKept():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.nn.parallel.DistributedDataParallel = made  # type: ignore[misc]
-        Accelerator.distributed_type = kind
+
+
+@contextmanager
+def _shards(recorder: ShardedRecorder, ranks: int, trainer: Any) -> Iterator[None]:
+    """Let accelerate's FSDP2 shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+    state, made = trainer.accelerator.state, torch.distributed.fsdp.fully_shard
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
+    collective = Allocates()
+    collective.recorder = recorder
+    _numbered(trainer.model)
+
+    with fully_shard.process_group(ranks) as mesh:
+
+        def sharded(module: Any, **options: Any) -> Any:
+            result = made(module, **{**options, "mesh": mesh})
+            fully_shard.on_meta(module, collective)
+            return result
+
+        torch.distributed.fsdp.fully_shard = sharded
+        try:
+            with _distributed(DistributedType.FSDP), recorder.following():
+                yield
+        finally:
+            torch.distributed.fsdp.fully_shard = made
+
+
+def _numbered(model: torch.nn.Module) -> None:
+    """Give parameters addresses that differ, by which accelerate tells them from each other; without memory all have one."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]

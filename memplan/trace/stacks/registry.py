@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError, MemplanError
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.training.resolved import TrainingSetup
 
 PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
@@ -60,11 +62,20 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
     if inputs.setup.config.parallel.data > 1 and name not in ON_SEVERAL_GPUS:
         raise CannotAnswerError(f"parallel.data: the code of stack {name} is traced on one GPU only")
     cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
-    recorder = Recorder("meta", _own_files(), cublas_bytes=cublas)
+    recorder = _recorder(inputs.setup)("meta", _own_files(), cublas_bytes=cublas)
     with _explained(name):
         run = program.run(inputs, recorder)
     packages = ", ".join(f"{package} {number}" for package, number in versions(name).items())
     return assembled(recorder, run.vocab_size, run.notes), f"{run.title} ({packages})"
+
+
+def _recorder(setup: TrainingSetup) -> type[Recorder]:
+    """Return the recorder that a setup's ranks need; distributed tensors take a second to import."""
+    if not is_sharded(setup.config.parallel):
+        return Recorder
+    from memplan.trace.ranks.fully_shard import ShardedRecorder
+
+    return ShardedRecorder
 
 
 def versions(name: str) -> dict[str, str]:

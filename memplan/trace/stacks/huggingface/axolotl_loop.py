@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import accelerate.accelerator
 import peft
 import torch
 import transformers
@@ -106,7 +107,9 @@ def _axolotl() -> Iterator[ModuleType]:
     sys.modules.setdefault(name, package)
     patches = import_module("axolotl.monkeypatch.lora_kernels")
     lora, quantize = (import_module(f"axolotl.kernels.{part}") for part in ("lora", "quantize"))
+    sharding = import_module("axolotl.monkeypatch.accelerate.fsdp2")
     stands: list[tuple[Any, str, Any]] = [
+        (accelerate.accelerator, "fsdp2_prepare_model", sharding.fsdp2_prepare_model),  # as patch_accelerate_fsdp2
         (quantize, "_ctypes_nf4_dequant", _decoded),
         (lora, "_activation_kernels", lambda _: (lambda _, up: torch.empty_like(up), lambda *given: given)),  # in place
         (lora, "_gradient_mm", _wide_product),

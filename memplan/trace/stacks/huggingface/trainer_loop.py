@@ -188,7 +188,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
     trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
     trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
-    with several_gpus(recorder, setup), AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+    with several_gpus(recorder, setup, trainer), AnyNumber(), recorder:  # type: ignore[no-untyped-call]
         trainer.train()
     config = trainer.model.config.get_text_config()
     return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))

@@ -1,0 +1,140 @@
+"""Forward of one rank that holds shards: what is gathered lies around the same moments of whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.head_instants import head_forward
+from memplan.step.instants import embedded_leaf, named_embeddings, saves_leaf
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.step_inputs import kept_arguments, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.played import Instant
+
+TOKENS = Quantity.TOKENS
+
+
+def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:
+    """Return an instant of so many bytes of gathered weights and reduced gradients besides what is there."""
+    return Instant(name, operation, form + constant_form(Part.TEMPORARIES, communication), communication)
+
+
+def rows_of_head(step: ShardedStep) -> Form:
+    """Return what the final norm is given and gives."""
+    values = (step.taped.head.section.entry, step.taped.head.normed)
+    return sum((single_form(Part.ACTIVATIONS, value.quantity, value.coefficient) for value in values), ZERO)
+
+
+def arguments_of(step: ShardedStep) -> Form:
+    """Return what a forward has made for its layers, tables included."""
+    inputs = step.inputs
+    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+
+
+def leaf_of(step: ShardedStep) -> Form:
+    """Return the output of a frozen embedding that is a tensor apart, or nothing."""
+    return ZERO if saves_leaf(step.inputs, step.taped) else embedded_leaf(step.inputs, step.taped)
+
+
+def leaf_kept(step: ShardedStep) -> Form:
+    """Return the output of a frozen embedding that layers have saved, when they have let go of it: a leaf stays."""
+    return embedded_leaf(step.inputs, step.taped) - leaf_of(step)
+
+
+def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
+    """Yield the layers' forward, the copies of the first and of the last layer out of their buffers, and the loss.
+
+    A unit's buffer lives until the next unit has been copied out of its own; the last one until
+    forward ends. The model's own logits stay until the loss is known.
+    """
+    played, runs = step.played, step.taped.runs
+    held, stream = step.held_bytes, step.taped.embedding.output
+    x = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient)
+    around = base + arguments_of(step)
+    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
+    yield with_gathered("forward", "copy of the first layer", around + x, first)
+    if step.apart:
+        yield with_gathered("forward", "copy of the embedding", around, 2 * step.first.gathered_bytes)
+        for moment in played.embedding.forward:
+            yield with_gathered("forward", moment.operation, around + moment.form, 2 * step.first.gathered_bytes)
+    entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
+    around += entered
+    if step.apart:
+        ends = 2 * step.tail.gathered_bytes + step.last.gathered_bytes
+        yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
+    yield from _layers(step, around + played.embedding.saved, entered)
+    under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
+    if under:
+        form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
+        gathered = held + 2 * step.last.gathered_bytes + under.gathered_bytes
+        yield with_gathered("forward", "copy of the last layer", form, gathered)
+    if step.loss_inside:
+        yield from _head_inside(step, base + leaf_of(step) + played.saved)
+    else:
+        yield from _loss_outside(step, base + played.saved)
+
+
+def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]:
+    """Yield the forward of the first and of the last layer of each run, whose buffer is still there.
+
+    Args:
+        step: The rank's step.
+        around: What lies around the first.
+        entered: What of that the first layer is given.
+    """
+    for run, kind, own in zip(step.taped.runs, step.taped.kinds, step.units, strict=True):
+        part = step.played.layers[kind]
+        gathered = step.held_bytes + 2 * own.gathered_bytes
+        for position in dict.fromkeys((0, run.count - 1)):
+            below = around + part.saved * position
+            if run is step.taped.runs[0] and position == 0:
+                below -= entered
+            for moment in part.forward:
+                yield with_gathered("forward", moment.operation, below + moment.form, gathered)
+        around += part.saved * run.count
+
+
+def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
+    around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    buffer = step.tail if step.apart else step.last
+    for moment in head_forward(step.inputs, step.taped.head, step.played.head, around):
+        form = moment.form
+        yield with_gathered("forward", moment.operation, form, step.tail.gathered_bytes + buffer.gathered_bytes)
+
+
+def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    """Yield the head's product, which is the model's last, and the loss outside it."""
+    tail, head, settings = step.tail.gathered_bytes, step.taped.head, step.taped.settings
+    inputs = next(n.inputs[0][0] for n in head.section.tape.nodes if n.name == "log_softmax")
+    logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
+    read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
+    form = around + head.section.tape.saved_form() + read + constant_form(Part.LOGITS, settings.loss_bytes)
+    form = form if settings.loss == "bf16" else form + logits
+    yield with_gathered("forward", "log_softmax", form, tail)
+    buffer = tail if step.apart else step.last.gathered_bytes
+    yield with_gathered("forward", "head", around + rows_of_head(step) + logits, tail + buffer)
+
+
+def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
+    held, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
+    x, around = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient), around + arguments_of(step)
+    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
+    yield with_gathered("evaluation", "copy of the first layer", around + x, first)
+    runs, last = step.taped.runs, step.last.gathered_bytes
+    if step.apart:
+        yield with_gathered("evaluation", "copy of norm and head", around + x, 2 * tail + last)
+    if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
+        gathered = held + 2 * last + under.gathered_bytes
+        yield with_gathered("evaluation", "copy of the last layer", around + x, gathered)
+    own = dict(zip(step.taped.kinds, (2 * unit.gathered_bytes for unit in step.units), strict=True))
+    for kind, section in enumerate(step.taped.layers):
+        for moment in section.evaluated().forward:
+            yield with_gathered("evaluation", moment.operation, around + moment.form, held + own[kind])
+    for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
+        outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
+        buffer = 0 if outside else tail if step.apart else last
+        yield with_gathered("evaluation", moment.operation, around + moment.form, tail + buffer)
