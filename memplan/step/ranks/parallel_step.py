@@ -148,7 +148,8 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
     at_once = step.root_again or head.logits is None
     if step.root_again:
         yield with_gathered("loss backward", "copy of the root", around + played.head.saved, 2 * tail)
-    if step.apart and head.logits is not None:
+    if (step.apart or step.loss_inside) and not at_once:
+        assert head.logits is not None
         logits = single_form(Part.LOGITS, TOKENS, head.logits.coefficient)
         communication = tail + step.last.gathered_bytes + step.last.cast_bytes
         form = around + rows_of_head(step) + logits
@@ -221,6 +222,7 @@ def _layer_unit(
     named = position + 1 in _positions(run) or position == run.count
     top = position == run.count and index == len(step.units) - 1
     before = step.head_instant if top else f"layer {run.first + position + named} backward"
+    before = name if step.reentrant else before
     if step.apart:
         over, under = over or step.tail, under or step.first
     root, waiting = step.held_bytes, over.reduced_bytes if over and of.reduces else 0
@@ -236,7 +238,7 @@ def _layer_unit(
     communication = root + own.reduced_bytes + next_gathered
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
-    if last and step.inputs.setup.checkpointing == "none" and name != step.end_instant:
+    if last and (step.reentrant or step.inputs.setup.checkpointing == "none") and name != step.end_instant:
         name, there = step.end_instant, around + arrived + leaf_kept(step) + gradients - tables_of_graph(step.inputs)
         held = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", there, held)

@@ -64,6 +64,12 @@ class ShardedStep:
         return "loss backward" if self.taped.head.logits is None else "head backward"
 
     @property
+    def reentrant(self) -> bool:
+        """Whether layers run again by reentrant checkpointing, which hides their results from hooks."""
+        setup = self.inputs.setup
+        return setup.checkpointing != "none" and setup.stack.checkpointing.reentrant
+
+    @property
     def end_instant(self) -> str:
         """The instant in which the first layer's gradients are reduced, and the embedding is gathered, as libraries' hooks tell it."""
         return "end of backward" if self.loss_inside else "layer 1 backward"
