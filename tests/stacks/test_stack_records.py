@@ -84,7 +84,7 @@ def test_records_are_of_the_versions_that_the_environments_install(path):
     groups = environments.get(path.stem, environments[path.stem.partition(".")[0]]).values()
     pinned = dict(package.split("==") for group in groups for package in group)
     assert {name: number.split("+")[0] for name, number in versions.items()}.items() <= pinned.items()
-    assert len({record.job for record in records}) == len(records) >= 40
+    assert len({record.job for record in records}) == len(records) >= (20 if path.stem.endswith(".shards") else 40)
     assert all(len(record.events) == 64 for record in records)
 
 
