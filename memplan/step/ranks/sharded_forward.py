@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memplan.step.behind_forward import behind_forward
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.instants import embedded_leaf, named_embeddings, saves_leaf
@@ -100,9 +101,11 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
     around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
     buffer = step.tail if step.apart else step.last
-    for moment in head_forward(step.inputs, step.taped.head, step.played.head, around):
-        form = moment.form
-        yield with_gathered("forward", moment.operation, form, step.tail.gathered_bytes + buffer.gathered_bytes)
+    for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
+        gathered = step.tail.gathered_bytes + buffer.gathered_bytes
+        yield with_gathered("forward", moment.operation, moment.form, gathered)
+    for moment in behind_forward(step.inputs, step.taped, around + step.played.head.saved):
+        yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes)
 
 
 def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
