@@ -129,7 +129,8 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
     several = inputs.setup.profile.loss_chunks > 1
     for gone in ((), (last,), (last, full)) if several else ((),):
         form = around + rows + own[Quantity.TOKENS] + parts[last] + (parts[full] if gone else ZERO)
-        form = sum((own[q] * -1 - parts[q] for q in gone), form)
+        copies = ZERO if inputs.regime.one_sequence else sum((parts[q] for q in gone), ZERO)
+        form = sum((own[q] * -1 for q in gone), form - copies)
         yield Instant(
             "head backward", "head of a chunk", form + constant_form(Part.GRADIENTS, (1 + len(gone)) * formed)
         )

@@ -91,7 +91,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_sequence=batch == 1
         and (
             profile.attention in ("math", "eager")
-            or profile.loss in ("chunked-backward", "fp32-pieces", *TOKEN_CHUNKS)
+            or profile.loss in ("chunked-backward", "chunked-logits", "fp32-pieces", *TOKEN_CHUNKS)
             or (setup.stack.loop.metrics != "none" and profile.loss == "fp32")
             or learned
             or steps_through_scores(spec)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 SCHEMAS = Path(__file__).parent / "schemas"
 ANY = ".*"
@@ -70,6 +73,32 @@ def fields(path: Path, classes: str) -> Iterator[str]:
                     yield item.target.id
 
 
+def recipe_keys(folder: Path) -> list[str]:
+    """Return the keys of torchtune's training configs, those that its recipes read, and what its models are built with."""
+    keys: set[str] = set()
+    for path in (folder / "recipes" / "configs").rglob("*.yaml"):
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        keys |= set(dotted(data)) if {"optimizer", "policy_model"} & data.keys() else set()
+    for path in (folder / "recipes").glob("*.py"):
+        if not re.match("generate|quantize|eleuther", path.name):
+            keys |= set(re.findall(r"""\bcfg\.get\(\s*["'](\w+)""", path.read_text(encoding="utf-8")))
+    for path in (folder / "torchtune" / "models").rglob("_model_builders.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not re.search(
+                "tokenizer|transform|clip|t5|flux|autoencoder", node.name
+            ):
+                keys |= {f"model.{item.arg}" for item in (*node.args.args, *node.args.kwonlyargs)}
+    return sorted(keys)
+
+
+def dotted(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a document, those of sections with dots."""
+    for name, value in data.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{name}.")
+
+
 def main() -> None:
     """Write one file for each trainer."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -78,6 +107,7 @@ def main() -> None:
     SCHEMAS.mkdir(exist_ok=True)
     for trainer in PACKAGES:
         (SCHEMAS / f"{trainer}.txt").write_text("".join(f"{key}\n" for key in schema_keys(folder, trainer)))
+    (SCHEMAS / "torchtune.txt").write_text("".join(f"{key}\n" for key in recipe_keys(folder)))
 
 
 if __name__ == "__main__":

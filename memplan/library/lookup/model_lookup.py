@@ -70,12 +70,20 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
         return model_from_shapes(**given)
     if is_trainer_file(text):
         known = file_model(text, {KEYS[name]: value for name, value in given.items()})
-        return known if isinstance(known, Model) else named_model(resolve_model_name(known, catalog), catalog)
+        if isinstance(known, Model):
+            return known
+        name, positions = known
+        return built_for(named_model(resolve_model_name(name, catalog), catalog), positions)
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])
     refuse_no_model(text)
     return named_model(resolve_model_name(text, catalog), catalog)
+
+
+def built_for(model: Model, positions: int) -> Model:
+    """Return a model as a trainer builds it, for so many positions; 0 leaves those of its release."""
+    return replace(model, spec=replace(model.spec, max_position_embeddings=positions)) if positions else model
 
 
 def named_model(resolved: ResolvedName, catalog: Catalog) -> Model:

@@ -100,8 +100,10 @@ def trainer_job(
     return job
 
 
-def file_model(text: str, shapes: Mapping[str, Any]) -> str | Model:
-    """Return the model that a trainer's file names, or the one that it gives the shapes of.
+def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
+    """Return the model that a trainer's file names with the positions that it is built for, or the one that it gives the shapes of.
+
+    The positions are 0 where the trainer takes those that the model was released with.
 
     Args:
         text: The file's path.
@@ -116,7 +118,7 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> str | Model:
     if job.head.missing or job.role == "launcher":
         _refuse_unread(text, job)
     if given is not None and not shapes:
-        return str(given)
+        return str(given), int(flags.get("max_position_embeddings", 0))
     if given is not None:
         raise InvalidFileError([f"{text}: names the model {printable(str(given))}, and shapes are given too"])
     if not {"hidden_size", "num_hidden_layers"} <= flags.keys():

@@ -58,7 +58,7 @@ class _File:
         data = training_data(self.path, beside, self.options.get("gpus"), catalog, content, given)
         name = trainer_job(self.path, beside, self.options.get("gpus"), content).value("model.given")
         options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
-        return planned(name or self.path, **options)
+        return planned(name if name and beside else self.path, **options)
 
 
 def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
