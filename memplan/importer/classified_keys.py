@@ -113,7 +113,11 @@ def _sort(
         elif path in ruled:
             place = (keys.name, path)
             reading.used.setdefault(place, UsedKey(path, keys.name, keys.line(path), value))
-        elif _listed(path, mapped.irrelevant) is not None or (value is None and path in mapped.aliases):
+        elif (
+            _listed(path, mapped.irrelevant) is not None
+            or path in keys.variables
+            or (value is None and path in mapped.aliases)
+        ):
             done.irrelevant.append(path)
         else:
             nearest = match_hint(path, known_keys(mapped))

@@ -15,6 +15,9 @@ Lookup = Callable[[str], Any]
 OFF = frozenset(("false", "none", "no", "off", "null", "0", "0.0", "", "[]", "{}", "disabled", "disable"))
 """Words that switch a feature off in one trainer or another."""
 
+TRUE, FALSE = frozenset(("true", "yes", "on", "y", "t")), frozenset(("false", "no", "off", "n", "f"))
+"""Words for true and false where YAML, or a parser of arguments, left them as text."""
+
 LARGEST = 10**18
 """No size or count is as large."""
 
@@ -35,6 +38,17 @@ def word(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(word(item) for item in value)
     return str(value).strip().lower()
+
+
+def truth(value: Any) -> str:
+    """Return ``true`` or ``false`` for a word that says so, any other value as :func:`word` has it.
+
+    Example:
+        >>> truth("Y"), truth("off"), truth("unsloth")
+        ('true', 'false', 'unsloth')
+    """
+    text = word(value)
+    return "true" if text in TRUE else "false" if text in FALSE else text
 
 
 def is_on(value: Any) -> bool:
@@ -68,6 +82,8 @@ def _matches(value: Any, wanted: Any) -> bool:
     if compared := _COMPARED.fullmatch(text):
         return _compare(value, compared[1], compared[2])
     given = word(value)
+    if isinstance(wanted, bool) and not isinstance(value, bool):
+        return given in (TRUE if wanted else FALSE)
     return given == text or ("*" in text and fnmatchcase(given, text))
 
 

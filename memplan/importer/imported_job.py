@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.conditions import version_parts, word
-from memplan.importer.interpreter import DEFAULTED, FLAGGED, LAUNCHED, STATED, Reading, Result, follow
+from memplan.importer.interpreter import DEFAULTED, LAUNCHED, STATED, Reading, Result, follow
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
@@ -232,9 +232,19 @@ def _told(
         launching = question.trainer is not None and any(
             head.role == "launcher" and _fits(keys, head) for head in heads
         )
-        told = tell(keys, heads, None if launching else question.trainer)
+        told = _told_beside(keys, sources[-1], heads, None if launching else question.trainer)
         (launchers if told.head.role == "launcher" else jobs).append(told)
     return jobs, launchers
+
+
+def _told_beside(keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None) -> Told:
+    """Return whose keys these are; of a file that a command names and whose own keys do not tell, that command's trainer's."""
+    try:
+        return tell(keys, heads, named)
+    except InvalidFileError:
+        if command is keys or command.form != "argv":
+            raise
+        return tell(keys, heads, tell(command, heads, named).head.trainer)
 
 
 def _fits(keys: GivenKeys, head: TrainerHead) -> bool:
@@ -282,11 +292,14 @@ def _follow_all(
             sort_keys(job.reading, inner, question.mappings.body(name), job.keys)
             joined.append((question.mappings.body(name).joined, inner))
         joined.append((mapped.joined, keys))
-    for keys, _ in given:
-        follow(job.reading, job.mapped.rules, keys, FLAGGED if keys.form == "argv" and len(given) > 1 else STATED)
-        sort_keys(job.reading, keys, job.mapped, job.keys)
     if given:
-        joined.append((job.mapped.joined, given[-1][0]))
+        over = given[0][0]
+        for keys, _ in given[1:]:
+            over = replace(keys, under=over)
+        follow(job.reading, job.mapped.rules, over, STATED)
+        for keys, _ in given:
+            sort_keys(job.reading, keys, job.mapped, job.keys)
+        joined.append((job.mapped.joined, over))
     for rules, keys in joined:
         follow(job.reading, rules, keys, STATED)
 

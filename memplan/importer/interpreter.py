@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from memplan.errors import match_hint, printable
-from memplan.importer.conditions import LARGEST, as_number, holds, is_on, word
+from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.needed_results import MODEL, SECTIONS, need_of
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.module_patterns import selected_linears
@@ -24,8 +24,8 @@ ARITHMETIC = ("product", "quotient", "sum")
 REFERENCE = re.compile(r"\$\{|\$[A-Za-z_(]")
 """What OmegaConf or a shell would put a value in for."""
 
-DEFAULTED, LAUNCHED, STATED, FLAGGED = range(4)
-"""Ranks of a result: a default, said by a launcher's file, by the trainer's file, by a flag; the higher one counts."""
+DEFAULTED, LAUNCHED, STATED = range(3)
+"""Ranks of a result: a default, said by a launcher's file, by the trainer's file or flags; the higher one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class _Step:
             return self.reading.result(name[1:])
         value = self.keys.value(name)
         if value is not MISSING:
-            place = (self.keys.name, name)
+            place = (self.keys.source(name).name, name)
             if place not in self.reading.used:
-                self.reading.used[place] = UsedKey(name, self.keys.name, self.keys.line(name), value)
+                self.reading.used[place] = UsedKey(name, place[0], self.keys.line(name), value)
             self.seen.append(name)
         return value
 
@@ -155,7 +155,7 @@ class _Step:
         if not conditions:
             return
         if names and given is None:
-            unset = rule.get("if_null") == "unset" and names[0] in self.keys.data
+            unset = rule.get("if_null") == "unset" and self.keys.has(names[0])
             if "default" in rule and not unset:
                 self._default(names[0])
             return
@@ -212,7 +212,7 @@ class _Step:
         by_word = {word(name): meaning for name, meaning in table.items()}
         if isinstance(value, list) and value and all(by_word.get(word(item), MISSING) is None for item in value):
             return  # each of several changes nothing
-        meaning = by_word.get(word(value), by_word.get("*", MISSING))
+        meaning = next((by_word[name] for name in (word(value), truth(value), "*") if name in by_word), MISSING)
         if meaning is MISSING:
             known = [word(name) for name in table]
             few = f", modelled are {', '.join(known)}" if len(known) <= FEW else ""
@@ -291,7 +291,8 @@ class _Step:
     def _refuse(self, key: str | None, why: str) -> None:
         name = key or next(iter(self.seen), "")
         value = self.keys.value(name) if name else ""
-        self.reading.refusals.append(Refusal(name, self.keys.name, self.keys.line(name) if name else 1, value, why))
+        source = self.keys.source(name).name if name else self.keys.name
+        self.reading.refusals.append(Refusal(name, source, self.keys.line(name) if name else 1, value, why))
 
     def _append(self, name: str, item: Any, key: str | None) -> None:
         earlier = self.reading.results.get(target(name))
@@ -310,9 +311,9 @@ class _Step:
         full, results = target(name), self.reading.results
         if full in results and results[full].rank > rank:
             return
-        results[full] = Result(value, rank, key, self.keys.name, why)
+        results[full] = Result(value, rank, key, self.keys.source(key).name if key else self.keys.name, why)
         for one in keys:
             effect = f"{full.removeprefix('training.')} = {word(value) if isinstance(value, bool) else value}"
-            effects = self.reading.used[self.keys.name, one].effects
+            effects = self.reading.used[self.keys.source(one).name, one].effects
             if effect not in effects:
                 effects.append(effect)

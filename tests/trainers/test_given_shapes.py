@@ -117,3 +117,48 @@ def test_a_pattern_of_all_layers_is_its_linear_modules():
 def test_no_pattern_is_a_traceback(pattern):
     names = selected_linears(pattern)
     assert names is None or all(re.fullmatch("[a-z_]+", name) for name in names)
+
+
+TUNE = """\
+length: 4096
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: "${length}"}
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 8, lora_attn_modules: [q_proj]}
+optimizer: {_component_: torch.optim.AdamW, fused: true}
+dataset: {packed: true}
+batch_size: 2
+dtype: bf16
+"""
+
+
+def test_flags_count_over_the_file_that_they_name(tmp_path):
+    path = written(tmp_path, TUNE)
+    words = ["tune", "run", "--nproc_per_node", "2", "lora_finetune_distributed", "--config", str(path)]
+    answer = memplan.import_file([*words, "batch_size=4", "dataset.packed=False", "model.lora_rank=32"]).to_dict()
+    training = answer["training"]
+    assert (training["micro_batch_size"], training["adapter"]["rank"], answer["packing"]) == (4, 32, False)
+    assert (training["sequence_length"], training["kernels"], training["parallel"]["data"]) == (
+        4096,
+        {"optimizer": "fused"},
+        2,
+    )
+    assert (answer["keys"]["unknown"], answer["needs"]) == ([], [])
+    lines = {one["key"]: (one["file"], one["line"]) for one in answer["keys"]["used"] if one["effect"]}
+    assert (lines["batch_size"], lines["dtype"]) == (("command line", 8), (str(path), 7))
+
+
+def test_nanogpts_settings_in_python_are_read_and_not_run(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "train_small.py").write_text("import time\nbatch_size = 12\nn_layer = 6\nout = 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    answer = memplan.import_file(["python", "train.py", "config/train_small.py", "--batch_size=8"]).to_dict()
+    assert (answer["trainer"]["name"], answer["model"]["num_hidden_layers"]) == ("nanogpt", 6)
+    assert answer["training"]["micro_batch_size"] == 8
+
+
+@pytest.mark.parametrize("spelled", ["y", "yes", "on", "true", "'true'", "True", "Y"])
+def test_every_spelling_of_true_is_true(tmp_path, spelled):
+    text = (
+        f"base_model: a/b\ndatasets: []\nmicro_batch_size: 1\nflash_attention: {spelled}\nsample_packing: {spelled}\n"
+    )
+    answer = memplan.import_file(written(tmp_path, text)).to_dict()
+    assert (answer["training"]["kernels"]["attention"], answer["packing"]) == ("flash", True)

@@ -18,6 +18,8 @@ _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9})\s*(\\?[*+/-])\s*(\d{1,9}
 _ENDS = frozenset(("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<"))
 _ASSIGNED = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_./@]*=")
 _SEVERAL_ASSIGNED = re.compile(rf"{_ASSIGNED.pattern}\S*(\s+{_ASSIGNED.pattern}\S*)+")
+_CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
+"""A file of settings in Python, as nanoGPT takes it."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
@@ -50,7 +52,7 @@ def command_line(words: Sequence[str], name: str = NAME) -> CommandLine:
     flags, places, lines, inner = _flags(texts, script, len(texts))
     program = tuple(word for word in (*texts[start:script], *places) if not word.startswith("-"))
     config = [str(flags[flag]) for flag in CONFIG_FLAGS if isinstance(flags.get(flag), str)]
-    config = [text for text in (*config, *places) if text.endswith(FILES)]
+    config = [text for text in (*config, *places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
     data = {key: value for key, value in flags.items() if not (key in CONFIG_FLAGS and str(value) in config)}
     return CommandLine(
         GivenKeys(name, {**data, **inner}, lines, "argv", program, environment),
@@ -101,6 +103,10 @@ def _environment(texts: Sequence[str]) -> tuple[dict[str, str], int]:
 def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
     """Return the launcher and where the program that it starts stands."""
     names = [text.rsplit("/", 1)[-1] for text in texts]
+    if (
+        names[start : start + 2] == ["tune", "run"] and "--config" in texts
+    ):  # torchrun's flags stand in front of the recipe
+        return "tune", texts.index("--config") - 1
     at = next((at for at in range(start, len(texts)) if names[at] in LAUNCHERS), None)
     if at is None:
         return "", start
@@ -128,7 +134,7 @@ def _flags(
             name, equals, value = text[2:].partition("=")
             name = name.replace("-", "_")
             values = [value] if equals else []
-            while not equals and at < end and not texts[at].startswith("--") and not _is_short(texts[at]):
+            while not equals and at < end and _goes_on(values, texts[at]):
                 values.append(texts[at])
                 at += 1
             flags[name], lines[(name,)] = _value(values), here
@@ -138,6 +144,14 @@ def _flags(
         elif not text.startswith("-"):
             places.append(text)
     return flags, places, lines, assigned
+
+
+def _goes_on(values: Sequence[str], text: str) -> bool:
+    """Tell whether a word is a further value of a flag: no flag, nothing but a number behind one, and no assignment behind any."""
+    if text.startswith("--") or _is_short(text):
+        return False
+    number = bool(values) and values[-1].isdigit()
+    return not ((number and text[0].isalpha()) or (values and _ASSIGNED.match(text)))
 
 
 def _is_short(text: str) -> bool:

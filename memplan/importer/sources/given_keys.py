@@ -30,6 +30,8 @@ class GivenKeys:
         environment: Variables set in front of a command.
         absent: Files that it includes and that are not there.
         repeated: Keys that are given twice, of which the last counts.
+        variables: Keys that others refer to.
+        under: Keys of another source that count where these say nothing: a file's under the flags of its command.
     """
 
     name: str
@@ -40,9 +42,25 @@ class GivenKeys:
     environment: Mapping[str, str] | None = None
     absent: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    variables: frozenset[str] = frozenset()
+    under: GivenKeys | None = None
 
     def value(self, path: str) -> Any:
         """Return what stands at a dotted path, or :data:`MISSING`; an empty value counts as not given."""
+        own = self._own(path)
+        return own if own is not MISSING or self.under is None else self.under.value(path)
+
+    def source(self, path: str) -> GivenKeys:
+        """Return the source that gives a key, this one where none does."""
+        if self.under is None or self._own(path) is not MISSING or self.under.value(path) is MISSING:
+            return self
+        return self.under.source(path)
+
+    def has(self, key: str) -> bool:
+        """Tell whether a key stands in a source, with a value or without."""
+        return key in self.data or (self.under is not None and self.under.has(key))
+
+    def _own(self, path: str) -> Any:
         node: Any = self.data
         if path in self.data:
             node = self.data[path]
@@ -55,6 +73,8 @@ class GivenKeys:
 
     def line(self, path: str) -> int:
         """Return the line of a dotted path, or of the nearest key above it."""
+        if (source := self.source(path)) is not self:
+            return source.line(path)
         known: tuple[Key, ...] = (path,) if (path,) in self.lines else tuple(path.split("."))
         while known and known not in self.lines:
             known = known[:-1]
@@ -62,6 +82,8 @@ class GivenKeys:
 
     def where(self, path: str) -> str:
         """Return ``file:line: key`` for messages."""
+        if (source := self.source(path)) is not self:
+            return source.where(path)
         place = f"{self.name}: word {self.line(path)}" if self.form == "argv" else f"{self.name}:{self.line(path)}"
         return f"{place}: {dotted_keys(path.split('.'))}"
 

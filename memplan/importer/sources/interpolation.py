@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,16 @@ def interpolated(keys: GivenKeys) -> GivenKeys:
     Raises:
         InvalidFileError: References that lead back to themselves.
     """
-    return replace(keys, data=_filled(keys.data, keys, ()))
+    return replace(keys, data=_filled(keys.data, keys, ()), variables=frozenset(_named(keys.data)))
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Yield the names of keys that references name."""
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _named(item)
+    elif isinstance(value, str) and "${" in value:
+        yield from _WHOLE.findall(value)
 
 
 def _filled(value: Any, keys: GivenKeys, path: tuple[str, ...]) -> Any:

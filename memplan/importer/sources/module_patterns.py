@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -43,7 +44,9 @@ def selected_linears(pattern: str) -> list[str] | None:
     if len(pattern) > MOST_CHARACTERS or repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
         return None
     try:
-        matches = re.compile(pattern).fullmatch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets within sets, which mean what they mean today
+            matches = re.compile(pattern).fullmatch
     except (re.error, OverflowError, RecursionError):
         return None
     if any(matches(name) for name in OTHERS):
