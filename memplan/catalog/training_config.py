@@ -83,6 +83,24 @@ Engine = Literal["torch", "fsdp1", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True)
+class DeepSpeed:
+    """Keys of ``zero_optimization`` in DeepSpeed's configuration, by their names and with their defaults (0.19.8).
+
+    Attributes:
+        reduce_bucket_size: Elements of gradients that are reduced together; ``auto`` is the hidden size squared, as
+            transformers fills it in.
+        overlap_comm: Whether they are reduced beside backward, which takes a second bucket; None is as the stage does.
+        reduce_scatter: Whether a rank's gradients are reduced for it; else all are, for all, and none are copied.
+        round_robin_gradients: Whether parameters are dealt out to ranks in turn.
+    """
+
+    reduce_bucket_size: int | Literal["auto"] = 500_000_000
+    overlap_comm: bool | None = None
+    reduce_scatter: bool = True
+    round_robin_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
 
@@ -102,6 +120,7 @@ class Parallel:
         precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
         overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
+        deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
     """
 
     data: int = 1
@@ -122,6 +141,7 @@ class Parallel:
     precision_aware: bool = False
     overlap_gradients: bool = False
     vocabulary_multiple: int = 128
+    deepspeed: DeepSpeed = DeepSpeed()
 
 
 @dataclass(frozen=True, slots=True)

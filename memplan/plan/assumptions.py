@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memplan.step.states.parallel_shards import is_accelerated, is_sharded, sent_bytes
+from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.units import format_bytes, format_fraction
 
@@ -92,7 +92,8 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
         return
     yield from _sharing(plan)
     yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per GPU"
-    sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, plan.states.gradient_bytes))
+    formed = sum(entry.formed_bytes * entry.tensor.count for entry in plan.states.tensors if entry.trainable)
+    sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, formed))
     yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced in every micro-batch"
     stream = plan.allowances.stream_bytes
     keeps = (
@@ -107,6 +108,16 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
     """Yield how weights and gradients are shared out, and in which dtypes they pass between GPUs."""
     config = plan.setup.config
     ranks = config.parallel.data
+    if is_flat(config.parallel):
+        zero = config.parallel.deepspeed
+        size = zero.reduce_bucket_size
+        elements = f"hidden size squared ({plan.model.spec.hidden_size**2:,})" if size == "auto" else f"{size:,}"
+        yield (
+            f"parallel.data {ranks}, zero_stage {config.parallel.zero_stage}: DeepSpeed 0.19.8, whole weights in "
+            f"{config.compute_dtype}, equal pieces of fp32 weights and states; {2 if zero.overlap_comm else 1} bucket(s) of "
+            f"{elements} elements; groups with and without weight decay; gradients of a rank's parameters, each of them whole"
+        )
+        return
     if not is_sharded(config.parallel):
         yield (
             f"parallel.data {ranks}, zero_stage 0: torch's DistributedDataParallel, everything replicated; buckets beside the "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.entries import Kind
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
-from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.states.parallel_shards import is_flat, is_sharded
 from memplan.step.tapes.linear_forms import Part
 from memplan.units import format_fraction
 from memplan.values import dataclass
@@ -35,6 +35,7 @@ COMPONENTS = (
 
 TAPE = "operations of the reference model, each tensor kept until its backward has run (memplan/step/tapes/tape.py)"
 FULLY_SHARD_SOURCE = "torch/distributed/fsdp/_fully_shard (v2.13.0), traced on one rank"
+FLAT_SOURCE = "deepspeed/runtime/zero/stage_1_and_2.py (0.19.8), traced on its fullest ranks"
 REPLICATED_SOURCE = "torch/csrc/distributed/c10d/reducer.cpp (v2.13.0), traced on one rank"
 
 
@@ -91,9 +92,11 @@ def _step(plan: MemoryPlan) -> Iterator[Component]:
 def _communication(plan: MemoryPlan) -> Iterator[Component]:
     """Yield the line of what is gathered and reduced, where there are several GPUs."""
     parallel = plan.setup.config.parallel
-    if parallel.data == 1:
+    if parallel.data == 1 and not is_flat(parallel):
         return
-    if is_sharded(parallel):
+    if is_flat(parallel):
+        formula, source = "DeepSpeed's buckets of gradients, and the copy that is reduced", FLAT_SOURCE
+    elif is_sharded(parallel):
         formula = "weights gathered for the root and for the layer that runs or comes next, gradients being reduced"
         source = FULLY_SHARD_SOURCE
     else:

@@ -29,8 +29,8 @@ from memplan.step.instants import StepForms, compile_step, regime_of, step_on_ta
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.states.model_states import model_states
-from memplan.step.states.parallel_shards import bucket_bytes, is_sharded
+from memplan.step.states.flat_partitions import rank_states
+from memplan.step.states.parallel_shards import bucket_bytes, is_flat, is_sharded
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
 from memplan.step.tapes.played import Instant, dominant
@@ -164,7 +164,7 @@ class CompiledPlan:
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
         _refuse_fused_adapters(setup)
-        self.states = model_states(setup, model.inventory, adapter_tensors(model, setup))
+        self.states = rank_states(setup, model.inventory, adapter_tensors(model, setup))
         self._by_regime: dict[tuple[Regime, int], Compiled] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
@@ -238,6 +238,10 @@ class CompiledPlan:
 
     def _forms(self, regime: Regime) -> StepForms:
         """Return the closed forms of one rank's step."""
+        if is_flat(self.setup.config.parallel):
+            from memplan.step.ranks.engine_step import compile_engine_step
+
+            return compile_engine_step(*self._tapes(regime))
         if not is_sharded(self.setup.config.parallel):
             return compile_step(*self._tapes(regime))
         from memplan.step.ranks.parallel_step import compile_sharded_step
@@ -264,7 +268,8 @@ class CompiledPlan:
         """What block rounding adds to weights, gradients and states, exactly; shards of gradients come unit by unit."""
         total = 0
         by_unit = is_sharded(self.setup.config.parallel)
-        for entry in self.states.tensors:
+        flat = is_flat(self.setup.config.parallel)
+        for entry in (entry for entry in self.states.tensors if not (flat and entry.trainable)):
             gradient = 0 if by_unit else entry.gradient_bytes
             sizes = (entry.weight_bytes, entry.master_bytes, gradient, entry.state_bytes)
             total += entry.tensor.count * sum(round_up(size, BLOCK_BYTES) - size for size in sizes)

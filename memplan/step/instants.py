@@ -189,13 +189,16 @@ def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
 
 def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
-    if not inputs.setup.stack.loop.holds:
-        return ZERO
-    escaped = _escaped(taped, taped.played("first", inputs.recomputation))
+    return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO
+
+
+def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
+    escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
     return embedded_leaf(inputs, taped) * 2 + _called_again(inputs) + escaped
 
 
-def _escaped(taped: ModelOnTape, played: PlayedModel) -> Form:
+def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
     """Return what the nodes of all layers hold until the graph goes."""
     return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), ZERO)
 
@@ -249,18 +252,14 @@ def _filled_bytes(inputs: StepInputs) -> int:
 def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of one forward and backward; ``base`` is there throughout."""
     played = taped.played(mode, inputs.recomputation)
-    leaf = embedded_leaf(inputs, taped)
-    apart = ZERO if saves_leaf(inputs, taped) else leaf
-    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), apart)
-    base += apart
-    bare_base = base + _called_again(inputs)
-    base += kept_arguments(inputs) + tables_of_graph(inputs)
+    yield from forward_instants(inputs, taped, played, base)
+    base, bare_base = backward_base(inputs, taped, base)
     yield from copied_outputs(inputs, taped.head, base + played.saved + played.head.saved)
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     bare = base + played.embedding.saved
-    escaped = _escaped(taped, played)
+    escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:
         below = (played.layers[kind].saved * count for kind, count in place.below.items())
@@ -277,8 +276,30 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
         yield moment.around(around, "end of backward")
-    if leaf is not ZERO:
-        yield Instant("end of backward", "gradient of the embedded tokens", around + leaf * 2 - apart)
+    yield from leaf_instants(inputs, taped, around)
+
+
+def leaf_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the end of backward where the embedded tokens are a leaf, which is there beside its gradient."""
+    if (leaf := embedded_leaf(inputs, taped)) is not ZERO:
+        last = around + leaf * 2 - _leaf_apart(inputs, taped)
+        yield Instant("end of backward", "gradient of the embedded tokens", last)
+
+
+def _leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return the embedded tokens where they are a leaf, and no layer saves them."""
+    return ZERO if saves_leaf(inputs, taped) else embedded_leaf(inputs, taped)
+
+
+def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
+    """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
+    base += _leaf_apart(inputs, taped)
+    return base + kept_arguments(inputs) + tables_of_graph(inputs), base + _called_again(inputs)
+
+
+def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
+    """Yield the moments of forward; ``base`` is there throughout."""
+    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), _leaf_apart(inputs, taped))
 
 
 def _forward(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import MAXIMUM_GPUS, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Parallel, TrainingConfig
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard) or 0 (DistributedDataParallel), and what ranks keep of a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 or 2 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0"
+
+MAXIMUM_ELEMENTS = 2**50
 
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
@@ -26,7 +28,7 @@ _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
 def divides_model(parallel: Parallel) -> bool:
     """Tell whether the model itself is divided, and not only what data parallel GPUs share."""
-    rest = replace(parallel, data=1, zero_stage=0, replicate=1, engine="torch")
+    rest = replace(parallel, data=1, zero_stage=0, replicate=1, engine="torch", deepspeed=DeepSpeed())
     return rest != Parallel()
 
 
@@ -36,6 +38,11 @@ def parallel_problems(parallel: Parallel) -> Problems:
         value = getattr(parallel, name)
         if value is not None and not 1 <= value <= MAXIMUM_GPUS:
             yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
+    if (size := parallel.deepspeed.reduce_bucket_size) != "auto" and not 1 <= size <= MAXIMUM_ELEMENTS:
+        yield (
+            ("parallel", "deepspeed", "reduce_bucket_size"),
+            f"expected auto or a positive number of elements, got {size}",
+        )
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 
@@ -59,13 +66,18 @@ def parallel_refusals(
         stack: Whose loop it is.
     """
     parallel = config.parallel
-    for name, default in asdict(Parallel()).items():
-        given = getattr(parallel, name)
-        if name not in ("data", "zero_stage", "engine") and given != default:
+    for name in Parallel.__dataclass_fields__:
+        given, default = getattr(parallel, name), getattr(Parallel(), name)
+        if name not in ("data", "zero_stage", "engine", "deepspeed") and given != default:
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
-    if parallel.engine != "torch" and parallel.zero_stage:
-        text = f"{parallel.engine} is not supported: its flat partitions and buckets are not modelled; {POSSIBLE}"
+    if parallel.engine == "deepspeed" and parallel.zero_stage and stack.model_code != "transformers":
+        text = f"deepspeed is modelled as transformers' Trainer and what is built on it run it, not under {stack.name}; use --stack trl"
+        yield ("parallel", "engine"), text
+    elif parallel.engine == "deepspeed" and parallel.zero_stage in (1, 2):
+        yield from _when_flat(config, formats, floats, optimizers)
+    elif parallel.engine != "torch" and parallel.zero_stage:
+        text = f"{parallel.engine} is not supported with zero_stage {parallel.zero_stage}: what it gathers and when is not modelled; {POSSIBLE}"
         yield ("parallel", "engine"), text
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
@@ -95,6 +107,37 @@ def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: 
         yield ("gradients", "dtype"), text
     if config.offload != Offload():
         yield ("offload",), "offloading is not supported on several GPUs"
+
+
+def _when_flat(
+    config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int], optimizers: Mapping[str, Optimizer]
+) -> Problems:
+    """Yield what DeepSpeed's ZeRO 1 and 2 are not modelled with."""
+    compute, trained = str(config.compute_dtype), set(formats.values())
+    if config.adapter is not None:
+        trained = {str(config.adapter.dtype)} | (trained & floats.keys())
+    if trained != {compute}:
+        text = f"{', '.join(sorted(trained))} is not what DeepSpeed trains, which casts all weights, those of adapters too, to {compute}; use {compute}"
+        yield ("adapter", "dtype") if config.adapter is not None else ("weights",), text
+    elif config.adapter is None and compute != "fp32" and config.master_weights != "fp32":
+        yield ("master_weights",), f"{config.master_weights} is not how DeepSpeed trains in {compute}; use fp32"
+    if config.gradients.lifetime == "layer" or config.gradients.dtype not in (None, compute):
+        yield ("gradients",), f"DeepSpeed keeps gradients in {compute} until the step; leave gradients as they are"
+    if config.weight_average != "none" or config.zero_gradients == "fill":
+        key = "weight_average" if config.weight_average != "none" else "zero_gradients"
+        yield (key,), "not modelled under DeepSpeed"
+    if config.loss_scaling or compute == "fp16":
+        yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
+    if config.offload != Offload():
+        yield ("offload",), "DeepSpeed's offloading is not modelled yet"
+    if len(optimizers) > 1:
+        yield ("optimizer",), "DeepSpeed steps one optimizer for all parameters"
+    for name, entry in optimizers.items():
+        if not _elementwise(entry, 4):
+            yield (
+                ("optimizer",),
+                f"{name} is not modelled under DeepSpeed, which steps flat fp32 weights; use adamw-fp32",
+            )
 
 
 def _when_sharded(

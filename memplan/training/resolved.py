@@ -116,6 +116,8 @@ class TrainingSetup:
     @property
     def autocast(self) -> bool:
         """Whether CUDA autocast casts weights and activations to a narrower compute dtype."""
+        if self.config.parallel.engine == "deepspeed":
+            return False  # the engine casts the weights beforehand
         return runs_autocast(self.stack, self.format_names["hidden_matrix"], self.config.compute_dtype)
 
     @property
@@ -171,6 +173,8 @@ class TrainingSetup:
     @property
     def kbit_floats(self) -> bool:
         """Whether all that is not quantised is in fp32 beside quantised matrices."""
+        if self.config.parallel.engine == "deepspeed":
+            return False  # the engine casts them back
         return self.stack.kbit_floats == "fp32" and beside_codes(self.config, self.format_names["hidden_matrix"])
 
     @property
@@ -212,7 +216,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
         refuse_offloading(config, optimizer_names.values(), catalog, place)
-    known_formats = kbit_formats(config, stack, named_formats)
+    cast_back = config.parallel.engine == "deepspeed" and config.parallel.zero_stage > 0
+    known_formats = named_formats if cast_back else kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack):
@@ -300,6 +305,8 @@ def _optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str
     if whole:
         names = {each: format_name(config, each) for each in ROLES}
         trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
+    if config.parallel.engine == "deepspeed" and config.parallel.zero_stage:
+        trained = "fp32"  # what it steps is a flat copy
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
     keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
     given = next((config.optimizer[key] for key in keys if key in config.optimizer), default)

@@ -178,7 +178,12 @@ def test_a_launcher_joins_the_trainer():
     assert answer["training"]["parallel"] == {"data": 4}
     sharded = read("trl.yaml", beside=[EXAMPLES / "ds_z3.json"], gpus=8)["training"]
     assert (sharded["parallel"], sharded["master_weights"]) == (
-        {"zero_stage": 3, "engine": "deepspeed", "data": 8},
+        {
+            "zero_stage": 3,
+            "engine": "deepspeed",
+            "data": 8,
+            "deepspeed": {"reduce_bucket_size": 500_000_000, "overlap_comm": True},
+        },
         "fp32",
     )
 

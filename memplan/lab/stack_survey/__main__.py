@@ -20,6 +20,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     at_version,
     drawn_stack_job,
     stack_verdict,
+    under_deepspeed,
     with_stage,
 )
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear) for n in range(options.jobs)]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
+    if options.deepspeed and not options.job:
+        jobs = [under_deepspeed(job, options.seed, number) for number, job in enumerate(jobs)]
     jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
     jobs = [job for job in jobs if not options.family or job.family in options.family]
@@ -83,6 +86,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
     parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
+    parser.add_argument("--deepspeed", action="store_true", help="jobs as DeepSpeed runs them, on ranks that are drawn")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

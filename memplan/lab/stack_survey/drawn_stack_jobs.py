@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -13,9 +13,15 @@ from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_own_models import OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, resolved
 from memplan.lab.survey.drawn_models import model_values
+from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.trace.recording.trace_result import Trace
+from memplan.step.instants import regime_of, step_on_tape
+from memplan.step.ranks.engine_step import EngineStep
+from memplan.step.states.flat_partitions import flat_groups, rank_shares, trained_tensors
+from memplan.step.states.optimizer_scratch import Temporaries
+from memplan.step.states.parallel_shards import is_flat
+from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.registry import trace_stack
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
@@ -50,6 +56,9 @@ WINDOWED, WINDOWS = ("mistral", "phi3", "mixtral"), (100, 200, 1024)
 
 LIGER = {"norm": "in-place", "rotary": "in-place", "activation": "in-place", "loss": "fused-linear"}
 """Liger's kernels, each drawn by itself."""
+
+DEEPSPEED_STAGES = (1, 2, 2)
+"""Stages of ZeRO that DeepSpeed's jobs have."""
 
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
@@ -185,6 +194,28 @@ def _weights(rng: Random) -> dict[str, Any]:
     return keys
 
 
+def under_deepspeed(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job as DeepSpeed runs it on several ranks, its stage, ranks and buckets drawn with it."""
+    rng, training = Random(f"memplan deepspeed {seed} {number}"), dict(job.job.training)
+    dtype = "fp32" if training["compute_dtype"] == "fp32" else "bf16"
+    coded = {role: name for role, name in training["weights"].items() if role == "hidden_matrix"}
+    training |= {"compute_dtype": dtype, "weights": {"default": dtype, **coded}, "optimizer": {"default": "adamw-fp32"}}
+    training.pop("loss_scaling", None)
+    if "adapter" in training:
+        training["adapter"] = {**training["adapter"], "dtype": dtype}
+    elif dtype == "bf16":
+        training["master_weights"] = "fp32"
+    buckets = {
+        "reduce_bucket_size": rng.choice(("auto", "auto", 100_000, 1_000_000, 20_000_000)),
+        "overlap_comm": rng.choice((None, True, False)),
+        "round_robin_gradients": rng.random() < 0.2,
+        "reduce_scatter": rng.random() < 0.9,
+    }
+    ranks, stage = rng.choice((1, 2, 4, 8, 8, 16, 32)), rng.choice(DEEPSPEED_STAGES)
+    training["parallel"] = {"data": ranks, "zero_stage": stage, "engine": "deepspeed", "deepspeed": buckets}
+    return replace(job, job=Job(job.job.model, training))
+
+
 def stack_setup(job: StackJob, catalog: Catalog) -> tuple[Any, TrainingSetup]:
     """Return model and setup of a job.
 
@@ -215,7 +246,43 @@ def traced(job: StackJob, catalog: Catalog) -> Trace:
     """
     model, setup = stack_setup(job, catalog)
     inputs = StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
-    return trace_stack(job.stack, inputs, workspaces=False)[0]
+    if not is_flat(setup.config.parallel):
+        return trace_stack(job.stack, inputs, workspaces=False)[0]
+    fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))
+    return fullest_of([trace_stack(job.stack, rank, workspaces=False)[0] for rank in fullest])
+
+
+def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
+    """Return the ranks of DeepSpeed that have the most gradients, and the most at each instant, by the formula for each alone."""
+    plan = CompiledPlan(model, setup)
+    groups = flat_groups(setup, trained_tensors(plan.states))
+    shares = rank_shares(setup, groups)
+    regime = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
+    inputs, taped = step_on_tape(plan.model, setup, plan.states, regime)
+    values = plan.values(setup.config.micro_batch_size, setup.config.sequence_length)
+
+    def sizes(rank: int) -> dict[str, int]:
+        alone = [share if other == rank else replace(share, gradient_bytes=0) for other, share in enumerate(shares)]
+        update = Temporaries(shares[rank].step_bytes - shares[rank].gradient_bytes, "")
+        own = replace(inputs, gradient_bytes=shares[rank].gradient_bytes, optimizer=update)
+        found: dict[str, int] = {}
+        for instant in EngineStep(own, taped, groups, alone).instants():
+            found[instant.name] = max(found.get(instant.name, 0), instant.form.total_bytes(values))
+        return found
+
+    by_rank = [sizes(rank) for rank in range(len(shares))]
+    fullest = [max(range(len(shares)), key=lambda rank: by_rank[rank][name]) for name in by_rank[0]]
+    return list(dict.fromkeys((max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes), *fullest)))
+
+
+def fullest_of(traces: Sequence[Trace]) -> Trace:
+    """Return the first of several ranks' traces, with the fullest of all at each instant."""
+    instants: dict[str, Moment] = {}
+    for trace in traces:
+        for name, moment in trace.instants.items():
+            if name not in instants or moment.bytes > instants[name].bytes:
+                instants[name] = moment
+    return replace(traces[0], instants=instants)
 
 
 def _keys(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -223,7 +223,8 @@ def _refuse_unknown(text: str, data: Mapping[str, Any], kind: type, above: str =
         allowed = [
             word for one in (hints[key], *get_args(hints[key])) if get_origin(one) is Literal for word in get_args(one)
         ]
-        if allowed and value not in allowed and value is not None:
+        others = tuple(one for one in get_args(hints[key]) if isinstance(one, type))
+        if allowed and value not in allowed and value is not None and not isinstance(value, others):
             raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
 
 

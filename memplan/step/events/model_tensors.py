@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
-from memplan.step.states.model_states import TensorStates
 from memplan.step.states.muon_scratch import codec_scratch
-from memplan.step.states.update_algorithms import run_of
+from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.training.resolved import FLOAT_BYTES
-
-Named = tuple[str, TensorStates]
-"""A single tensor: its name, with the number of its layer, and its states."""
-
-
-def numbered(name: str, number: object) -> str:
-    """Return a tensor's name with the number of its layer."""
-    return name.replace("{}", str(number))
-
-
-def in_layers(tensors: Sequence[TensorStates]) -> Iterator[Named]:
-    """Yield every single tensor layer by layer, as a model has them."""
-    for (first, count), group in groupby(tensors, key=run_of):
-        entries = list(group)
-        for number in range(first, first + count):
-            for entry in entries:
-                yield numbered(entry.tensor.name, number), entry
 
 
 class ModelTensors:

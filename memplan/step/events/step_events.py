@@ -13,12 +13,13 @@ from functools import partial
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
-from memplan.step.events.model_tensors import ModelTensors, numbered
+from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
 from memplan.step.instants import embedded_leaf
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import ZERO, Form

@@ -9,7 +9,7 @@ from functools import partial
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_CLASSES
 from memplan.step.events import bundled_events
 from memplan.step.events.event_stream import EventStream
-from memplan.step.events.model_tensors import ModelTensors, Named
+from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.published_updates import RULES, kinds
 from memplan.step.states.model_states import TensorStates, is_exempt, slot_bytes
 from memplan.step.states.optimizer_scratch import (
@@ -19,6 +19,7 @@ from memplan.step.states.optimizer_scratch import (
     store_bytes,
     stored_names,
 )
+from memplan.step.states.single_tensors import Named
 from memplan.step.states.update_algorithms import scratch_of
 from memplan.step.states.update_kernels import has_fused_kernel, kept_slots
 from memplan.step.step_inputs import StepInputs

@@ -35,6 +35,11 @@ def is_accelerated(setup: TrainingSetup) -> bool:
     return setup.stack.sharded_units in ("accelerate", "axolotl")
 
 
+def is_flat(parallel: Parallel) -> bool:
+    """Tell whether DeepSpeed cuts flat tensors of weights into equal pieces (ZeRO 1 and 2), which it does for one rank too."""
+    return parallel.engine == "deepspeed" and parallel.zero_stage in (1, 2)
+
+
 def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
     """Return the first rank's part of a tensor: whole slices of its first dimension, padding included.
 
@@ -162,7 +167,8 @@ def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:
     Source:
         ``initialize_buckets`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0).
     """
-    return gradient_bytes if parallel.data > 1 and not is_sharded(parallel) else 0
+    replicated = parallel.data > 1 and not is_sharded(parallel) and not is_flat(parallel)
+    return gradient_bytes if replicated else 0
 
 
 def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:
@@ -183,6 +189,8 @@ def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], train
     parallel = setup.config.parallel
     if parallel.data == 1:
         return 0
+    if is_flat(parallel):  # and the weights that each rank has updated
+        return 3 * trained_bytes * (parallel.data - 1) // parallel.data
     if not is_sharded(parallel):
         return 2 * trained_bytes * (parallel.data - 1) // parallel.data
     total = 0

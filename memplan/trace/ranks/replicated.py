@@ -113,11 +113,11 @@ _unsent.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
 @contextmanager
-def process_group(ranks: int) -> Iterator[None]:
-    """Set up a group of so many ranks, of which this process is the first and only one."""
+def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Set up a group of so many ranks, of which this process is one, and there is no other."""
     if "meta" not in dist.Backend.backend_capability["fake"]:
         dist.Backend.backend_capability["fake"].append("meta")
-    dist.init_process_group("cpu:fake,meta:fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("cpu:fake,meta:fake", rank=rank, world_size=ranks, store=FakeStore())
     group: Any = dist.group.WORLD
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     try:

@@ -131,6 +131,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         self._host[storage._cdata] = storage
 
+    def without_memory(self, tensor: Tensor) -> None:
+        """Let go of the storage of ``tensor``, which is on ``meta`` on a real device too."""
+        self._freed(tensor.untyped_storage()._cdata)
+
     @property
     def host_bytes(self) -> int:
         """Bytes of optimizer states in host memory."""

@@ -27,6 +27,7 @@ class StackDetails:
         adapter_dropout: Probability of dropout in front of adapters.
         rank_stabilised: Whether adapters are scaled by the root of their rank.
         modules_to_save: Modules beside the adapters that are trained whole.
+        rank: Which of several ranks is traced, where they differ.
     """
 
     attention: AttentionImplementation = "sdpa"
@@ -34,6 +35,7 @@ class StackDetails:
     adapter_dropout: float = 0.0
     rank_stabilised: bool = False
     modules_to_save: tuple[str, ...] = ()
+    rank: int = 0
 
 
 def details_of(setup: TrainingSetup) -> StackDetails:

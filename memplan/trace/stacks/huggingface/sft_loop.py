@@ -19,6 +19,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
+from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
@@ -48,6 +49,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     trainer_class, arguments_class = TRAINERS[stage]
     with (
         pretended_machine(inputs.compute_capability),
+        deepspeed_ranks(inputs.setup, inputs.details.rank),
         _pretended_kernels(inputs),
         tempfile.TemporaryDirectory() as folder,
     ):

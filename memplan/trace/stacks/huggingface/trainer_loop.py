@@ -18,9 +18,11 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, told, zero_config
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
@@ -54,7 +56,9 @@ OPTIMIZERS = {
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model that the inputs ask for."""
-    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
+    machine = pretended_machine(inputs.compute_capability)
+    ranks = deepspeed_ranks(inputs.setup, inputs.details.rank)
+    with machine, ranks, tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
         if inputs.setup.kbit_floats:
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -111,7 +115,9 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         CannotAnswerError: Trainer cannot do what the setup asks for.
     """
     setup, config = inputs.setup, inputs.setup.config
-    if config.gradients.lifetime != "step" or config.master_weights != "none" or config.weight_average != "none":
+    engine = is_flat(config.parallel)
+    masters = config.master_weights != "none" and not engine
+    if config.gradients.lifetime != "step" or masters or config.weight_average != "none":
         raise CannotAnswerError("Trainer steps after backward, without master weights and averages")
     if setup.autocast and (config.compute_dtype == "fp16") != config.loss_scaling:
         raise CannotAnswerError("Trainer scales the loss under fp16, and only there: loss_scaling says so")
@@ -121,7 +127,8 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "max_steps": STEPS,
         "optim": _optimizer_name(setup),
-        "bf16": setup.autocast,
+        "bf16": setup.autocast or (engine and config.compute_dtype == "bf16"),
+        **({"deepspeed": zero_config(setup)} if engine else {}),
         "max_grad_norm": 1.0 if config.clip_gradients else 0.0,
         "gradient_checkpointing": setup.checkpointing != "none",
         "gradient_checkpointing_kwargs": {"use_reentrant": inputs.details.reentrant},
@@ -184,7 +191,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     if trainer.args.bf16 and setup.config.compute_dtype == "fp16":
         _scale_in_fp16(trainer.accelerator)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-    trainer.add_callback(_Instants(recorder))
+    trainer.add_callback(_Instants(recorder, trainer))
     backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
     trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
     trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
@@ -208,15 +215,24 @@ def _backward_begins(recorder: Recorder) -> None:
     recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
 
 
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate, and DeepSpeed inside of that, have wrapped."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 class _Instants(transformers.TrainerCallback):
     """Tells a recorder where the loop is."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.optimizer = recorder, None
+    def __init__(self, recorder: Recorder, trainer: Any) -> None:
+        self.recorder, self.trainer = recorder, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
-        watch(objects["model"], self.recorder)
+        watch(objects["model"], self.recorder, gradients=not self.trainer.is_deepspeed_enabled)
+        if self.trainer.is_deepspeed_enabled:
+            told(self.trainer, self.recorder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control, objects
@@ -240,6 +256,5 @@ class _Instants(transformers.TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
-        optimizer = objects["optimizer"]
-        mark_states(self.recorder, getattr(optimizer, "optimizer", optimizer))
+        mark_states(self.recorder, _innermost(objects["optimizer"]))
         mark_weights(objects["model"], self.recorder)

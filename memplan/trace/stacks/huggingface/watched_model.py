@@ -32,11 +32,11 @@ class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **options)
 
 
-def watch(model: nn.Module, recorder: Recorder) -> None:
-    """Let ``recorder`` see a model's tensors, every gradient when it is finished, and where backward is."""
+def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> None:
+    """Let ``recorder`` see a model's tensors, gradients when they are finished unless told not to, and where backward is."""
     mark_weights(model, recorder)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and gradients:
             parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in quantised_tensors(model):
         recorder.mark(tensor, "weights", name)

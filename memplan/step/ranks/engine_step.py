@@ -1,0 +1,263 @@
+"""A training step under DeepSpeed's ZeRO 1 and 2: buckets and partitions lie around the tapes of whole weights.
+
+Forward reads whole weights, which are views of flat tensors. In backward each gradient leaves as soon as it is formed
+(:mod:`memplan.step.ranks.reduced_gradients`); the step casts a rank's own to fp32, group by group
+(:mod:`memplan.step.states.flat_partitions`), and gathers weights where they are. What comes out is the fullest rank at
+each instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memplan.errors import CannotAnswerError
+from memplan.step.after_backward import after_backward
+from memplan.step.head_instants import root_bytes, tied_sum
+from memplan.step.instants import (
+    StepForms,
+    backward_base,
+    escaped_form,
+    forward_instants,
+    graph_of_loss,
+    leaf_instants,
+    saved_by_layers,
+)
+from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.ranks.reduced_gradients import Buckets, Gradients, Held, Kept
+from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, trained_tensors
+from memplan.step.states.optimizer_scratch import Temporaries
+from memplan.step.states.single_tensors import numbered
+from memplan.step.step_inputs import StepInputs, buffers
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
+from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
+from memplan.step.tapes.played import Instant, dominant
+from memplan.step.tapes.section import Section
+from memplan.step.tapes.taped_operations import Node
+from memplan.step.tapes.taped_weight import Weight
+
+Segment = tuple[tuple[Instant, ...], Instant | None, str]
+"""Moments of backward, then the one at which a weight's gradient has been formed, and that weight's name."""
+
+FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to fp32, group by group"
+
+
+class _Arrivals(Player):
+    """Plays a part whose gradients leave as soon as they are formed, and notes each."""
+
+    def __init__(self, section: Section, recomputation: Recomputation) -> None:
+        super().__init__(section.tape, "layer", section.entry, recomputation)
+        self.arrivals: list[tuple[int, str]] = []
+
+    def store(self, node: Node, weight: Weight, formed: int) -> None:
+        """Note that a weight's gradient is there, and let it go; a tied one waits for another."""
+        if weight.delayed:
+            super().store(node, weight, formed)
+            return
+        self.note(node.instant, f"{weight.name} gradient")
+        self.arrivals.append((len(self.instants) - 1, weight.name))
+        self.live.release(formed)
+
+
+def _segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN) -> tuple[Segment, ...]:
+    """Return a part's backward, cut where gradients have been formed."""
+    if not section.tape.nodes:
+        return ()
+    player = _Arrivals(section, recomputation)
+    player.forward(saves=True)
+    player.instants = []
+    player.region_ends()
+    player.backward(section.output)
+    parts: list[Segment] = []
+    first = 0
+    for place, name in player.arrivals:
+        parts.append((tuple(dominant(player.instants[first:place])), player.instants[place], name))
+        first = place + 1
+    return (*parts, (tuple(dominant(player.instants[first:])), None, ""))
+
+
+class EngineStep:
+    """One step of DeepSpeed's engine.
+
+    Args:
+        inputs: What is compiled, with the scratch of the fullest rank's step.
+        taped: The model on tape.
+        groups: The optimizer's flat tensors.
+        shares: What each rank has of their gradients.
+    """
+
+    def __init__(
+        self, inputs: StepInputs, taped: ModelOnTape, groups: Sequence[FlatGroup], shares: Sequence[RankShare]
+    ) -> None:
+        setup = inputs.setup
+        if taped.head.chunk is not None or taped.settings.backward_at_once:
+            loss = setup.profile.loss
+            raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under DeepSpeed; use fp32")
+        self.inputs, self.taped, self.groups, self.shares = inputs, taped, groups, shares
+        again = inputs.recomputation
+        self.layers = tuple(_segments(section, again) for section in taped.layers)
+        self.embedding, self.head = _segments(taped.embedding), _segments(taped.head.section)
+        self._width = setup.compute_bytes
+        sizes = (pair for group in self.groups for pair in zip(group.names, group.sizes, strict=True))
+        self._sizes = {name: elements * self._width for name, elements in sizes}
+        zero = setup.config.parallel.deepspeed
+        size = zero.reduce_bucket_size
+        self._size = inputs.spec.hidden_size**2 if size == "auto" else size
+        self._copies = zero.reduce_scatter
+        self._count = 2 if zero.overlap_comm else 1
+
+    def instants(self) -> Iterator[Instant]:
+        """Yield the candidates for the peak."""
+        config = self.inputs.setup.config
+        several, stage = config.gradient_accumulation_steps > 1, config.parallel.zero_stage
+        leaves = stage == 2 or (self._count == 2 and not several)
+        yield from self._one_pass(self._buckets() if leaves else self._kept(again=False))
+        if stage == 1 and not leaves and not several:
+            yield self._reduced_at_the_end()
+        if several:
+            if stage == 2:
+                second: Gradients = self._buckets().with_own()
+            elif self._count == 2:
+                second = self._buckets().with_whole(sum(self._sizes.values()))
+            else:
+                second = self._kept(again=True)
+                yield replace(self._reduced_at_the_end(), name="second backward")
+            for instant in self._one_pass(second):
+                yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
+        graph = graph_of_loss(self.inputs, self.taped)  # the engine steps before the loop has let go of the loss
+        for instant in after_backward(self.inputs, self.taped, 0):
+            if instant.name == "gradient clipping":
+                continue  # its norm is a part of the step
+            yield instant.around(graph) if instant.name == "optimizer step" else instant
+
+    def _buckets(self) -> Buckets:
+        stage = self.inputs.setup.config.parallel.zero_stage
+        sizes = {"size": self._size, "count": self._count, "width": self._width}
+        return Buckets(self.groups, self.shares, lingers=stage == 1, copies=self._copies, **sizes)
+
+    def _kept(self, *, again: bool) -> Kept:
+        return Kept(self._sizes, self._size * self._width * self._count, again=again)
+
+    def _reduced_at_the_end(self) -> Instant:
+        """Return the fullest moment of reducing gradients that have stayed whole, in the order of the model."""
+        buckets = self._buckets().with_whole(sum(self._sizes.values()))
+        moments = [buckets.arrive(name) for group in self.groups for name in group.names] + [buckets.end()]
+        root = constant_form(Part.TEMPORARIES, root_bytes(self.inputs, self.taped.settings))
+        form = graph_of_loss(self.inputs, self.taped) + root
+        return _besides(
+            Instant("end of backward", "reduction of whole gradients", form), max(moments, key=lambda held: held.bytes)
+        )
+
+    def _one_pass(self, gradients: Gradients) -> Iterator[Instant]:
+        """Yield the instants of one forward and backward."""
+        inputs, taped = self.inputs, self.taped
+        played = taped.played("layer", inputs.recomputation)
+        following = _Following(gradients)
+        for moment in forward_instants(inputs, taped, played, ZERO):
+            yield following.with_held(moment)
+        base, bare = backward_base(inputs, taped, ZERO)
+        root = constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
+        for name, moment in following.through(self.head, base + root + played.saved):
+            yield replace(moment, name=name or "loss backward")
+        waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
+        yield from self._layers(following, played, base + root + waits)
+        around = bare + escaped_form(taped, played) + root
+        for _, moment in following.through(self.embedding, around + waits):
+            yield replace(moment, name="end of backward")
+        yield from self._tied(following, around + waits)
+        for moment in leaf_instants(inputs, taped, around):
+            yield following.with_held(moment)
+        if isinstance(gradients, Buckets):
+            last = Instant("end of backward", "reduction of the last bucket", around)
+            yield _besides(last, gradients.end())
+
+    def _layers(self, following: _Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
+        """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
+        saved, taped, above = played.saved, self.taped, ZERO
+        for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
+            part = played.layers[kind]
+            following.forget()
+            for number in range(run.first + run.count - 1, run.first - 1, -1):
+                if number == run.first:
+                    following.forget()
+                saved -= part.saved
+                around = base + saved + above
+                for _, moment in following.through(self.layers[kind], around, number):
+                    yield replace(moment, name=f"layer {number + 1} backward")
+                above += part.escaped
+
+    def _tied(self, following: _Following, around: Form) -> Iterator[Instant]:
+        """Yield the sum of the gradients of a tied embedding and head, and its arrival."""
+        weight = self.taped.weight(self.inputs.spec.names.embedding)
+        if weight is None or not self.taped.settings.tied or not weight.trainable:
+            return
+        waits = constant_form(Part.GRADIENTS, self.taped.head.delayed_bytes)
+        for moment in tied_sum(self.inputs, self.taped, around, "layer"):
+            yield following.with_held(moment)
+        formed = constant_form(Part.GRADIENTS, weight.formed_bytes)
+        arrived = Instant("end of backward", f"{weight.name} gradient", around - waits + formed)
+        yield following.arrive(weight.name, arrived)
+
+
+class _Following:
+    """Follows gradients through a backward, and leaves out moments at which no more is there than at an earlier one alike."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._most: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """Begin layers of another kind."""
+        self._most = {}
+
+    def through(self, segments: tuple[Segment, ...], around: Form, number: int = 0) -> Iterator[tuple[str, Instant]]:
+        """Yield the moments of a part with what is there besides, and the instants that they name.
+
+        Args:
+            segments: The part's backward.
+            around: What lies around it.
+            number: Of the layer that it is.
+        """
+        if number == 0:
+            self.forget()
+        for place, (moments, formed, name) in enumerate(segments):
+            if self._is_more(2 * place, self._gradients.held):
+                for moment in moments:
+                    yield moment.name, self.with_held(moment.around(around))
+            if formed is not None:
+                held = self._gradients.arrive(numbered(name, number))
+                if self._is_more(2 * place + 1, held):
+                    yield formed.name, _besides(formed.around(around), held)
+
+    def _is_more(self, place: int, held: Held) -> bool:
+        if held.bytes <= self._most.get(place, -1):
+            return False
+        self._most[place] = held.bytes
+        return True
+
+    def with_held(self, moment: Instant) -> Instant:
+        """Return a moment with the buckets and gradients that are there."""
+        return _besides(moment, self._gradients.held)
+
+    def arrive(self, name: str, moment: Instant) -> Instant:
+        """Return the moment at which a gradient is taken in."""
+        return _besides(moment, self._gradients.arrive(name))
+
+
+def _besides(moment: Instant, held: Held) -> Instant:
+    form = moment.form + constant_form(Part.TEMPORARIES, held.communication)
+    return replace(moment, form=form + constant_form(Part.GRADIENTS, held.gradients), communication=held.communication)
+
+
+def compile_engine_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
+    """Return the closed forms of a training step under ZeRO 1 or 2.
+
+    Raises:
+        CannotAnswerError: A loss whose gradients leave otherwise.
+    """
+    groups = flat_groups(inputs.setup, trained_tensors(inputs.states))
+    shares = rank_shares(inputs.setup, groups)
+    update = max(share.step_bytes for share in shares) - inputs.gradient_bytes
+    inputs = replace(inputs, optimizer=Temporaries(update, FORMULA), clipping_bytes=0)
+    candidates = tuple(EngineStep(inputs, taped, groups, shares).instants())
+    return StepForms(candidates, buffers(inputs), saved_by_layers(taped), FORMULA)

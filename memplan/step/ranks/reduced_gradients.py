@@ -1,0 +1,184 @@
+"""DeepSpeed's buckets over one backward: what they and the gradients that have left them take as each gradient arrives.
+
+A gradient is copied into the bucket and let go of. One that finds no room has the bucket reduced first: its pieces are
+copied into a tensor of their own, unless all of them belong to one rank, and a rank copies the gradients of its own
+parameters, each of them whole, into a buffer that is made with the first of them. A gradient larger than the bucket waits
+beside it for the next one; under ZeRO 1 the ranks that do not own it keep it until the end. Ranks differ in when their own
+buffer is made and how large it is; what is told is the fullest.
+
+Source:
+    deepspeed/runtime/zero/stage_1_and_2.py (0.19.8): ``reduce_independent_p_g_buckets_and_remove_grads``,
+    ``reduce_ipg_grads``, ``average_tensor``, ``allreduce_and_scatter``, ``copy_grads_in_partition``, ``setup_buckets``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Protocol
+
+from memplan.step.states.flat_partitions import FlatGroup, Piece, RankShare
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is there besides a model's own tensors.
+
+    Attributes:
+        communication: Buckets and copies.
+        gradients: Gradients that are whole, that wait, and a rank's own.
+    """
+
+    communication: int
+    gradients: int
+
+    @property
+    def bytes(self) -> int:
+        """Both."""
+        return self.communication + self.gradients
+
+
+class Gradients(Protocol):
+    """What becomes of the gradients of one backward.
+
+    Attributes:
+        held: What is there between two of them.
+    """
+
+    held: Held
+
+    def arrive(self, name: str) -> Held:
+        """Take in the gradient of a parameter; return the most that is there besides it meanwhile."""
+
+
+class Kept:
+    """Gradients that stay whole, as under ZeRO 1 until the last micro-step has run backward.
+
+    Args:
+        sizes: Bytes of the gradient of each parameter.
+        bucket_bytes: Buckets, which are made with the first.
+        again: Whether gradients, and the buckets, are there from a micro-step before.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], bucket_bytes: int, *, again: bool) -> None:
+        self._sizes, self._bucket_bytes, self._again = sizes, bucket_bytes, again
+        self.held = Held(bucket_bytes, sum(sizes.values())) if again else Held(0, 0)
+
+    def arrive(self, name: str) -> Held:
+        """Keep the gradient of a parameter, or add it to the one that is there."""
+        before = self.held
+        if not self._again:
+            self.held = Held(self._bucket_bytes, before.gradients + self._sizes[name])
+        return Held(self._bucket_bytes, before.gradients)
+
+
+class Buckets:
+    """Gradients that leave.
+
+    Args:
+        groups: The optimizer's flat tensors.
+        shares: What each rank has of them.
+        size: Elements of a bucket.
+        count: Buckets.
+        width: Bytes of an element.
+        copies: Whether pieces are copied before they are reduced.
+        lingers: Whether a gradient larger than a bucket stays until the end on ranks that do not own it.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        shares: Sequence[RankShare],
+        *,
+        size: int,
+        count: int,
+        width: int,
+        lingers: bool,
+        copies: bool,
+    ) -> None:
+        self._pieces: Mapping[str, list[Piece]] = {
+            name: group.pieces(place) for group in groups for place, name in enumerate(group.names)
+        }
+        self._shares, self._lingers, self._copies = shares, lingers, copies
+        self._size, self._width, self._bucket_bytes = size, width, size * width * count
+        self._names: list[str] = []
+        self._elements = self._waiting = self._whole = self._before = self._lingering = 0
+        self._own: dict[int, int] = {}
+        self.held = Held(0, 0)
+
+    def with_own(self) -> Buckets:
+        """Return the same where ranks have gradients of micro-steps before, as many as of this one."""
+        self._before = max(share.gradient_bytes for share in self._shares)
+        self.held = self._now()
+        return self
+
+    def with_whole(self, size: int) -> Buckets:
+        """Return the same where whole gradients of so many bytes are there, which leave as they arrive; and the buckets."""
+        self._whole = size
+        self.held = Held(self._bucket_bytes, size)
+        return self
+
+    def _now(self, *, buckets: bool = False) -> Held:
+        """Return what is there: on the rank that has the most."""
+        own = max(self._own.values(), default=0)
+        own = max(
+            self._before,
+            own + (max((self._shares[r].gradient_bytes for r in self._own), default=0) if self._before else 0),
+        )
+        gradients = self._whole + self._waiting + self._lingering + own
+        return Held(self._bucket_bytes if buckets else 0, gradients)
+
+    def arrive(self, name: str) -> Held:
+        """Take in the gradient of a parameter; return the most that is there besides it meanwhile."""
+        elements = sum(size for _, size in self._pieces[name])
+        most = self._now(buckets=True)
+        if self._elements + elements > self._size and self._names:
+            most = self._reduce()
+        self._names.append(name)
+        self._elements += elements
+        self._waiting = elements * self._width if elements > self._size else 0
+        self._whole -= min(self._whole, elements * self._width)
+        self.held = self._now(buckets=True)
+        return most
+
+    def end(self) -> Held:
+        """Reduce what is left; the buckets go."""
+        most = self._reduce()
+        self._lingering = 0
+        self.held = self._now()
+        return most
+
+    def _reduce(self) -> Held:
+        """Return the most that is there: with a copy of the gradients, or with those that ranks have copied for themselves."""
+        copied, before = self._copied(), self._now(buckets=True)
+        owners = {rank for name in self._names for rank, _ in self._pieces[name]}
+        for rank in owners:
+            self._own.setdefault(rank, self._shares[rank].gradient_bytes)
+        after = self._now(buckets=True)
+        if self._lingers:
+            self._lingering += self._waiting
+            for rank in owners if self._waiting else ():
+                self._own[rank] -= self._waiting
+        self._names, self._elements, self._waiting = [], 0, 0
+        return max(after, Held(before.communication + copied, before.gradients), key=lambda held: held.bytes)
+
+    def _copied(self) -> int:
+        """Return the most that is copied at once: pieces are taken together until they fill a bucket."""
+        if not self._copies:
+            return 0
+        slices = [piece for name in self._names for piece in self._pieces[name]]
+        together = [sum(size for _, size in run) for _, run in groupby(slices, key=lambda piece: piece[0])]
+        return self._width * max((sum(part) for part in _filled(together, self._size) if len(part) > 1), default=0)
+
+
+def _filled(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield sizes in lists that each end with the one that exceeds the most."""
+    part: list[int] = []
+    for size in sizes:
+        part.append(size)
+        if sum(part) > most:
+            yield part
+            part = []
+    if part:
+        yield part

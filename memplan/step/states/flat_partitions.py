@@ -1,0 +1,212 @@
+"""What one rank keeps under DeepSpeed's ZeRO 1 and 2: whole weights in a flat tensor, a partition of everything else.
+
+An optimizer's parameters are laid one after the other in a flat tensor, group by group, which is padded to a multiple of
+twice the ranks. Every rank has an equal piece of it: fp32 weights and the optimizer's states. The engine casts everything
+that is not quantised to the dtype of products beforehand.
+
+Source:
+    deepspeed/runtime/zero/stage_1_and_2.py (0.19.8), ``DeepSpeedZeroOptimizer.__init__``, ``get_partition_info`` and
+    ``copy_grads_in_partition``; deepspeed/runtime/engine.py, ``get_data_types``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+
+from memplan.catalog.entries import StorageFormat
+from memplan.catalog.training_config import Parallel
+from memplan.model.inventory import ROLES, Inventory, ParameterTensor
+from memplan.step.states.model_states import ModelStates, TensorStates, model_states, tensor_states
+from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
+from memplan.step.states.parallel_shards import is_flat
+from memplan.step.states.single_tensors import Named, in_layers
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import round_up
+from memplan.values import dataclass
+
+ALIGNMENT = 2
+"""Elements that a rank's piece starts at a multiple of (``nccl_start_alignment_factor``)."""
+
+Piece = tuple[int, int]
+"""A rank and the elements of a parameter that lie in its partition."""
+
+
+@dataclass(frozen=True, slots=False)
+class FlatGroup:
+    """A group of an optimizer's parameters in a flat tensor.
+
+    Attributes:
+        names: The parameters, in the order in which they lie there.
+        sizes: Their elements.
+        ranks: Ranks that share it.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: int
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter begins."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def padded(self) -> int:
+        """Elements of the flat tensor."""
+        return round_up(sum(self.sizes), ALIGNMENT * self.ranks)
+
+    @property
+    def partition(self) -> int:
+        """Elements of each rank's piece."""
+        return self.padded // self.ranks
+
+    def pieces(self, place: int) -> list[Piece]:
+        """Return what each rank has of the parameter in that place."""
+        start, end = self.starts[place], self.starts[place] + self.sizes[place]
+        ranks = range(start // self.partition, (end - 1) // self.partition + 1)
+        bounds = [(max(start, rank * self.partition), min(end, (rank + 1) * self.partition)) for rank in ranks]
+        return [(rank, after - before) for rank, (before, after) in zip(ranks, bounds, strict=True)]
+
+    def places(self, rank: int) -> range:
+        """Return the places of the parameters of which a rank has something."""
+        first, end = rank * self.partition, (rank + 1) * self.partition
+        begin = max(0, bisect_right(self.starts, first) - 1)
+        if begin < len(self.sizes) and self.starts[begin] + self.sizes[begin] <= first:
+            begin += 1
+        return range(begin, bisect_right(self.starts, end - 1))
+
+
+def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGroup, ...]:
+    """Return the flat tensors of a setup's trained parameters, in the order of the optimizer's groups.
+
+    Args:
+        setup: The training setup.
+        trained: The parameters, single and in the order of the model.
+    """
+    parallel = setup.config.parallel
+    ranks, named = parallel.data, [(name, entry.tensor) for name, entry in trained]
+    decayed = [item for item in named if _decays(*item)]
+    rest = [item for item in named if not _decays(*item)]
+    if parallel.deepspeed.round_robin_gradients:
+        decayed, rest = _dealt(decayed, ranks), _dealt(rest, ranks)
+    groups = ((tuple(name for name, _ in group), tuple(t.elements for _, t in group)) for group in (decayed, rest))
+    return tuple(FlatGroup(names, sizes, ranks) for names, sizes in groups if names)
+
+
+def _decays(name: str, tensor: ParameterTensor) -> bool:
+    """Tell whether a parameter lies in Trainer's first group (``get_decay_parameter_names`` in transformers/trainer.py, 5.23.0)."""
+    return tensor.role != "norm" and "bias" not in name
+
+
+def _dealt(group: Sequence[tuple[str, ParameterTensor]], ranks: int) -> list[tuple[str, ParameterTensor]]:
+    """Return parameters as they are dealt out to the ranks in turn (``_round_robin_reorder``)."""
+    return [item for rank in range(ranks) for item in group[rank::ranks]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What a rank has of the gradients of one step.
+
+    Attributes:
+        gradient_bytes: The buffer that its parameters' gradients are copied into, each of them whole.
+        names: These parameters.
+        step_bytes: Most that its step takes besides what stays, that buffer included.
+    """
+
+    gradient_bytes: int
+    names: frozenset[str]
+    step_bytes: int
+
+
+def gradient_width(setup: TrainingSetup) -> int:
+    """Return the bytes of an element of a gradient: as wide as weights are."""
+    return setup.compute_bytes
+
+
+def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[RankShare, ...]:
+    """Return what each rank has of the gradients, the first rank first.
+
+    Formula:
+        A step takes, besides the gradients, a norm's copy of the largest in fp64, or for one group after the other its
+        flat gradients, which one parameter alone has without a copy, and their cast to fp32, then the update's scratch.
+
+    Source:
+        ``scaled_global_norm``, ``get_grad_norm_direct``, ``step`` and ``_get_flat_partition_unpadded``.
+    """
+    width = gradient_width(setup)
+    scratch = [_scratch(setup, group.partition).bytes for group in groups]
+    return tuple([_share(groups, rank, width, scratch) for rank in range(groups[0].ranks)])
+
+
+def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence[int]) -> RankShare:
+    owned = [group.places(rank) for group in groups]
+    whole = width * sum(group.sizes[place] for group, places in zip(groups, owned, strict=True) for place in places)
+    pieces = [
+        [size for place in places for other, size in group.pieces(place) if other == rank]
+        for group, places in zip(groups, owned, strict=True)
+    ]
+    paddings = [width * (group.partition - sum(sizes)) for group, sizes in zip(groups, pieces, strict=True)]
+    needs = [8 * max((size for sizes in pieces for size in sizes), default=0)]
+    held, last = whole + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)
+    most = held + needs[0]
+    for index, group in enumerate(groups):
+        joined = width * group.partition if len(pieces[index]) + (paddings[index] > 0) > 1 else 0
+        cast = 4 * group.partition if width < 4 else 0
+        most = max(most, held + joined + cast)
+        held -= paddings[index] + (whole if index == last and (cast or joined) else 0)
+        most = max(most, held + (cast or joined) + scratch[index])
+    names = frozenset(group.names[place] for group, places in zip(groups, owned, strict=True) for place in places)
+    return RankShare(whole, names, most)
+
+
+def _scratch(setup: TrainingSetup, elements: int) -> Temporaries:
+    return step_temporaries(_in_fp32(setup), [_partition(setup, elements)])
+
+
+def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of what the optimizer steps."""
+    wide = StorageFormat("fp32", 1, 4, "", (), "float")
+    config = replace(setup.config, master_weights="none", adapter=None, compute_dtype="fp32", parallel=Parallel())
+    names, formats = dict.fromkeys(ROLES, "fp32"), dict.fromkeys(ROLES, wide)
+    return replace(setup, config=config, format_names=names, formats=formats, gradient=None, compute_bytes=4)
+
+
+def _partition(setup: TrainingSetup, elements: int) -> TensorStates:
+    """Return the states of a rank's piece of a flat tensor."""
+    return tensor_states(_in_fp32(setup), ParameterTensor("partition", (elements,), "hidden_matrix"), frozen=False)
+
+
+def trained_tensors(states: ModelStates) -> list[Named]:
+    """Return the trained parameters, single and in the order of the model, adapters where they are put."""
+    own = len(states.tensors)
+    adapted = next((i for i, entry in enumerate(states.tensors) if ".lora_" in entry.tensor.name), own)
+    every = [*in_layers(states.tensors[:adapted]), *in_layers(states.tensors[adapted:])]
+    return [(name, entry) for name, entry in every if entry.trainable]
+
+
+def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
+    """Return the states that one rank has of a model under a setup; its tensors are whole where an engine cuts them up.
+
+    Raises:
+        CannotAnswerError: The job's stack does what the formula does not follow.
+    """
+    states = model_states(setup, inventory, adapters)
+    if not is_flat(setup.config.parallel):
+        return states
+    groups = flat_groups(setup, trained_tensors(states))
+    pieces = [_partition(setup, group.partition) for group in groups]
+    width = FLOAT_BYTES[setup.config.compute_dtype]
+    frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
+    shared = pieces[0].optimizer.shared_bytes
+    return replace(
+        states,
+        weight_bytes=frozen + width * sum(group.padded for group in groups),
+        master_bytes=sum(piece.weight_bytes for piece in pieces),
+        gradient_bytes=max(share.gradient_bytes for share in rank_shares(setup, groups)),
+        state_bytes=shared + sum(piece.state_bytes for piece in pieces),
+        host_bytes=sum(piece.host_bytes for piece in pieces),
+    )

@@ -1,0 +1,169 @@
+"""DeepSpeed's own engine on ``meta`` tensors: one rank of several, whose collectives send nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from memplan.errors import CannotAnswerError
+from memplan.step.states.parallel_shards import is_flat
+from memplan.trace.ranks.replicated import HostKept, process_group
+from memplan.trace.recording.recorder import Recorder
+from memplan.training.resolved import TrainingSetup
+
+
+def zero_config(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the configuration that DeepSpeed is given for a setup."""
+    parallel, dtype = setup.config.parallel, setup.config.compute_dtype
+    zero = parallel.deepspeed
+    return {
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16"},
+        "zero_optimization": {
+            "stage": parallel.zero_stage,
+            "overlap_comm": zero.overlap_comm,
+            "reduce_bucket_size": zero.reduce_bucket_size,
+            "reduce_scatter": zero.reduce_scatter,
+            "round_robin_gradients": zero.round_robin_gradients,
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+
+
+@contextmanager
+def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
+    """Let DeepSpeed take this process for one of a setup's ranks; nothing where another engine runs it.
+
+    Args:
+        setup: The training setup.
+        rank: Which one.
+
+    Raises:
+        CannotAnswerError: DeepSpeed is not installed.
+    """
+    if not is_flat(setup.config.parallel):
+        yield
+        return
+    ranks = setup.config.parallel.data
+    variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    record = Tensor.record_stream
+    Tensor.record_stream = _nothing  # type: ignore[method-assign]
+    try:
+        _pretend()
+        with process_group(ranks, rank), HostKept():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        Tensor.record_stream = record  # type: ignore[method-assign]
+        _forget_groups()
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def told(trainer: Any, recorder: Recorder) -> None:
+    """Tell a recorder of the engine that a trainer has just made: its copies of weights, and when it steps."""
+    engine = trainer.model_wrapped
+    optimizer, step = engine.optimizer, engine.step
+    for group in optimizer.round_robin_bit16_meta:
+        for tensor in group:
+            recorder.without_memory(tensor)
+    for partition in optimizer.single_partition_of_fp32_groups:
+        recorder.mark(partition, "master_weights")
+
+    def stepping(*args: Any, **options: Any) -> Any:
+        if engine.is_gradient_accumulation_boundary():
+            recorder.instant("optimizer step")
+        return step(*args, **options)
+
+    copy = optimizer.copy_grads_in_partition
+
+    def copied(*args: Any, **options: Any) -> None:
+        copy(*args, **options)
+        recorder.mark(optimizer.grads_in_partition, "gradients")
+
+    engine.step, optimizer.copy_grads_in_partition = stepping, copied
+
+
+def _forget_groups() -> None:
+    """Let DeepSpeed make its groups anew for the next job."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)
+    comm.cdb = None
+
+
+@cache
+def _pretend() -> None:
+    """Let DeepSpeed take ``meta`` for a device that works beside the host, and every number for finite."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.accelerator import real_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.runtime.zero import stage_1_and_2
+    except ImportError:
+        raise CannotAnswerError("tracing parallel.engine: deepspeed needs deepspeed: pip install deepspeed") from None
+
+    class Device(CPU_Accelerator):  # type: ignore[misc]
+        """A device without memory."""
+
+        Stream = Event = _Stream
+
+        def device_name(self, _: Any = None) -> str:
+            return "meta"
+
+        def current_device_name(self) -> str:
+            return "meta"
+
+        def current_device(self) -> int:
+            return 0
+
+        def is_synchronized_device(self) -> bool:
+            return False
+
+        def current_stream(self, _: Any = None) -> Any:
+            return _Stream()
+
+        def available_memory(self, _: Any = None) -> int:
+            return 2**60
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def on_accelerator(self, tensor: Tensor) -> bool:
+            return bool(tensor.is_meta)
+
+    real_accelerator.set_accelerator(Device())
+    optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
+    looks = optimizer.has_overflow
+
+    def finite(self: Any, *args: Any, **options: Any) -> bool:
+        looks(self, *args, **options)
+        return False
+
+    optimizer.has_overflow = finite
+    stage_1_and_2.is_invalid_grad_norm = lambda _: False
+
+
+class _Stream:
+    """Stands for a stream or an event of a device without any."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand for what waits for another stream."""

@@ -1,0 +1,92 @@
+"""DeepSpeed's flat partitions and buckets: laws of the layout, and answers of its own engine (deepspeed 0.19.8, traced)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memplan
+from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.step.ranks.reduced_gradients import Buckets, Kept
+from memplan.step.states.flat_partitions import FlatGroup, RankShare
+from memplan.training.resolved import resolve
+
+GROUPS = st.builds(
+    lambda sizes, ranks: FlatGroup(tuple(map(str, range(len(sizes)))), tuple(sizes), ranks),
+    st.lists(st.integers(1, 1000), min_size=1, max_size=12),
+    st.integers(1, 40),
+)
+ZERO = {"parallel.engine": "deepspeed", "master_weights": "fp32", "optimizer.default": "adamw-fp32"}
+
+
+@given(GROUPS)
+def test_pieces_cover_every_parameter_once_and_ranks_are_equal(group):
+    assert group.partition * group.ranks == group.padded
+    assert 0 <= group.padded - sum(group.sizes) < 2 * group.ranks
+    owned: dict[int, set[int]] = {rank: set() for rank in range(group.ranks)}
+    filled = dict.fromkeys(range(group.ranks), 0)
+    for place, size in enumerate(group.sizes):
+        pieces = group.pieces(place)
+        assert sum(elements for _, elements in pieces) == size
+        for rank, elements in pieces:
+            owned[rank].add(place)
+            filled[rank] += elements
+    assert max(filled.values()) <= group.partition
+    assert all(set(group.places(rank)) == places for rank, places in owned.items())
+
+
+@given(GROUPS, st.integers(1, 1500), st.sampled_from((1, 2)), st.booleans())
+def test_every_gradient_leaves_and_each_rank_ends_with_its_own(group, size, count, lingers):
+    shares = [
+        RankShare(2 * sum(group.sizes[place] for place in group.places(rank)), frozenset(), 0)
+        for rank in range(group.ranks)
+    ]
+    buckets = Buckets([group], shares, size=size, count=count, width=2, lingers=lingers, copies=True)
+    bucket_bytes = 2 * size * count
+    for name in reversed(group.names):
+        assert bucket_bytes <= buckets.arrive(name).communication <= bucket_bytes + 2 * max(size, *group.sizes)
+    buckets.end()
+    assert buckets.held.communication == 0
+    if not lingers:
+        assert buckets.held.gradients == max(share.gradient_bytes for share in shares)
+
+
+def test_whole_gradients_stay_and_are_not_there_twice():
+    first = Kept({"a": 10, "b": 20}, 100, again=False)
+    assert (first.held.bytes, first.arrive("a").communication, first.held.gradients) == (0, 100, 10)
+    again = Kept({"a": 10, "b": 20}, 100, again=True)
+    assert (again.arrive("a").gradients, again.held.gradients) == (30, 30)
+
+
+@pytest.mark.parametrize(("stage", "states"), [(1, 12), (2, 12)])
+def test_states_of_a_rank_are_two_bytes_and_twelve_divided(stage, states):
+    changed = {**ZERO, "parallel.zero_stage": stage}
+    plan = memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
+    data = plan.document().data
+    parts = {component["name"]: component["bytes"] for component in data["components"]}
+    elements = data["model"]["parameters"]
+    assert 0 <= parts["weights"] - 2 * elements < 2 * 2 * 8 * 2
+    assert 0 <= 8 * (parts["master_weights"] + parts["optimizer_states"]) - states * elements < 1000
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"parallel": Parallel(8, 3, engine="deepspeed")}, "deepspeed is not supported with zero_stage 3"),
+        ({"master_weights": "none"}, "not how DeepSpeed trains"),
+        ({"optimizer": {"default": "adamw-8bit-bnb"}}, "which steps flat fp32 weights"),
+        ({"adapter": Adapter(dtype="fp32"), "master_weights": "none"}, "casts all weights, those of adapters too"),
+        ({"stack": "litgpt"}, "not under litgpt"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_deepspeed_is_not_modelled_with_is_refused(catalog, keys, reason):
+    config = {"parallel": Parallel(8, 2, engine="deepspeed"), "stack": "trl", "master_weights": "fp32"}
+    with pytest.raises(CannotAnswerError, match=reason):
+        resolve(TrainingConfig("", **{**config, **keys}), catalog, "test")
+
+
+def test_a_bucket_of_nothing_is_refused(catalog):
+    parallel = Parallel(8, 2, engine="deepspeed", deepspeed=DeepSpeed(reduce_bucket_size=0))
+    with pytest.raises(InvalidFileError, match="a positive number of elements"):
+        resolve(TrainingConfig("", parallel=parallel), catalog, "test")
