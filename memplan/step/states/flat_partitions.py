@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
@@ -30,6 +30,10 @@ from memplan.values import dataclass
 
 ALIGNMENT = 2
 """Elements that a rank's piece starts at a multiple of (``nccl_start_alignment_factor``)."""
+
+NORMS_IN_LAYERS = {"model": 1, "gpt_neox": -1}
+"""Where a model's layers register the norms that they have themselves: behind their attention and feed-forward part, or
+before (``LlamaDecoderLayer`` and ``GPTNeoXLayer`` of transformers 5.23.0)."""
 
 Piece = tuple[int, int]
 """A rank and the elements of a parameter that lie in its partition."""
@@ -90,11 +94,23 @@ def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGro
     parallel = setup.config.parallel
     ranks, named = parallel.data, [(name, entry.tensor) for name, entry in trained]
     decayed = [item for item in named if _decays(*item)]
-    rest = [item for item in named if not _decays(*item)]
+    rest = _registered([item for item in named if not _decays(*item)])
     if parallel.deepspeed.round_robin_gradients:
         decayed, rest = _dealt(decayed, ranks), _dealt(rest, ranks)
     groups = ((tuple(name for name, _ in group), tuple(t.elements for _, t in group)) for group in (decayed, rest))
     return tuple(FlatGroup(names, sizes, ranks) for names, sizes in groups if names)
+
+
+def _registered(rest: Sequence[tuple[str, ParameterTensor]]) -> list[tuple[str, ParameterTensor]]:
+    """Return norms and biases in the order in which modules have them, given in the order in which they run."""
+    by_layer = groupby(rest, key=lambda item: item[0].partition(".layers.")[2].partition(".")[0])
+    return [item for _, layer in by_layer for item in sorted(layer, key=lambda item: _norm_place(item[0]))]
+
+
+def _norm_place(name: str) -> int:
+    """Return 1 for a norm that stands behind the other parts of its layer, -1 for one that stands before them."""
+    stem, _, inside = name.partition(".layers.")
+    return NORMS_IN_LAYERS.get(stem, 0) if inside.count(".") == 2 else 0
 
 
 def _decays(name: str, tensor: ParameterTensor) -> bool:
