@@ -216,8 +216,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     optimizer_names = {role: _optimizer_name(config, catalog, role) for role in ROLES}
     if config.offload.optimizer_states == "cpu":
         refuse_offloading(config, optimizer_names.values(), catalog, place)
-    cast_back = config.parallel.engine == "deepspeed" and config.parallel.zero_stage > 0
-    known_formats = named_formats if cast_back else kbit_formats(config, stack, named_formats)
+    known_formats = kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack):

@@ -192,7 +192,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         return _full_formats(config, stack, names)
     if stack.model_code != "own" and "expert_matrix" not in config.weights:
         names = {**names, "expert_matrix": names["embedding"]}
-    if stack.kbit_floats == "as-is":
+    if stack.kbit_floats == "as-is" or _casts_back(config):
         return dict(names)
     if stack.kbit_floats == "fp32-but-ends":
         fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
@@ -201,15 +201,20 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
     return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
 
 
+def _casts_back(config: TrainingConfig) -> bool:
+    """Tell whether an engine casts all that is not quantised to the compute dtype, whatever a stack has cast before."""
+    return config.parallel.engine == "deepspeed" and config.parallel.zero_stage > 0
+
+
 def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
     """Tell whether accelerate casts what is trained of a config's model to fp32 before it shards it."""
-    sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1
+    sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1 and config.parallel.engine == "torch"
     return stack.sharded_units == "accelerate" and sharded and config.compute_dtype != "fp32"
 
 
 def casts_floats(config: TrainingConfig, stack: Stack) -> bool:
     """Tell whether a stack may cast weights that are all trained, and not only those beside adapters."""
-    return stack.full_floats != "as-is" or casts_trained(config, stack)
+    return (stack.full_floats != "as-is" and not _casts_back(config)) or casts_trained(config, stack)
 
 
 def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
@@ -223,7 +228,7 @@ def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str
         return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
     flash = (config.kernels.attention or stack.kernels.attention) == "flash"
     sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
-    if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded:
+    if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded or _casts_back(config):
         return dict(names)
     ends = ("embedding", "head", "norm")
     return {role: "fp32" if role in ends and name in FLOATS else name for role, name in names.items()}
