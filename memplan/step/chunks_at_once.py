@@ -24,7 +24,9 @@ LABEL_BYTES = 16
 """A token's label and its position, which the loss is given beside the hidden states."""
 
 
-def chunks_at_once(inputs: StepInputs, head: Head, chunk: Section, around: Form, mode: Mode) -> Iterator[Instant]:
+def chunks_at_once(
+    inputs: StepInputs, head: Head, chunk: Section, around: Form, mode: Mode, summed: int | None = None
+) -> Iterator[Instant]:
     """Yield the moments of a loss over chunks, from the first chunk's logits to the gradient of the head's input.
 
     Args:
@@ -33,15 +35,18 @@ def chunks_at_once(inputs: StepInputs, head: Head, chunk: Section, around: Form,
         chunk: Head and loss of one chunk.
         around: What lies around, with what the norm has saved.
         mode: What becomes of weight gradients.
+        summed: Bytes of a sum that is not what is kept, to which those of each chunk are added; None for none.
     """
-    around += _throughout(inputs, head)
-    logits = _logits(chunk)
+    around += throughout(inputs, head)
+    logits = logits_of_chunk(chunk)
     several = inputs.setup.profile.loss_chunks > 1
-    later = around + constant_form(Part.GRADIENTS, _stored(chunk, mode) if several else 0)
+    stored = _stored(chunk, mode) if summed is None else summed
+    later = around + constant_form(Part.GRADIENTS, stored if several else 0)
+    later_mode = mode if summed is not None else _later_mode(mode)
     for moment in chunk.played(mode).forward:
         yield moment.around(later, "forward", f"{moment.operation} of a chunk")
     yield Instant("forward", "head of a chunk", later + logits * (2 if several else 1))
-    for base, own_mode in ((around, mode), (later, _later_mode(mode))) if several else ((around, mode),):
+    for base, own_mode in ((around, mode), (later, later_mode)) if several else ((around, mode),):
         for moment in chunk.played(own_mode).backward:
             name = moment.name or "loss backward"
             yield moment.around(base + logits, name, f"{moment.operation} of a chunk")
@@ -52,7 +57,7 @@ def chunks_at_once(inputs: StepInputs, head: Head, chunk: Section, around: Form,
         yield Instant("head backward", "gradient of the head's input", later + logits + _rows(head, Part.TEMPORARIES))
 
 
-def _throughout(inputs: StepInputs, head: Head) -> Form:
+def throughout(inputs: StepInputs, head: Head) -> Form:
     """Return the head's input, copies of it and of the labels chunk by chunk, and the sum of its gradients in fp32."""
     output = head.section.output
     sums = single_form(Part.TEMPORARIES, output.quantity, 4 * output.width)
@@ -68,7 +73,7 @@ def _rows(head: Head, part: Part) -> Form:
     return single_form(part, head.section.output.quantity, head.section.output.coefficient)
 
 
-def _logits(chunk: Section) -> Form:
+def logits_of_chunk(chunk: Section) -> Form:
     """Return the logits of a chunk, which have a name until the next ones have it."""
     first = next(op for op in chunk.tape.operations if op.name == "head")
     return single_form(*chunk.tape.storages[first.makes[0]])

@@ -20,7 +20,8 @@ MAXIMUM_ELEMENTS = 2**50
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
-_LOSSES = dict.fromkeys(("accelerate", "axolotl"), ("bf16", "fp32", "fused-linear", "fused-head"))
+_BY_ACCELERATE = ("bf16", "fp32", "fused-linear", "fused-head")
+_LOSSES = {"accelerate": _BY_ACCELERATE, "axolotl": _BY_ACCELERATE, "ends-apart": ("bf16", "fp32", "chunked-backward")}
 """Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
 _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
@@ -157,7 +158,7 @@ def _when_sharded(
     if config.master_weights != "none":
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
-    if config.adapter is not None and stack.sharded_units not in _LOSSES:
+    if config.adapter is not None and stack.model_code == "own":
         yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
     if config.adapter is not None and config.adapter.modules_to_save:
         yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {INSTEAD}"

@@ -25,6 +25,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_bytes, tied_sum
 from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
 from memplan.step.model_on_tape import PlayedModel
+from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.sharded_forward import evaluated, forward, leaf_kept, leaf_of, rows_of_head, with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
 from memplan.step.states.model_states import ModelStates
@@ -119,11 +120,15 @@ def _one_pass(step: ShardedStep, base: Form, of: _Pass) -> Iterator[Instant]:
     yield from forward(step, base)
     bare = base + leaf_of(step) + constant_form(Part.TEMPORARIES, root_bytes(step.inputs, step.taped.settings))
     base = bare + kept_arguments(step.inputs) + tables_of_graph(step.inputs)
-    yield from _head_unit(step, base + saved, played)
+    if step.chunked:
+        yield from chunked_head(step, base + saved, played)
+        step = behind_head(step)
+    else:
+        yield from _head_unit(step, base + saved, played)
     whole = head.section.gradients or head.delayed_bytes
     above = waiting = head.delayed_bytes if of.beside else whole
     if step.apart:
-        if of.reduces:
+        if of.reduces and not step.chunked:
             yield from _tail_unit(step, base + saved, whole, of)
         above = of.left(step.tail, whole)
     yield from _layer_units(step, base, above, played, of)

@@ -71,7 +71,7 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
         gathered = held + 2 * step.last.gathered_bytes + under.gathered_bytes
         yield with_gathered("forward", "copy of the last layer", form, gathered)
-    if step.loss_inside:
+    if step.loss_inside or step.chunked:
         yield from _head_inside(step, base + leaf_of(step) + played.saved)
     else:
         yield from _loss_outside(step, base + played.saved)

@@ -11,7 +11,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
-from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, unit
+from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, reduced_width, unit
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_weight import Mode
@@ -33,6 +33,8 @@ class ShardedStep:
         tail: The unit of final norm and head; the same one, or one apart.
         units: For each run of layers, the unit that one of them is.
         rest: The root's own unit besides those of the ends, where there is one.
+        head: What the head alone is in the unit of norm and head, where that is one.
+        reduced_width: Bytes of an element of a gradient as it is reduced.
     """
 
     inputs: StepInputs
@@ -42,6 +44,8 @@ class ShardedStep:
     tail: Unit
     units: tuple[Unit, ...]
     rest: Unit | None
+    head: Unit | None
+    reduced_width: int
 
     @property
     def apart(self) -> bool:
@@ -62,6 +66,11 @@ class ShardedStep:
     def head_instant(self) -> str:
         """The instant at whose end the last layer's backward begins; one function has loss and head."""
         return "loss backward" if self.taped.head.logits is None else "head backward"
+
+    @property
+    def chunked(self) -> bool:
+        """Whether chunks of the loss run backward as far as the head's input before the model does."""
+        return self.inputs.setup.profile.loss == "chunked-backward"
 
     @property
     def reentrant(self) -> bool:
@@ -149,12 +158,13 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     taped = model_on_tape(inputs)
     played = taped.played("first", inputs.recomputation)
     first, tail, rest = _ends(model.spec, inventory, setup)
+    alone = unit([tensor for tensor in inventory if tensor.role == "head"], setup) if first is not tail else None
     layers = [tensor for tensor in inventory if "{}" in tensor.name]
     units = (
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
     )
-    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest)
+    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup))
 
 
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:

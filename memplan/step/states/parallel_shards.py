@@ -129,7 +129,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
-    reduced = compute if is_accelerated(setup) else own
+    reduced = reduced_width(setup)
     return Unit(
         gathered_bytes=ranks * sum(elements for elements, _, _ in shards) * compute,
         reduced_bytes=ranks * trained * reduced,
@@ -138,6 +138,12 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute,
         last_bytes=_last_elements(tensors, setup) * compute,
     )
+
+
+def reduced_width(setup: TrainingSetup) -> int:
+    """Return the bytes of an element of a gradient as it is reduced: in the compute dtype, or in that of what is trained."""
+    own = setup.format_names["hidden_matrix"] if setup.config.adapter is None else setup.adapter_dtype
+    return setup.compute_bytes if is_accelerated(setup) else FLOAT_BYTES[own]
 
 
 def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:

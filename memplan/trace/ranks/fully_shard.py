@@ -140,6 +140,26 @@ def shard(
         on_meta(modules, collective)
 
 
+@contextmanager
+def sharding(owner: Any, ranks: int, recorder: ShardedRecorder) -> Iterator[DeviceMesh]:
+    """Let a library's ``fully_shard``, which it has from ``owner``, shard over so many ranks that are not there."""
+    collective, made = Allocates(), owner.fully_shard
+    collective.recorder = recorder
+    with process_group(ranks) as mesh:
+
+        def sharded(module: Any, **options: Any) -> Any:
+            result = made(module, **{**options, "mesh": mesh})
+            on_meta(module, collective)
+            return result
+
+        owner.fully_shard = sharded
+        try:
+            with recorder.following():
+                yield mesh
+        finally:
+            owner.fully_shard = made
+
+
 def on_meta(modules: nn.Module | Sequence[nn.Module], collective: Allocates) -> None:
     """Let a unit's buffers lie where its parameters do, and its collectives move nothing."""
     unit = modules if isinstance(modules, nn.Module) else modules[0]

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.ranks import fully_shard
-from memplan.trace.ranks.fully_shard import Allocates, ShardedRecorder
+from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -66,28 +66,14 @@ def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
 def _shards(recorder: ShardedRecorder, ranks: int, trainer: Any) -> Iterator[None]:
     """Let accelerate's FSDP2 shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
-    state, made = trainer.accelerator.state, torch.distributed.fsdp.fully_shard
+    state = trainer.accelerator.state
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
-    collective = Allocates()
-    collective.recorder = recorder
     _numbered(trainer.model)
-
-    with fully_shard.process_group(ranks) as mesh:
-
-        def sharded(module: Any, **options: Any) -> Any:
-            result = made(module, **{**options, "mesh": mesh})
-            fully_shard.on_meta(module, collective)
-            return result
-
-        torch.distributed.fsdp.fully_shard = sharded
-        try:
-            with _distributed(DistributedType.FSDP), recorder.following():
-                yield
-        finally:
-            torch.distributed.fsdp.fully_shard = made
+    with _distributed(DistributedType.FSDP), fully_shard.sharding(torch.distributed.fsdp, ranks, recorder):
+        yield
 
 
 def _numbered(model: torch.nn.Module) -> None:

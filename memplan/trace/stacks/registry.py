@@ -35,7 +35,7 @@ PROGRAMS: Mapping[str, str] = {
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 
-ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl")
+ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan")
 """Stacks whose own code is traced as one rank of several."""
 
 IN_THE_EXTRA = ("plain-loop", "transformers", "trl")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torchtitan.distributed.fsdp
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
@@ -25,9 +27,11 @@ from torchtitan.trainer import Trainer
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.ranks.fully_shard import ShardedRecorder, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -49,8 +53,15 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     logging.getLogger().setLevel(logging.ERROR)
     setup = inputs.setup
     refuse_settings(setup, "torchtitan")
-    with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex():
-        trainer = _Trainer(_built(inputs.model.spec, setup), setup, recorder)
+    ranks = setup.config.parallel.data
+    with ExitStack() as around:
+        for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
+            around.enter_context(one)
+        model = _built(inputs.model.spec, setup)
+        if isinstance(recorder, ShardedRecorder):
+            mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, ranks, recorder))
+            _sharded(model, setup, mesh)
+        trainer = _Trainer(model, setup, recorder)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
@@ -62,7 +73,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
 def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
     """Return torchtitan's Llama 3 of these shapes, checkpointed as the setup says, without memory."""
     dtype = setup.format_names["hidden_matrix"]
-    plain = dtype == setup.config.compute_dtype and setup.config.adapter is None
+    gathered = is_sharded(setup.config.parallel)  # in the compute dtype
+    plain = (gathered or dtype == setup.config.compute_dtype) and setup.config.adapter is None
     if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or not plain:
         raise CannotAnswerError("torchtitan's llama3 is traced in fp32 or in bf16 throughout, without adapters")
     default = torch.get_default_dtype()
@@ -77,6 +89,13 @@ def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
         kind(kind.Config()).apply(model)
     model.train()
     return model  # type: ignore[no-any-return]
+
+
+def _sharded(model: Any, setup: TrainingSetup, mesh: Any) -> None:
+    """Shard a model as ``parallelize_llama`` does."""
+    compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
+    dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
+    torchtitan.distributed.fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=False)
 
 
 class _Selective(SelectiveAC):  # type: ignore[misc]

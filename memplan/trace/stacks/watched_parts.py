@@ -50,7 +50,8 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
 def stored_tensors(parameter: Any) -> Iterator[Tensor]:
     """Yield the tensors that a parameter is stored in: itself, or codes, scales and tables of a subclass."""
     if hasattr(parameter, "__tensor_flatten__"):
-        yield from (getattr(parameter, name) for name in parameter.__tensor_flatten__()[0])
+        parts = (getattr(parameter, name) for name in parameter.__tensor_flatten__()[0])
+        yield from (part for part in parts if isinstance(part, Tensor))
     else:
         yield parameter
 

@@ -1,0 +1,69 @@
+"""Head and loss of one rank that holds shards, where chunks of tokens run backward before the model does.
+
+Gradients of the head are summed over chunks in whole, in the dtype that they are reduced in, and reduced after the last
+chunk; norm and head are let go of then, and gathered again for the norm's backward.
+
+Source:
+    ``ChunkedLossWrapper.__call__`` in torchtitan/components/loss.py (0.3.0); ``to_accumulated_grad_if_needed`` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan.errors import CannotAnswerError
+from memplan.step.chunks_at_once import chunks_at_once, logits_of_chunk, throughout
+from memplan.step.model_on_tape import PlayedModel
+from memplan.step.ranks.sharded_forward import with_gathered
+from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.played import Instant
+
+
+def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
+    """Yield the chunks' forward and backward, the reduction of the head's gradients, and the norm's backward.
+
+    Args:
+        step: The rank's step.
+        around: What lies around, with what layers have saved.
+        played: The parts of the model, played.
+
+    Raises:
+        CannotAnswerError: The head is the embedding.
+    """
+    alone, chunk, head, inputs = step.head, step.taped.head.chunk, step.taped.head, step.inputs
+    if alone is None or chunk is None:
+        raise CannotAnswerError("kernels.loss: chunked-backward over shards of a tied head is not modelled; use fp32")
+    tail, ahead = step.tail.gathered_bytes, step.last.gathered_bytes
+    around += played.head.saved
+    several = inputs.setup.profile.loss_chunks > 1
+    formed = sum(weight.formed_bytes for weight in head.weights)
+    summed = sum(w.rows * w.columns for w in head.weights) * step.reduced_width if several else formed
+    kept = constant_form(Part.GRADIENTS, alone.kept_bytes)
+    rows = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
+    for instant in chunks_at_once(inputs, head, chunk, around, "first", summed):
+        if instant.operation == "gradient of the head's input":  # all has been reduced, and the weights are gone
+            form = instant.form + kept - constant_form(Part.GRADIENTS, summed if several else 0)
+            yield with_gathered(instant.name, instant.operation, form, alone.reduced_bytes)
+        else:
+            yield with_gathered(instant.name, instant.operation, instant.form, tail)
+    form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows + constant_form(Part.GRADIENTS, summed)
+    yield with_gathered("head backward", "reduction of the head", form + kept, tail + alone.reduced_bytes)
+    arrived = single_form(Part.TEMPORARIES, head.section.output.quantity, head.section.output.coefficient)
+    yield with_gathered(
+        "head backward", "copy of norm and head", around + kept + arrived, alone.reduced_bytes + 2 * tail
+    )
+    for instant in played.head.backward:
+        communication = tail + ahead + alone.reduced_bytes
+        yield with_gathered(
+            "head backward", instant.operation, around + kept + instant.form - played.head.saved, communication
+        )
+
+
+def behind_head(step: ShardedStep) -> ShardedStep:
+    """Return a step whose last reduction before the layers' is that of the norm alone."""
+    assert step.head is not None
+    norm = step.tail.reduced_bytes - step.head.reduced_bytes
+    return replace(step, tail=replace(step.tail, reduced_bytes=norm))
