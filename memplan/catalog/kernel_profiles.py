@@ -28,6 +28,7 @@ LossKernel = Literal[
 ElementwiseKernel = Literal["composite", "fused", "in-place"]
 RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]
 AdapterKernel = Literal["composite", "fused"]
+LinearAttentionKernel = Literal["torch", "fla"]
 
 
 Feature = Literal[
@@ -71,6 +72,8 @@ class KernelProfile:
             are what preference methods compared before they had a fused head.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter.
+        linear_attention: Gated delta networks: ``torch`` is transformers' own code, which computes in fp32 and saves much;
+            ``fla`` the kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed.
     """
 
     attention: AttentionKernel = "flash"
@@ -82,6 +85,7 @@ class KernelProfile:
     loss: LossKernel = "bf16"
     loss_chunks: int = 8
     adapters: AdapterKernel = "composite"
+    linear_attention: LinearAttentionKernel = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Kernels:
     loss: LossKernel | None = None
     loss_chunks: int | None = None
     adapters: AdapterKernel | None = None
+    linear_attention: LinearAttentionKernel | None = None
 
     def over(self, own: KernelProfile) -> KernelProfile:
         """Return a stack's own choices with these put in."""

@@ -22,6 +22,15 @@ REFERENCES = {
 """Kind of reference model -> what there is of it."""
 
 
+LINEAR_ATTENTION = {
+    "torch": "linear attention torch: transformers' own code runs gated delta networks, in fp32, as it does where "
+    "flash-linear-attention and causal-conv1d are not installed; kernels.linear_attention: fla is with both, and needs less",
+    "fla": "linear attention fla: flash-linear-attention and causal-conv1d are installed; what their kernels save and allocate "
+    "is that of flash-linear-attention 0.6.0 and causal-conv1d 1.7.0",
+}
+"""Kernels of linear attention -> what is assumed to be installed."""
+
+
 def assumptions(plan: MemoryPlan) -> tuple[str, ...]:
     """Return what the answer takes for granted."""
     return (*_step(plan), *_states(plan), *_parallel(plan), *_model(plan))
@@ -41,10 +50,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     )
     yield from _method(plan)
     if plan.model.spec.linear_attention:
-        yield (
-            "linear attention: gated delta networks run transformers' own torch code, in fp32, as they do where "
-            "flash-linear-attention is not installed; with its kernels a step needs less"
-        )
+        yield LINEAR_ATTENTION[profile.linear_attention]
     yield from plan.setup.card_notes
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from memplan.errors import CannotAnswerError
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
 from memplan.lab.survey.drawn_jobs import Job, compared
 
@@ -48,6 +49,7 @@ ADAPTED = {
     "optimizer": {"default": "adamw-fp32"},
     "adapter": {"kind": "lora", "rank": 4, "dtype": "fp32", "targets": ["in_proj_qkvz", "out_proj", "q_proj"]},
 }
+FLA = {"kernels": {"linear_attention": "fla"}}
 JOBS = {
     "dense": ("qwen3_5_text", {}, {}),
     "experts-autocast": ("qwen3_5_moe_text", EXPERTS, AUTOCAST),
@@ -63,3 +65,28 @@ def test_formula_and_trace_agree(name, catalog):
     verdict = compared(job.job, planned(job, catalog), traced(job, catalog))
     assert verdict.outcome == "agrees", dict(verdict.differences)
     assert verdict.peak_share < 2e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_kernels_save_and_allocate_what_their_libraries_say(family, catalog):
+    pytest.importorskip("fla", reason="needs fla-core and causal-conv1d")
+    job = StackJob(Job({"model_type": family, **SHAPE, **EXPERTS}, {**TRAINING, **FLA}), "8.0", reentrant=False)
+    verdict = compared(job.job, planned(job, catalog), traced(job, catalog))
+    assert verdict.outcome == "agrees", dict(verdict.differences)
+
+
+def test_kernels_need_less_and_are_named(catalog):
+    model = {"model_type": "qwen3_5_text", **SHAPE}
+    plain, kernels = (
+        planned(StackJob(Job(model, {**TRAINING, **chosen}), "8.0", reentrant=False), catalog) for chosen in ({}, FLA)
+    )
+    assert kernels.requested_bytes < plain.requested_bytes
+    assert any("linear attention fla" in text for text in kernels.assumptions)
+    assert any("linear attention torch" in text for text in plain.assumptions)
+
+
+def test_shapes_that_kernels_do_not_take_are_refused(catalog):
+    wide = {"model_type": "qwen3_5_text", **SHAPE, "linear_key_head_dim": 320}
+    with pytest.raises(CannotAnswerError, match="wider than 256"):
+        planned(StackJob(Job(wide, {**TRAINING, **FLA}), "8.0", reentrant=False), catalog)

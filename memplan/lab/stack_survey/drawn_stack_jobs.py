@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from random import Random
 from typing import Any
 
@@ -143,7 +144,8 @@ def drawn_stack_job(
         number: Of the job in it.
         catalog: Has the released models.
         stacks: Of which one is drawn.
-        linear: Whether the model has gated delta networks, as none has otherwise.
+        linear: Whether the model has gated delta networks, as none has otherwise; they run by torch or by kernels where
+            these are installed.
     """
     rng = Random(f"memplan stacks {seed} {number}")
     stack = rng.choice(stacks) if set(stacks) <= set(LLAMA_LIKE) else ""
@@ -171,6 +173,8 @@ def drawn_stack_job(
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
     if training["compute_dtype"] == "fp16" and stack != "plain-loop":
         training["loss_scaling"] = True
+    if linear and find_spec("fla") is not None and rng.random() < 0.5:
+        training["kernels"] = {**training.get("kernels", {}), "linear_attention": "fla"}
     if stack in LLAMA_LIKE:
         liger = {key: value for key, value in LIGER.items() if rng.random() < 0.3}
         training["kernels"] = {**training.get("kernels", {}), **liger}

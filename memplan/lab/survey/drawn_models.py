@@ -105,7 +105,7 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
     values.pop("no_rope_layers", None)
     values.pop("layer_types", None)
     if family in LINEAR:
-        values["full_attention_interval"] = rng.choice((1, 2, 2, 3))
+        values |= {"num_hidden_layers": rng.choice((2, 3)), "full_attention_interval": 2}
         if "num_experts" in values:
             values["num_experts"] = 16
     if rng.random() < 0.2 and "tie_word_embeddings" in values:
@@ -190,10 +190,11 @@ def _linear(rng: Random, family: str, experts: Values) -> Values:
     """Return the sizes of gated delta networks, and of the experts of families that have any."""
     keys = rng.choice((1, 2, 3))
     sizes = {
-        "full_attention_interval": rng.choice((1, 2, 2, 3)),
+        "num_hidden_layers": rng.choice((2, 3)),
+        "full_attention_interval": 2,
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
-        "linear_key_head_dim": rng.choice((16, 24, 64, 128)),
+        "linear_key_head_dim": rng.choice((16, 24, 64, 128, 256)),
         "linear_value_head_dim": rng.choice((16, 40, 64, 128)),
         "linear_conv_kernel_dim": rng.choice((2, 4)),
         "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0)),

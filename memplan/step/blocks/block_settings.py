@@ -96,6 +96,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
             rotary=own.rotary,
             activation=own.activation,
             adapters=own.adapters,
+            linear_attention=own.linear_attention,
         ),
         compute_bytes=setup.compute_bytes,
         residual_bytes=setup.residual_bytes,

@@ -10,6 +10,7 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.delta.delta_rule import DeltaInputs, chunked_rule
+from memplan.step.delta.fused_kernels import fused_convolution, fused_rule
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
 
@@ -34,7 +35,8 @@ def _attended(
     """Return the projection of what the rule reads off its state, normalised and gated."""
     inputs = _rule_inputs(builder, mixed, *numbers, part, prefix)
     with builder.tape.alive(*inputs):
-        out = _gated_norm(builder, chunked_rule(builder, inputs, part), gate, part, prefix)
+        rule = fused_rule if builder.profile.linear_attention == "fla" else chunked_rule
+        out = _gated_norm(builder, rule(builder, inputs, part), gate, part, prefix)
         with builder.tape.alive(out):
             return linear(builder, out, f"{prefix}.out_proj", builder.settings.hidden_size)
 
@@ -77,6 +79,8 @@ def _taken_apart(builder: Builder, made: tuple[Value, ...], part: GatedDeltaNet)
 def _convolved(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> Value:
     """Return the convolution over tokens and its activation; the result has ``kernel_size - 1`` tokens more, which are cut off."""
     tape, weight, own = builder.tape, builder.weight(f"{prefix}.conv1d.weight"), x.element_bytes
+    if builder.profile.linear_attention == "fla":
+        return fused_convolution(builder, x, weight)
     with tape.alive(x):
         x = builder.lowered(builder.cast(x, weight.element_bytes, foreign=weight.foreign))
         elements = weight.rows * weight.columns
@@ -98,7 +102,8 @@ def _rule_inputs(
     tape, heads = builder.tape, part.num_value_heads
     query, key, value = (tape.view(mixed, width) for width in (part.key_size, part.key_size, part.value_size))
     tape.apply("split", [(mixed, NEW)], (query, key, value), traits=SAVES_NOTHING)
-    if heads > 1 and not builder.settings.regime.one_token:
+    fla = builder.profile.linear_attention == "fla"
+    if heads > 1 and not fla and not builder.settings.regime.one_token:
         copied = (query, key, value) if part.num_key_heads == heads else (value,)
         views = [tape.apply("heads", [(x, NEW)], tape.view(x), traits=SAVES_NOTHING) for x in copied]
         query, key, value = views if len(views) > 1 else (query, key, *views)

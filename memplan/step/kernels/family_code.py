@@ -8,6 +8,7 @@ from typing import Literal
 
 from memplan.catalog.stacks import ModelCode
 from memplan.errors import CannotAnswerError
+from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.values import dataclass
@@ -252,6 +253,8 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
             f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
             f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
         )
+    if setup.profile.linear_attention == "fla":
+        _refuse_fla(spec)
     if setup.profile.adapters == "fused":
         raise CannotAnswerError(
             f"kernels.adapters: fused is not modelled for gated delta networks, which {spec.name} has"
@@ -260,6 +263,27 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(
             f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
         )
+
+
+def _refuse_fla(spec: ModelSpec) -> None:
+    """Raise for shapes that the kernels of linear attention do not take.
+
+    Source:
+        ``chunk_gated_delta_rule_fwd_h`` in fla/ops/common/chunk_delta_h.py (fla-core 0.6.0), line 659; csrc/causal_conv1d.cpp
+        (1.7.0), lines 289 and 301.
+    """
+    for part in [run.layer.attention for run in spec.runs]:
+        if not isinstance(part, GatedDeltaNet):
+            continue
+        limits = {
+            "heads of keys wider than 256": part.key_head_dim > 256,
+            "a convolution over other than 2 to 4 tokens": not 2 <= part.kernel_size <= 4,
+            "a convolution over channels that are no multiple of 8": part.convolved_size % 8 > 0,
+        }
+        for what in [name for name, beyond in limits.items() if beyond]:
+            raise CannotAnswerError(
+                f"kernels.linear_attention: fla has no kernel for {what}, which {spec.name} has: use torch"
+            )
 
 
 def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:

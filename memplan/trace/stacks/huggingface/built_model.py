@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised, quantises
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
@@ -101,4 +102,5 @@ def loaded_model(inputs: StackInputs) -> Any:
         if quantises(setup):
             model = quantised(model, setup)
     with_liger(model, setup)
+    with_linear_attention(model, setup)
     return model.train()

@@ -1,0 +1,163 @@
+"""Libraries of kernels on ``meta`` tensors: their Python runs and allocates, and their kernels do nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from inspect import signature
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from memplan.errors import CannotAnswerError
+from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
+
+COMPILED = ("triton", "causal_conv1d_cuda")
+"""Modules whose contents only run on a card."""
+VERSION = "3.8.0"
+
+
+class Idle:
+    """Stands for anything of Triton's: a decorator, a kernel, a launch of it, a constant."""
+
+    __name__ = "idle"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Idle()
+
+    def __getitem__(self, _: Any) -> Idle:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Idle:
+        """Do nothing, whatever is asked for."""
+        return self
+
+
+SHARED_MEMORY_BYTES = 166_912
+"""Of a block on compute capability 8.0, by which kernels choose sizes of tiles (triton's ``max_shared_mem``)."""
+
+_DRIVER = SimpleNamespace(
+    active=SimpleNamespace(
+        get_current_target=lambda: SimpleNamespace(backend="cuda", arch=80, warp_size=32),
+        get_active_torch_device=lambda: torch.device("cuda"),
+        utils=SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": SHARED_MEMORY_BYTES}),
+    )
+)
+
+
+class _IdleModule(ModuleType):
+    __version__ = VERSION
+
+    @staticmethod
+    def cdiv(whole: int, part: int) -> int:
+        return ceil_div(whole, part)
+
+    @staticmethod
+    def next_power_of_2(number: int) -> int:
+        return 1 << (number - 1).bit_length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "driver":
+            return _DRIVER
+        if name in ("runtime", "language"):
+            return import_module(f"{self.__name__}.{name}")
+        return type(name, (Idle,), {}) if name[0].isupper() else Idle()
+
+
+class _Finder:
+    """Finds compiled modules, and every module below them."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, _Finder, is_package=True) if name.partition(".")[0] in COMPILED else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        module = _IdleModule(spec.name)
+        module.__path__ = []
+        return module
+
+    @staticmethod
+    def exec_module(_: ModuleType) -> None:
+        return
+
+
+@contextmanager
+def idle_kernels() -> Iterator[None]:
+    """Let libraries be imported that hold kernels, which take the machine for one with a card of compute capability 8.0."""
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_name": lambda *_: "NVIDIA",
+        "get_device_capability": lambda *_: (8, 0),
+        "device_count": lambda: 1,
+    }
+    saved = {name: getattr(torch.cuda, name) for name in answers}
+    sys.meta_path.insert(0, _Finder)
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(_Finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in COMPILED]:
+            del sys.modules[name]  # of which others are to find none
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+
+
+ORIGINAL: dict[str, Callable[..., Any]] = {}
+"""Module and name -> transformers' own function."""
+
+
+def with_linear_attention(model: Any, setup: TrainingSetup) -> None:
+    """Have a model's gated delta networks run by the code that a setup names.
+
+    Raises:
+        CannotAnswerError: The kernels' libraries are not installed.
+    """
+    module = sys.modules[type(model).__module__]
+    names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    if not all(hasattr(module, name) for name in names):
+        return
+    own = [ORIGINAL.setdefault(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
+    used = own if setup.profile.linear_attention == "torch" else _libraries()
+    for name, function in zip(names, used, strict=True):
+        setattr(module, name, function)
+
+
+@cache
+def _libraries() -> tuple[Callable[..., Any], ...]:
+    """Return the functions of flash-linear-attention and causal-conv1d, which take the keywords that they know."""
+    try:
+        with idle_kernels():
+            functions = [
+                import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule,
+                import_module("causal_conv1d.causal_conv1d_interface").causal_conv1d_fn,
+            ]
+    except ImportError as error:
+        raise CannotAnswerError(
+            f"tracing kernels.linear_attention: fla needs {error.name}: pip install fla-core, and "
+            "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install causal-conv1d"
+        ) from None
+    return tuple(_knowing(function) for function in functions)
+
+
+def _knowing(function: Callable[..., Any]) -> Callable[..., Any]:
+    known = set(signature(function).parameters)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return called
