@@ -24,6 +24,7 @@ LossKernel = Literal[
     "chunked-logits",
     "fp32-pieces",
     "log-probabilities",
+    "fp32-stretches",
 ]
 ElementwiseKernel = Literal["composite", "fused", "in-place"]
 RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]
@@ -68,7 +69,8 @@ class KernelProfile:
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
             own, and so are ``token-chunks-fp32``, whose rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
             ``fused-linear``, which forms gradients in forward; ``in-place`` works in the fp32 copy; ``fp32-pieces``
-            are pieces of that copy without the last token, one after another; ``log-probabilities`` of whole fp32 logits
+            are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
+            each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head.
         loss_chunks: Chunks of a chunked loss.
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter.

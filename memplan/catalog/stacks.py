@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from memplan.catalog.entries import Source
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing, Stage
 from memplan.documents.schemas import build
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -15,7 +15,7 @@ from memplan.values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
-KbitFloats = Literal["as-is", "fp32", "fp32-but-ends"]
+KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "stable-embedding"]
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "both", "entropy"]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
@@ -93,17 +93,20 @@ class StackProjections:
         codes_scales: Whether decoding forms the scales of codes first where these are codes themselves.
         codes_saved: Whether autograd saves codes as it does other tensors, so that backward asks for them before it decodes.
         adapter_sum: ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their
-            sum; on codes ``wide`` casts before, and casts nothing under autocast.
+            sum; on codes ``wide`` casts before, and casts nothing under autocast; ``uncast`` never casts anything.
         fused_gradients: Dtype in which one function for a projection and its adapter forms the adapter's gradients: that
             of products (``compute``), or at once that of the ``adapter``.
+        codes_from: Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a
+            product of forward decodes them as well as one of backward, before they are cast.
     """
 
     codes_result: Literal["compute", "input"]
     codes_cloned: bool
     codes_scales: bool
-    adapter_sum: Literal["narrow", "wide"]
+    adapter_sum: Literal["narrow", "wide", "uncast"]
     fused_gradients: Literal["compute", "adapter"] = "compute"
     codes_saved: bool = False
+    codes_from: Literal["loaded", "fp16"] = "loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,9 @@ class Stack:
         adapter_dtype_quantised: The same on quantised weights.
         projections: How projections of codes and with adapters run.
         kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms;
-            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32.
+            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32; ``stable-embedding`` quantises
+            the head too, and puts bitsandbytes' ``StableEmbedding`` in the place of the embedding, which stays: with a norm
+            behind it, and gradients that no step uses or takes away.
         checkpointing: How it checkpoints activations.
         models: How it builds models.
         rotary_tables: What its models keep of cosines and sines.
@@ -203,6 +208,7 @@ class Stack:
             those of the last micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
+        adapted_loss: Its loss where there are adapters, if it is another.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -240,6 +246,7 @@ class Stack:
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
+    adapted_loss: LossKernel | None = None
     name: str = ""
     version: str = ""
 

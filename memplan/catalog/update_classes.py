@@ -39,6 +39,7 @@ UPDATE_CLASSES: Mapping[str, UpdateClass] = {
         frozenset(("state1", "state2", "absmax1", "absmax2")),
         "in-place",
     ),
+    "bitsandbytes.optim.PagedAdamW": UpdateClass(frozenset(("state1", "state2")), "in-place"),
     "lion_pytorch.Lion": UpdateClass(frozenset(("exp_avg",)), "lion"),
     BUNDLED: UpdateClass(
         frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")),

@@ -22,7 +22,7 @@ from memplan.plan.allowances import (
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.blocks.cross_entropy import PIECE_TOKENS
+from memplan.step.blocks.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
@@ -301,7 +301,8 @@ class CompiledPlan:
         elif metrics != "none" and profile.loss in ("fp32", "log-probabilities"):
             whole = metrics == "accuracy" and profile.loss == "fp32"
             chunk = min(PIECE_TOKENS, batch * (length if whole else length - 1))
-        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk)
+        row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row)
 
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from memplan.model.spec import Norm
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.cross_entropy import (
     cross_entropy,
     cross_entropy_in_pieces,
     log_probabilities,
+    stretched_cross_entropy,
+    stretched_logits,
     tiled_cross_entropy,
 )
 from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
@@ -30,6 +34,9 @@ MOST_ENDS = 128
 
 FUSED_LOSSES = ("fused-head", "fused-linear", *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
+
+IN_PIECES = ("fp32-pieces", "fp32-stretches")
+"""Losses of LitGPT, whose loops let go of the last logits when they have new ones."""
 
 Named = tuple[tuple[str, Weight], ...]
 """Parameters by name."""
@@ -86,6 +93,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which scales where there is a scale.
     x.needs_gradient = x.needs_gradient or (settings.input_gradients and not settings.embedding_scale)
+    if f"{names.embedding}.norm.weight" in builder.weights:
+        x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
     if settings.learned_positions:
         x = _with_positions(builder, x)
     if settings.embedding_scale:
@@ -123,7 +132,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         needs_gradient: Whether the last layer's result needs a gradient.
         element_bytes: Bytes of an element of it.
     """
-    builder = Builder(settings.block, dict(weights))
+    builder, block = Builder(settings.block, dict(weights)), settings.block
     builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
     own, block = head_weights(settings, builder.weights), settings.block
@@ -135,6 +144,13 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
             builder.tape.ends(entry)
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
+    if settings.loss == "fp32-stretches":
+        logits = stretched_logits(builder, normed, block.names.head, settings.vocab_size)
+        builder.tape.instant = "loss backward"
+        loss, returned = stretched_cross_entropy(
+            builder, _bounded(builder, logits) if settings.bounded_logits else logits
+        )
+        return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
         if settings.loss == "log-probabilities":
@@ -160,10 +176,11 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     if settings.loss in FUSED_LOSSES:
         own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
-    if settings.loss == "fp32-pieces":
-        logits = builder.cast(_logits(builder, settings, normed), 4)
-        with builder.tape.alive(logits):
-            return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))
+    if settings.loss in IN_PIECES:
+        adapted = f"{settings.block.names.head}.lora_A.weight" in builder.weights
+        whole = linear(builder, normed, settings.block.names.head, settings.vocab_size) if adapted else None
+        logits = builder.cast(whole or _logits(builder, settings, normed), 4)
+        return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))  # the loop counts them
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
         if settings.loss == "log-probabilities":
@@ -198,7 +215,7 @@ def _final_norm(
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     builder.tape.ends(*arguments)
-    if settings.names_logits or settings.loss == "fp32-pieces":
+    if settings.names_logits or settings.loss in IN_PIECES:
         builder.tape.ends(entry)
     return entry, normed
 

@@ -16,7 +16,9 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.cross_entropy import STRETCH_TOKENS
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
+from memplan.step.ends_on_tape import IN_PIECES
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
 from memplan.step.kernels.family_code import (
     family_code,
@@ -29,7 +31,7 @@ from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.optimizer_scratch import clipping_bytes, step_temporaries, stored_names
+from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
@@ -91,17 +93,20 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_sequence=batch == 1
         and (
             profile.attention in ("math", "eager")
-            or profile.loss in ("chunked-backward", "chunked-logits", "fp32-pieces", *TOKEN_CHUNKS)
+            or profile.loss in ("chunked-backward", "chunked-logits", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.stack.loop.metrics != "none" and profile.loss == "fp32")
             or learned
             or steps_through_scores(spec)
         ),
         one_token=length == 1,
-        one_chunk=(profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
+        one_chunk=(profile.loss == "fp32-stretches" and length <= STRETCH_TOKENS)
+        or (profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
         or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
+        empty_stretch=profile.loss == "fp32-stretches" and length % STRETCH_TOKENS == 1 < length,
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,
-        wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole" and length != spec.max_position_embeddings,
+        wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"
+        and (length != spec.max_position_embeddings or setup.stable_embedding),
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
@@ -195,7 +200,21 @@ def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
 def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
     escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
-    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs) + escaped
+    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs) + escaped + _left_stretch(inputs, taped)
+
+
+def _left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a stretch without tokens has saved: copies of weights, and all rows as long as it reads one."""
+    head, form = taped.head, ZERO
+    if not inputs.regime.empty_stretch:
+        return form
+    for storage in [storage for node in head.section.tape.nodes for storage in node.saved]:
+        part, quantity, size = head.section.tape.storages[storage]
+        if quantity is Quantity.ROW_CHUNKS:
+            form += constant_form(part, size)
+        elif storage == head.normed.storage:
+            form += single_form(part, quantity, size)
+    return form
 
 
 def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
@@ -229,14 +248,14 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
         graph: What the last graph holds from backward to the end of the next forward.
     """
     config = inputs.setup.config
-    fills = config.zero_gradients == "fill"
+    fills = inputs.setup.leaves_gradients
     mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if fills else "first"
     filled_bytes = _filled_bytes(inputs) if fills else 0
     yield from one_pass(constant_form(Part.GRADIENTS, filled_bytes), mode)
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
-    validated = held_by_loop(inputs.setup, taped) if inputs.setup.profile.loss == "fp32-pieces" else ZERO
+    validated = held_by_loop(inputs.setup, taped) if inputs.setup.profile.loss in IN_PIECES else ZERO
     for instant in after_backward(inputs, taped, filled_bytes, validated):
         yield instant.around(graph)
 
@@ -244,7 +263,7 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
 def _filled_bytes(inputs: StepInputs) -> int:
     """Return the gradients that a step leaves, filled with zeros."""
     tensors = inputs.states.tensors
-    emptied = stored_names(inputs.setup, tensors)
+    emptied = emptied_names(inputs.setup, tensors)
     stored = (entry.gradient_bytes * entry.tensor.count for entry in tensors if entry.tensor.name in emptied)
     return inputs.gradient_bytes - sum(stored)
 
@@ -258,7 +277,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
-    bare = base + played.embedding.saved
+    bare = base + played.embedding.saved + _left_stretch(inputs, taped)
     escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:

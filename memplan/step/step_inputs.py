@@ -10,9 +10,9 @@ from memplan.step.states.model_states import ModelStates, TensorStates
 from memplan.step.states.muon_scratch import codec_scratch, decoding_bytes, decoding_rows_bytes
 from memplan.step.states.optimizer_scratch import (
     Temporaries,
+    emptied_names,
     handed_over,
     store_bytes,
-    stored_names,
     tensor_temporaries,
 )
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -68,7 +68,7 @@ class StepInputs:
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:
     """Return every parameter tensor that is used as tapes see it, by name; one that several runs of layers have is alike in all."""
-    emptied = stored_names(setup, states.tensors)
+    emptied = emptied_names(setup, states.tensors)
     by_name = {entry.tensor.name: entry for entry in states.tensors if entry.tensor.used}
     return {name: _taped(setup, entry, name in emptied) for name, entry in by_name.items()}
 
@@ -108,6 +108,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         decoded_bytes=_decoded_bytes(setup, entry),
         decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
         decoding_parts=_decoding_parts(setup, entry),
+        decoded_alike=entry.quantized and setup.stack.projections.codes_from == "fp16",
         integers=entry.quantized and setup.formats[entry.tensor.role].product == "integers",
     )
 
@@ -132,7 +133,7 @@ def _decoded_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     Source:
         ``MatMul4Bit.backward`` in bitsandbytes/autograd/_functions.py (0.50.2): ``dequantize_4bit(B, state).to(...)``.
     """
-    loaded = setup.loaded_float
+    loaded = "fp16" if setup.stack.projections.codes_from == "fp16" else setup.loaded_float
     if not entry.quantized or setup.stack.projections.codes_result != "input" or loaded == setup.config.compute_dtype:
         return 0
     return entry.tensor.elements * FLOAT_BYTES.get(loaded, setup.compute_bytes)
@@ -160,7 +161,7 @@ def buffers(inputs: StepInputs) -> Form:
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
     form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
-    if steps_through_scores(spec) and not code.added_mask:
+    if steps_through_scores(spec) and not (code.added_mask or code.masks_layers):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)

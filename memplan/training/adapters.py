@@ -9,6 +9,7 @@ from math import prod
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
+from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 from memplan.training.resolved import TrainingSetup
 
 ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
@@ -34,6 +35,8 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     if adapter is None:
         return ()
     _refuse_modules(model, setup, adapter.modules_to_save)
+    if setup.stack.model_code == "litgpt":
+        return tuple(_litgpt_tensors(model, setup, litgpt_parts(model.spec, adapter.targets)))
     known = projections(model)
     wrong = [target for target in adapter.targets if target != "all-linear" and target not in known]
     if heads := [name for name in wrong if name == model.spec.names.head]:
@@ -54,6 +57,67 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             parts["lora_magnitude_vector"] = (rows,)
         tensors += [replace(tensor, name=f"{stem}.{part}.weight", shape=shape) for part, shape in parts.items()]
     return (*tensors, *_adapters_of_parameters(model, setup))
+
+
+LITGPT_PARTS = ("query", "key", "value", "projection", "mlp", "head")
+"""What LitGPT puts adapters on, each by a flag of its own (``lora_query`` and so on)."""
+
+
+def litgpt_parts(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts of LitGPT's model that targets name, by its own words or by the names of a family's projections.
+
+    Raises:
+        InvalidFileError: One is neither, or is a projection that LitGPT adapts only together with others.
+    """
+    names, mlp = spec.names, spec.runs[0].layer.feed_forward
+    parts: dict[str, tuple[str, ...]] = {part: (part,) for part in LITGPT_PARTS}
+    parts |= {names.query: ("query",), names.key: ("key",), names.value: ("value",), names.head: ("head",)}
+    parts |= {names.qkv: ("query", "key", "value"), names.output: ("projection",)}
+    parts["all-linear"] = ("query", "key", "value", "projection", "mlp")
+    inner = _mlp_names(names, mlp)
+    wrong = [
+        f"adapter.targets: {t!r} is no part of {spec.name}; known: {', '.join(parts)}"
+        for t in targets
+        if t not in (*parts, *inner)
+    ]
+    if not wrong and 0 < len(missing := [name for name in inner if name not in targets]) < len(inner):
+        wrong = [f"adapter.targets: litgpt adapts a feed-forward part whole; add {', '.join(missing)}, or say mlp"]
+    if wrong:
+        raise InvalidFileError(wrong)
+    chosen = {part for target in targets for part in parts.get(target, ("mlp",))}
+    return tuple(part for part in LITGPT_PARTS if part in chosen)
+
+
+def _litgpt_tensors(model: Model, setup: TrainingSetup, parts: Sequence[str]) -> Iterator[ParameterTensor]:
+    """Yield the matrices that LitGPT adds: one pair for query, key and value together, with a rank for each of these.
+
+    Source:
+        ``LoRALinear`` and ``LoRAQKVLinear`` in litgpt/lora.py (0.5.13).
+    """
+    assert setup.config.adapter is not None
+    names, rank = model.spec.names, setup.config.adapter.rank
+    kinds = {names.output: "projection", names.head: "head"}
+    for tensor in model.inventory:
+        if tensor.role not in ("hidden_matrix", "head"):
+            continue
+        stem, (rows, columns), count = tensor.name.removesuffix(".weight"), tensor.shape, 1
+        if _projection(tensor) == names.qkv:
+            heads = model.spec.runs[0].layer.attention
+            assert isinstance(heads, Attention)
+            sizes = {"query": heads.query_size, "key": heads.key_value_size, "value": heads.key_value_size}
+            chosen = [sizes[part] for part in sizes if part in parts]
+            rows, count = sum(chosen), len(chosen)
+        elif kinds.get(_projection(tensor), "mlp") not in parts:
+            continue
+        for part, shape in (("lora_A", (rank * count, columns)), ("lora_B", (rows, rank))) if count else ():
+            yield ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first)
+
+
+def _mlp_names(names: TensorNames, mlp: Mlp | MixtureOfExperts) -> tuple[str, ...]:
+    """Return the names of a feed-forward part's projections."""
+    if isinstance(mlp, Mlp) and mlp.gated:
+        return (names.gate_up, names.down) if mlp.fused_gate_up else (names.gate, names.up, names.down)
+    return (names.up, names.down)
 
 
 def adapts_experts(model: Model, setup: TrainingSetup) -> bool:
@@ -91,8 +155,19 @@ def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     Source:
         ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
     """
-    saved = (tensor for tensor in inventory if is_saved(setup, tensor))
+    first = stable_names(inventory)[0] if setup.stable_embedding else ""
+    saved = (tensor for tensor in inventory if tensor.name == first or is_saved(setup, tensor))
     return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
+
+
+def stable_names(inventory: Inventory) -> tuple[str, ...]:
+    """Return the names of a ``StableEmbedding``'s parameters: of its table, and of the norm behind it.
+
+    Source:
+        ``StableEmbedding`` in bitsandbytes/nn/modules.py (0.49.2); lines 220 to 229 of litgpt/finetune/lora.py (0.5.13).
+    """
+    table = next(tensor.name for tensor in inventory if tensor.role == "embedding")
+    return (table, *(f"{table.removesuffix('weight')}norm.{part}" for part in ("weight", "bias")))
 
 
 def reference_tensors(inventory: Inventory, setup: TrainingSetup) -> Inventory:
@@ -133,6 +208,10 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     """
     if setup.config.adapter is None or setup.stack.model_code == "own":
         return inventory
+    if setup.stable_embedding:
+        table, *rest = inventory
+        norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names(inventory)[1:]]
+        return (table, *norm, *rest)
     stems = (
         {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")} if setup.kbit_floats else ()
     )

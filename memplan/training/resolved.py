@@ -33,8 +33,8 @@ from memplan.training.stack_rules import (
     never_run,
     runs_autocast,
     stack_problems,
-    unfused,
     unmodelled,
+    with_adapters,
     with_method,
     with_stack_defaults,
 )
@@ -178,6 +178,17 @@ class TrainingSetup:
         return self.stack.kbit_floats == "fp32" and beside_codes(self.config, self.format_names["hidden_matrix"])
 
     @property
+    def stable_embedding(self) -> bool:
+        """Whether another embedding, trained by nothing, stands before quantised matrices in the place of the model's."""
+        quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
+        return self.stack.kbit_floats == "stable-embedding" and quantised
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether a step leaves gradients: filled with zeros, or those that no optimizer has."""
+        return self.config.zero_gradients == "fill" or self.stable_embedding
+
+    @property
     def wide_floats(self) -> bool:
         """Whether fp32 weights are multiplied in fp32 beside products in 16 bits."""
         return self.kbit_floats and not self.autocast
@@ -203,7 +214,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
     profile = with_method(config, stack, profile)
-    profile = unfused(config, profile, catalog.formats[format_name(config, "hidden_matrix")])
+    profile = with_adapters(config, profile, stack, catalog.formats[format_name(config, "hidden_matrix")])
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)

@@ -40,10 +40,6 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)
         raise CannotAnswerError(f"{setup.name}: stack: {stack.label} has no model of family {family}; it has {known}")
-    if stack.model_code == "litgpt" and model.spec.window:
-        raise CannotAnswerError(
-            f"{setup.name}: stack: {stack.label} makes masks of (t, t) for a sliding window in each layer: not modelled"
-        )
     spec = _built_spec(model.spec, rules)
     if setup.scores:
         return _scoring(model, spec)
@@ -111,15 +107,15 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
         runs=tuple([_built_run(run, rules) for run in spec.runs]),
         window=spec.window if rules.windows == "released" else 0,
+        dropout=0.0 if rules.families else spec.dropout,  # which no library's own models have
     )
 
 
 def _built_run(run: LayerRun, rules: StackModels) -> LayerRun:
     part, mlp = run.layer.attention, run.layer.feed_forward
-    fused = rules.fused_qkv != "apart"
-    if rules.fused_qkv == "released" or not isinstance(part, Attention) or part.fused_qkv == fused:
-        return run
-    layer = replace(run.layer, attention=replace(part, fused_qkv=fused))
-    if isinstance(mlp, Mlp) and mlp.fused_gate_up and not fused:
+    fused, layer = rules.fused_qkv != "apart", run.layer
+    if rules.fused_qkv != "released" and isinstance(part, Attention) and part.fused_qkv != fused:
+        layer = replace(layer, attention=replace(part, fused_qkv=fused))
+    if rules.fused_qkv in ("apart", "views") and isinstance(mlp, Mlp) and mlp.fused_gate_up:
         layer = replace(layer, feed_forward=replace(mlp, fused_gate_up=False))
-    return replace(run, layer=layer)
+    return run if layer == run.layer else replace(run, layer=layer)

@@ -151,12 +151,14 @@ def kernel_profile(config: TrainingConfig, catalog: Catalog) -> KernelProfile:
     return config.kernels.over(catalog.stack(config.stack).kernels)
 
 
-def unfused(config: TrainingConfig, profile: KernelProfile, hidden: StorageFormat) -> KernelProfile:
-    """Return the kernels of a config, without a stack's own fused adapters where codes are multiplied as integers.
+def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, hidden: StorageFormat) -> KernelProfile:
+    """Return the kernels of a config: a stack's own loss where there are adapters, and no fused ones where codes are multiplied as integers.
 
     Source:
         ``lora_kernels_auto_enable`` in axolotl/utils/schemas/validation.py (0.21.0): not with ``load_in_8bit``.
     """
+    if config.adapter is not None and config.kernels.loss is None and stack.adapted_loss is not None:
+        profile = replace(profile, loss=stack.adapted_loss)
     alone = hidden.product == "integers" and config.kernels.adapters is None
     return replace(profile, adapters="composite") if alone else profile
 
@@ -194,6 +196,8 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         names = {**names, "expert_matrix": names["embedding"]}
     if stack.kbit_floats == "as-is" or _casts_back(config):
         return dict(names)
+    if stack.kbit_floats == "stable-embedding":
+        return {**names, "head": names["hidden_matrix"]}
     if stack.kbit_floats == "fp32-but-ends":
         fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
         wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))

@@ -23,7 +23,7 @@ OWNERS = {
     "step/events/published_updates.py": "the events of these forms, by name",
     "library/runs/served_model.py": "dtypes of a cache of keys and values, as serving engines name them",
     "trace/reference/run_options.py": "names of dtypes -> torch's",
-    "trace/stacks/huggingface/bitsandbytes_layers.py": "names of formats -> bitsandbytes' own",
+    "trace/pretended_cuda/bitsandbytes_layers.py": "names of formats -> bitsandbytes' own",
 }
 """Module -> what it owns that has a catalog name."""
 

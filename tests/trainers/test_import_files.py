@@ -339,7 +339,8 @@ def test_litgpt():
     answer = read("litgpt.yaml")
     training = answer["training"]
     assert (answer["model"]["given"], answer["method"]["tuning"]) == ("google/gemma-2b", "qlora")
-    assert training["adapter"]["targets"] == ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    assert training["adapter"]["targets"] == ["query", "value", "mlp"]
+    assert memplan.plan(EXAMPLES / "litgpt.yaml", gpu="h100-sxm-80gb").verdict == "fits"
     assert (training["gradient_accumulation_steps"], training["weights"]["hidden_matrix"]) == (4, "nf4")
 
 

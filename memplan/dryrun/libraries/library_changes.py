@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memplan.dryrun.libraries.after_import import changed_when_imported
 from memplan.dryrun.machine.device_names import replaced
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
+from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 
 NO_FILE = "weights-without-memory.safetensors"
 

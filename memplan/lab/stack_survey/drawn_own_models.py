@@ -6,12 +6,36 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from memplan.training.adapters import LITGPT_PARTS
+
 Keys = dict[str, Any]
 
 HEADS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (16, 32, 64, 80, 128)
-LITGPT_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-"""Families of LitGPT whose models are built like Llama."""
+LITGPT_FAMILIES: Mapping[str, Keys] = {
+    "falcon": {
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+    },
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 4096},
+    "gpt_neox": {"use_parallel_residual": True, "rotary_pct": 0.25},
+    "llama": {},
+    "mistral": {},
+    "olmo2": {},
+    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": False},
+    "phi3": {"sliding_window": 2047},
+    "qwen2": {},
+    "qwen3": {},
+    "stablelm": {"partial_rotary_factor": 0.25, "use_qkv_bias": False, "use_parallel_residual": False},
+}
+"""Families of LitGPT with what their models say besides, as it builds them."""
+
+DIVIDED = ("falcon", "gpt_neox", "olmo2", "phi", "phi3", "stablelm")
+"""Families whose heads together are as wide as the model."""
 TORCHTUNE_FAMILIES = ("gemma", "llama", "llama", "mistral", "phi3", "qwen2")
 
 
@@ -69,10 +93,20 @@ def _torchtune_adapter(rng: Random, model: Keys, training: Keys) -> Keys:
 
 
 def litgpt_job(rng: Random) -> tuple[Keys, Keys]:
-    """Return the keys of a model and of a training config, as LitGPT's full fine-tuning on one GPU can train them."""
-    heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(LITGPT_FAMILIES)
-    model = _llama(rng, heads, width, rng.choice((heads * width, 128, 256, 512, 768))) | {"model_type": family}
-    model["tie_word_embeddings"] = family == "gemma"
+    """Return the keys of a model and of a training config, as LitGPT can finetune them on one GPU: whole, or adapters."""
+    heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(tuple(LITGPT_FAMILIES))
+    hidden = rng.choice((heads * width, 128, 256, 512, 768))
+    model = _llama(rng, heads, width, heads * width if family in DIVIDED else hidden)
+    model |= {"model_type": family, "tie_word_embeddings": False, **LITGPT_FAMILIES[family]}
+    if family in DIVIDED:
+        model["head_dim"] = None
+    if family == "falcon":
+        del model["num_key_value_heads"]
+        model |= {"num_kv_heads": 1, "ffn_hidden_size": model["intermediate_size"]}
+    if family in ("gpt_neox", "phi"):
+        model["num_key_value_heads"] = heads
+    if family == "mistral" and rng.random() < 0.5:
+        model["sliding_window"] = rng.choice((100, 4096))
     training = _training(rng, "litgpt", (8, 64, 65, 128, 129, 300, 512, 1024, 2048))
     dtype = training["compute_dtype"]
     if rng.random() < 0.3:
@@ -80,8 +114,21 @@ def litgpt_job(rng: Random) -> tuple[Keys, Keys]:
     elif dtype == "bf16" and rng.random() < 0.3:
         training |= {"weights": {"default": "fp16"}, "compute_dtype": "fp16", "optimizer": {"default": "adamw-bf16"}}
     training.pop("clip_gradients", None)
+    training["evaluation"] = rng.random() < 0.5
     model["max_position_embeddings"] = rng.choice((training["sequence_length"], 4096))
-    return model, training
+    return model, _litgpt_adapters(rng, training) if rng.random() < 0.75 else training
+
+
+def _litgpt_adapters(rng: Random, training: Keys) -> Keys:
+    """Return the keys of a training config with adapters on some parts of a model, on plain weights or on quantised ones."""
+    dtype, weights = training["compute_dtype"], training["weights"]["default"]
+    adapter = {"kind": "lora", "rank": rng.choice((1, 4, 8, 32)), "dropout": rng.choice((0.0, 0.05))}
+    targets = [part for part in LITGPT_PARTS if rng.random() < 0.5] or ["query", "value"]
+    training |= {"adapter": {**adapter, "targets": targets}}
+    if weights == dtype and rng.random() < 0.6:
+        training["weights"] = {"default": dtype, "hidden_matrix": rng.choice(("nf4", "nf4-dq"))}
+        training["optimizer"] = {"default": "adamw-paged-bnb"}
+    return training
 
 
 def _sdpa(dtype: str) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ from memplan.step.blocks.projections import plain_linear
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
+INDEX_BYTES = 8
+"""Of a row that has an adapter, where others have none: its number."""
+
 
 def linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
     """Return the projection of ``x`` by the weight called ``name``, ``rows`` features wide."""
@@ -25,7 +28,7 @@ def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down:
         with builder.tape.alive(out):
             out = builder.tape.apply("clone", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING)
     wide = rules.adapter_sum == "wide"
-    uncast = coded and wide and builder.settings.autocast
+    uncast = rules.adapter_sum == "uncast" or (coded and wide and builder.settings.autocast)
     own = x if uncast else builder.cast(x, down.element_bytes, foreign=down.foreign)
     with builder.tape.alive(own, out):
         if f"{name}.lora_magnitude_vector.weight" in builder.weights:
@@ -231,3 +234,46 @@ def _scaled_by_magnitude(builder: Builder, x: Value, out: Value, name: str, rows
                 total = builder.add(whole, out)
     tape.graph_use[inner.storage] = len(tape.operations) - 1  # of a graph that no backward runs
     return total
+
+
+def linear_of_parts(builder: Builder, x: Value, name: str, sizes: tuple[int, int, int]) -> Value:
+    """Return the projection of ``x`` to query, key and value of ``sizes`` features, whose adapter is made of one for each part.
+
+    Source:
+        ``LoRAQKVLinear`` in litgpt/lora.py (0.5.13), lines 183 to 426.
+    """
+    tape, rows = builder.tape, sum(sizes)
+    with tape.alive(x):
+        out = plain_linear(builder, x, name, rows)
+        if f"{name}.lora_A.weight" not in builder.weights:
+            return out
+        down, up = (builder.weight(f"{name}.{part}.weight") for part in ("lora_A", "lora_B"))
+        with tape.alive(out):
+            low = plain_linear(
+                builder, builder.dropped(x, builder.settings.adapter_dropout), f"{name}.lora_A", down.rows
+            )
+            with tape.alive(low):
+                added = _convolved(builder, low, name, up.rows, joins=sizes[0] != sizes[1])
+                with tape.alive(added):
+                    scaled = builder.pointwise("scale", _filled_up(builder, added, rows))
+                return builder.add(out, scaled)
+
+
+def _convolved(builder: Builder, low: Value, name: str, rows: int, *, joins: bool) -> Value:
+    """Return the product with each part's second matrix: one grouped convolution, or one for each part, joined."""
+    tape, up = builder.tape, builder.weight(f"{name}.lora_B.weight")
+    low = builder.lowered(low)
+    copy = builder.cast_weight(up)
+    saves = [low, *([copy] if copy is not None else [])]
+    out = builder.fresh(low, rows)
+    workspace = [(low.quantity, low.coefficient), (ONE, up.formed_bytes)] if joins else []
+    tape.apply(f"convolve {name}.lora_B", [(low, NEW)], out, saves, [up], Traits(workspace=workspace))
+    return tape.apply("cat", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING) if joins else out
+
+
+def _filled_up(builder: Builder, x: Value, rows: int) -> Value:
+    """Return ``x`` among zeros, where not all features have an adapter; its shape is all that backward reads of what it saves."""
+    if x.width == rows:
+        return x
+    index = builder.tape.value(ONE, INDEX_BYTES * x.width, 1)
+    return builder.tape.apply("index_copy", [(x, NEW)], builder.fresh(x, rows), [x, index])

@@ -21,6 +21,7 @@ class Regime:
         one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
         one_token: Sequences of one token: exchanging dimensions moves nothing.
         one_chunk: A loss over chunks has one.
+        empty_stretch: The last of several stretches of a loss has no token, so that backward never comes to its graph.
         masked: Scaled-dot-product attention is given a mask, and not only told that it is causal.
         pads_mask: Rows of that mask are no multiple of what its kernel reads at once.
         wide_tables: Rotary tables are in fp32, whatever the residual stream is in.
@@ -32,6 +33,7 @@ class Regime:
     one_sequence: bool = False
     one_token: bool = False
     one_chunk: bool = False
+    empty_stretch: bool = False
     sorts_positions: bool = False
     masked: bool = False
     pads_mask: bool = False

@@ -134,10 +134,15 @@ class Builder:
         if weight.name in self.tape.cast_weights:
             return self.tape.cast_weights[weight.name]
         copy = self.tape.make("cast weight", self.constant(weight.copy_bytes, 1))
-        if weight.trainable and weight.element_bytes == 4:
+        if weight.trainable and weight.element_bytes == 4 and not self._is_view(weight):
             self.tape.regional.add(copy.storage)
             self.tape.cast_weights[weight.name] = copy
         return copy
+
+    def _is_view(self, weight: Weight) -> bool:
+        """Tell whether products are given another look at a parameter: LitGPT turns those of adapters, but for one."""
+        turned = self.settings.code.adapts_parts and ".lora_" in weight.name
+        return turned and not weight.name.endswith(f".{self.settings.names.qkv}.lora_A.weight")
 
     def cast_bias(self, bias: Weight, rows: int) -> int:
         """Return what a bias in another dtype takes while it is added; autocast saves its copy."""

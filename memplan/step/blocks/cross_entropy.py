@@ -170,3 +170,114 @@ def _wide_weight(weight: Weight) -> Sizes:
     """Return the head's gradient in fp32 that another is cast from."""
     elements = weight.rows * weight.columns
     return [(ONE, 4 * elements)] if weight.trainable and weight.element_bytes != 4 else []
+
+
+STRETCH_TOKENS = 128
+"""Tokens of a stretch (``lm_head_chunk_size`` in litgpt/finetune/lora.py, 0.5.13)."""
+
+STRETCH = Quantity.ROW_CHUNK
+"""Tokens of a stretch, of all sequences."""
+
+
+def stretched_logits(builder: Builder, x: Value, name: str, vocab_size: int) -> Value:
+    """Return the logits of all stretches of ``x``, which is split, in the dtype of products.
+
+    What all stretches have at once is on the tape whole; what one of them takes for itself, the first that backward
+    reaches, is scratch memory.
+
+    Source:
+        ``GPT.forward`` with ``lm_head_chunk_size`` in litgpt/model.py; ``LoRALinear.forward`` in litgpt/lora.py (0.5.13).
+    """
+    tape, weight = builder.tape, builder.weight(f"{name}.weight")
+    piece = Value(x.storage, STRETCH, x.coefficient, x.element_bytes)
+    rest = [(Quantity.TOKENS, x.coefficient), (STRETCH, -x.coefficient)]
+    with tape.alive(x):
+        tape.apply("split", [(x, NEW)], piece, traits=Traits(packs=False, workspace=rest))
+        logits = tape.value(x.quantity, vocab_size, builder.compute, part=Part.LOGITS)
+        biases = [builder.weights[f"{name}.bias"]] if f"{name}.bias" in builder.weights else []
+        read = builder.lowered(piece)
+        saves = _copies(builder, weight) if read.needs_gradient else []
+        if weight.coded:  # the last stretch's product decodes the weight beside the logits of all others
+            saved = _saved_width(builder, x) if f"{name}.lora_A.weight" in builder.weights else 0
+            others = logits.coefficient + saved
+            decoding = [(quantity, size) for _, quantity, size in weight.decoding_again]
+            scratch = [
+                (Quantity.TOKENS, others),
+                (Quantity.LAST_ROW_CHUNK, -others),
+                (ONE, weight.copy_bytes),
+                *decoding,
+            ]
+            tape.make("decode", builder.constant(0, 1), x, scratch=scratch)
+        traits = Traits(custom=weight.coded, product=True, packs=not weight.coded)
+        base = tape.view(logits)
+        tape.apply(f"linear {name}", [(read, NEW)], base, saves, [weight, *biases], traits)
+        if f"{name}.lora_A.weight" not in builder.weights:
+            return base
+        low, up = _low_rank(builder, piece, x, name), builder.weight(f"{name}.lora_B.weight")
+        added, one = tape.value(x.quantity, 0, logits.element_bytes, part=Part.LOGITS), (STRETCH, logits.coefficient)
+        traits = Traits(workspace=[one], product=True)
+        tape.apply(f"linear {name}.lora_B", [(low, NEW)], added, [low, *_copies(builder, up)], [up], traits)
+        traits = Traits(packs=False, scratch=[one, one])
+        return tape.apply("stretches", [(base, SAME), (added, SAME)], tape.view(logits), traits=traits)
+
+
+def _saved_width(builder: Builder, x: Value) -> int:
+    """Return the bytes of a token that an adapter of the head saves of its input: a dropped copy and a mask, or nothing new."""
+    return x.width * (x.element_bytes + 1) if builder.settings.adapter_dropout else 0
+
+
+def _copies(builder: Builder, weight: Weight) -> list[Value]:
+    """Return what autocast makes of a weight for each stretch: none is a parameter itself, or it is frozen."""
+    if weight.coded or not weight.copy_bytes:
+        return []
+    return [builder.tape.make("cast weight", builder.tape.value(Quantity.ROW_CHUNKS, weight.copy_bytes, 1))]
+
+
+def _low_rank(builder: Builder, piece: Value, x: Value, name: str) -> Value:
+    """Return the product of dropped stretches and an adapter's first matrix, which saves what it is given of all."""
+    tape, down, read = builder.tape, builder.weight(f"{name}.lora_A.weight"), piece
+    if builder.settings.adapter_dropout:
+        mask, kept = tape.value(x.quantity, x.width, 1), tape.value(x.quantity, x.width, x.element_bytes)
+        read = Value(kept.storage, STRETCH, kept.coefficient, kept.element_bytes)
+        tape.apply("dropout", [(piece, NEW)], (read, mask), [mask])
+    if read.element_bytes != builder.compute and builder.settings.autocast:
+        given, kept = read, tape.value(x.quantity, x.width, builder.compute)
+        read = Value(kept.storage, STRETCH, kept.coefficient, kept.element_bytes)
+        tape.apply("cast", [(given, NEW)], read, traits=SAVES_NOTHING)
+    low = tape.value(x.quantity, down.rows, builder.compute)
+    result = Value(low.storage, STRETCH, low.coefficient, low.element_bytes)
+    saves = [read, *(_copies(builder, down) if read.needs_gradient else [])]
+    return tape.apply(f"linear {name}.lora_A", [(read, NEW)], result, saves, [down], Traits(product=True))
+
+
+def stretched_cross_entropy(builder: Builder, logits: Value) -> tuple[Value, Value]:
+    """Record cross-entropy over logits cast to fp32, without each sequence's last token; return the loss, and the cast.
+
+    The loop has the name of the cast, and counts it. Backward runs the losses of all stretches before it casts any gradient: half of what softmax has saved stands for the
+    gradient in 16 bits that takes its place.
+
+    Source:
+        ``chunked_cross_entropy`` in litgpt/utils.py, lines 319 to 335; lines 353 to 357 of litgpt/finetune/lora.py (0.5.13).
+    """
+    tape, several, regime = builder.tape, not builder.settings.regime.one_sequence, builder.settings.regime
+    predicted, width = Quantity.PREDICTED_TOKENS, logits.width
+    wide = logits.element_bytes == 4
+    returned = logits if wide else tape.make("cast", tape.value(logits.quantity, width, 4, part=Part.LOGITS), logits)
+    cut = tape.value(predicted, 0, logits.element_bytes, part=Part.LOGITS)
+    joins = Traits(packs=False, workspace=[(predicted, -4 * width)]) if wide else SAVES_NOTHING  # one after another
+    tape.apply("stretches", [(logits, NEW)], cut, traits=joins)
+    labels = tape.make("rows of labels", tape.value(predicted, 1, 8, part=Part.ACTIVATIONS))
+    half, rest = (
+        tape.value(predicted, width, size, part=Part.LOGITS)
+        for size in (logits.element_bytes, 4 - logits.element_bytes)
+    )
+    losses = tape.value(predicted, 1, 4)
+    one = (predicted if regime.one_chunk else STRETCH, 2 * width * 4)
+    copies = [(Quantity.LAST_ROW_CHUNK, width * 4)] if several else []
+    traits = Traits(workspace=[one], scratch=copies, made=(half,))
+    saves = [half, rest, *([labels] if several else [])]
+    tape.apply("losses of stretches", [(cut, OVER)], (losses, half, rest), saves, traits=traits)
+    with tape.alive(losses):
+        joined = tape.apply("cat", [(losses, SAME)], builder.fresh(losses), traits=SAVES_NOTHING)
+    loss = tape.value(ONE, 1, 4, part=Part.LOGITS)
+    return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING), returned

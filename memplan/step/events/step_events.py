@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.ends_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
 from memplan.step.events.model_tensors import ModelTensors
@@ -88,11 +88,12 @@ class StepPlayer:
         self.tensors = ModelTensors(inputs)
         self.updates = Updates(self.stream, inputs, self.tensors)
         self.gradients: dict[str, int] = {}
+        self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
         holds = "logits" in inputs.setup.stack.loop.holds and taped.head.logits is not None
         self._held_logits = taped.head.logits.storage if holds and taped.head.logits is not None else None
         self._in_time = (
-            inputs.setup.profile.loss == "fp32-pieces"
+            inputs.setup.profile.loss in IN_PIECES
         )  # a new name is given to logits before the loss is formed
         self._held: list[int] = []
         self._leaf = embedded_leaf(inputs, taped) is not ZERO and not taped.embedding.tape.nodes
@@ -126,8 +127,8 @@ class StepPlayer:
 
     def _step(self, *, first: bool) -> None:
         config = self.config
-        fills = config.zero_gradients == "fill"
-        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if fills and not first else "first"
+        fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
+        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
         for micro_step in range(config.gradient_accumulation_steps):
             self._pass("again" if micro_step else mode)
         if config.gradients.lifetime == "step":
@@ -138,8 +139,9 @@ class StepPlayer:
             self.stream.begin("optimizer step")
             self.updates.step(self.gradients, first=first)
             if not fills:
-                self.stream.free_all(self.gradients.values())
-                self.gradients = {}
+                left = {name: self.gradients[name] for name in self._untouched if name in self.gradients}
+                self.stream.free_all(storage for name, storage in self.gradients.items() if name not in left)
+                self.gradients = left
             self.updates.average()
         if config.evaluation:
             self._evaluate()

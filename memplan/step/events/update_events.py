@@ -45,7 +45,7 @@ class Updates:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
         alone = inputs.setup.config.gradients.lifetime == "layer"
         groups: dict[str, list[Named]] = {}
-        for name, entry in tensors.trained:
+        for name, entry in [(name, entry) for name, entry in tensors.trained if entry.stepper is not None]:
             groups.setdefault(name if alone else entry.optimizer_name, []).append((name, entry))
         self._groups = sorted(groups.values(), key=lambda group: group[0][1].optimizer.takes == "all")
         self._stored = stored_names(inputs.setup, inputs.states.tensors)

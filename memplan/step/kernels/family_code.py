@@ -34,6 +34,7 @@ class FamilyCode:
         masks_from: Layers from which on a model has both kinds, and rotary tables of both.
         asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
         names_norm: Whether a layer has a name of its own, until it returns, for what attention is given.
+        names_all: Whether functions have names for all that they form until they return, one for what each norm does.
         names_attention: The same for what attention returns.
         joins_rotated: Whether rotated dimensions are joined with those that are not, even where there are none of these.
         own_linear: Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
@@ -52,6 +53,7 @@ class FamilyCode:
             ``parts-first`` with the second norm after attention; ``own`` is the bundled models' way.
         shared_first: Whether shared experts run before routed ones, and their gate after these.
         drops_embedding: Whether a probability of dropout that a model is released with applies to its embedding too.
+        masks_layers: Whether each layer within a window makes a mask of its own, of floats and for one sequence.
         masks_always: Whether scaled-dot-product attention is always given a mask.
         rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
@@ -65,6 +67,7 @@ class FamilyCode:
         own_head_width: Whether heads may together be wider or narrower than the model.
         quantises_adapted: Whether only projections with adapters are quantised.
         sequence_tables: Whether every sequence of a batch has rotary tables of its own.
+        adapts_parts: Whether one adapter of query, key and value together is made of one for each that has any.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
     """
 
@@ -83,6 +86,7 @@ class FamilyCode:
     own_linear: bool = False
     joins_rotated: bool = False
     names_norm: bool = False
+    names_all: bool = False
     names_attention: bool = False
     copies_heads: bool = False
     query_first: bool = False
@@ -97,6 +101,7 @@ class FamilyCode:
     sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
     shared_first: bool = False
     drops_embedding: bool = True
+    masks_layers: bool = False
     masks_always: bool = False
     rotates_together: bool = False
     norms_at_once: bool = False
@@ -110,6 +115,7 @@ class FamilyCode:
     names_magnitude: bool = False
     adapted_tables_apart: bool = False
     sequence_tables: bool = False
+    adapts_parts: bool = False
 
 
 OWN = FamilyCode()
@@ -144,10 +150,12 @@ UNSCALED_POSITIONS = 16384
 LITGPT = FamilyCode(
     wide_scale=True,
     casts_scale=True,
+    adapts_parts=True,
+    masks_layers=True,
     joins_rotated=True,
     asks_for_groups=False,
     repeats_keys=True,
-    names_attention=True,
+    names_all=True,
     names_passed=True,
     rotates_together=True,
 )

@@ -22,7 +22,7 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept
     """
     code = family_code(setup.stack.model_code, spec.architecture)
     idle = code.idle_mask and not spec.window and not kept and setup.profile.attention != "eager"
-    booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if masked or idle else ZERO
+    booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
 
 
@@ -55,9 +55,9 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
         ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.23.0): none within a window, where all tokens count.
     """
     code = family_code(setup.stack.model_code, spec.architecture)
-    if not code.added_mask or setup.profile.attention == "eager" or steps_through_scores(spec):
+    if not (code.added_mask or code.masks_layers) or setup.profile.attention == "eager" or steps_through_scores(spec):
         return False
-    return code.masks_always or 0 < spec.window <= length
+    return code.masks_always or (code.masks_layers and spec.window > 0) or 0 < spec.window <= length
 
 
 def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) -> Form:

@@ -131,7 +131,12 @@ def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKer
     """Return the kernel of attention within a window, which takes a mask; None where there is no window to see to."""
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
     code = family_code(setup.stack.model_code, model.spec.architecture)
-    if not model.spec.window or not code.added_mask or setup.attention_choice != TORCH_CHOOSES or unknown:
+    if (
+        not model.spec.window
+        or not (code.added_mask or code.masks_layers)
+        or setup.attention_choice != TORCH_CHOOSES
+        or unknown
+    ):
         return None
     calls = [replace(call, masked=True, grouped=False) for call in attention_calls(setup, model)]
     return _least_able(kernel_on(call, gpu, setup.hardware) for call in calls) if calls else None

@@ -14,13 +14,15 @@ from memplan.step.layers.attention_kernels import (
     math_attention,
     ungrouped,
 )
-from memplan.step.layers.stepwise_attention import stepwise_attention
+from memplan.step.layers.stepwise_attention import capped_attention, stepwise_attention
 from memplan.step.tapes.taped_operations import Value
 
 
 def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> Value:
     """Return attention."""
     stepwise = goes_by_steps(builder, part)
+    if stepwise and builder.settings.code.masks_layers:
+        return capped_attention(builder, heads)
     if stepwise and builder.settings.code.added_mask:
         return stepwise_attention(builder, heads, part)
     query, key, value = (builder.lowered(x) for x in heads.tensors)

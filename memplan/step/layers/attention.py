@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.adapted_projections import linear
+from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
@@ -36,6 +36,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if builder.settings.code.repeats_keys:
             with builder.tape.alive(query):
                 heads = ungrouped(builder, heads, expands=builder.settings.code.asks_for_groups)
+        named = (*named, value) if builder.settings.code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
             with builder.tape.alive(out):
@@ -100,7 +101,9 @@ def _projections(
     names, tape = builder.settings.names, builder.tape
     sizes = (part.query_size, part.key_value_size, part.key_value_size)
     if part.fused_qkv:
-        fused = linear(builder, x, f"{prefix}.{names.qkv}", sum(sizes))
+        name = f"{prefix}.{names.qkv}"
+        apart = builder.settings.code.adapts_parts
+        fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
         query, key, value = (tape.view(fused, size) for size in sizes)
         tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
         if builder.settings.copies_fused:

@@ -82,10 +82,25 @@ def additive_mask(builder: Builder, like: Value) -> Value:
         ``convert_boolean_attn_mask`` and ``pad_bias`` in aten/src/ATen/native/transformers/attention.cpp (v2.13.0).
     """
     tape, width = builder.tape, like.element_bytes
+    if builder.settings.code.masks_layers:
+        return own_mask(builder, width)
     mask = tape.make("additive mask", tape.value(Quantity.SCORES, 1, width), scratch=[(Quantity.SCORES, 1)])
     if builder.profile.attention != "efficient" or not builder.settings.regime.pads_mask:
         return mask
     return tape.make("pad mask", tape.value(Quantity.PADDED_SCORES, 1, width), mask)
+
+
+def own_mask(builder: Builder, width: int) -> Value:
+    """Return a mask that a layer makes of floats: a causal one first, and then that of its window.
+
+    Source:
+        ``CausalSelfAttention.forward`` in litgpt/model.py (0.5.13), lines 567 to 577.
+    """
+    tape, size = builder.tape, Quantity.SQUARE
+    mask = tape.make("mask", tape.value(size, 1, width), scratch=[(size, width)])
+    if builder.profile.attention != "efficient" or not builder.settings.regime.pads_mask:
+        return mask
+    return tape.make("pad mask", tape.value(Quantity.PADDED_SQUARE, 1, width), mask)
 
 
 def flex_attention(builder: Builder, heads: Heads) -> Value:

@@ -56,6 +56,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     def normed(value: Value, index: int) -> Value:
         return normalised(builder, value, layer.norm, norms[index], hidden)
 
+    if builder.settings.code.names_all:
+        return _renaming(builder, x, layer)
     if layer.placement == "parallel" and builder.settings.code.sums != "own":
         return _parallel(builder, x, layer)
     if layer.placement == "parallel":
@@ -92,6 +94,37 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     x = builder.add(x, part)
     with builder.tape.alive(x):
         return builder.add(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
+
+
+def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after a layer that has one name for all that norms return, and one for attention's part.
+
+    Source:
+        ``Block.forward`` in litgpt/model.py (0.5.13), lines 362 to 387.
+    """
+    tape, hidden, before = builder.tape, builder.settings.hidden_size, layer.placement != "post"
+    names = iter(norm_names(builder.settings.names, layer))
+
+    def normed(value: Value) -> Value:
+        with tape.alive(value):
+            return normalised(builder, value, layer.norm, next(names), hidden)
+
+    after, alone = layer.placement in ("post", "sandwich"), len(norm_names(builder.settings.names, layer)) == 1
+    named = normed(x) if before else x
+    with tape.alive(named):
+        part = attention_part(builder, named, layer)
+        part = normed(part) if after else part
+        builder.held.append(part)
+        if layer.placement == "parallel":
+            named = named if alone else normed(x)
+            total = builder.add(part, x)
+        else:
+            total = builder.add(part, x)
+            with tape.alive(total):
+                named = normed(total) if before else total
+    with tape.alive(total, named):
+        fed = feed_forward(builder, named, layer)
+        return builder.add(normed(fed) if after else fed, total)
 
 
 def _parallel(builder: Builder, x: Value, layer: Layer) -> Value:

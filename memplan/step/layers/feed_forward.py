@@ -28,6 +28,13 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
             gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
             with tape.alive(gate):
                 hidden = gated(builder, gate, linear(builder, x, f"{prefix}.{names.up}", inner))
+        elif builder.settings.code.names_all:
+            gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
+            with tape.alive(gate):
+                up = linear(builder, x, f"{prefix}.{names.up}", inner)
+            with tape.alive(gate, up):
+                hidden = builder.multiply(activated(builder, gate), up)
+                return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
         else:
             gate = activated(builder, linear(builder, x, f"{prefix}.{names.gate}", inner))
             with tape.alive(gate):

@@ -10,6 +10,7 @@ from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.layers.attention_kernels import (
     Heads,
+    own_mask,
     probabilities,
     repeated,
     scores_of,
@@ -48,6 +49,29 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
             read, value = builder.lowered(weights), builder.lowered(value)
             value = repeated(builder, value, heads, alone=True) if late else value
             return weighted_sum(builder, read, value, value.width, heads)
+
+
+def capped_attention(builder: Builder, given: Heads) -> Value:
+    """Return attention whose scores are bounded, with a mask that each layer makes.
+
+    Source:
+        ``scaled_dot_product_attention`` and ``do_softcapping`` in litgpt/model.py (0.5.13).
+    """
+    tape, own = builder.tape, given.query.element_bytes
+    query, key, value = (builder.lowered(x) for x in given.tensors)
+    with tape.alive(*given.tensors, query, key):
+        scores = builder.pointwise("scale", scores_of(builder, query, key, given.number, query.element_bytes))
+        with tape.alive(scores):
+            bounded = builder.fresh(divided := builder.pointwise("scale", scores))
+            tape.apply("tanh", [(divided, NEW)], bounded, [bounded])
+            scores = builder.pointwise("scale", bounded)
+        with tape.alive(scores):
+            mask = own_mask(builder, own)
+            with tape.alive(mask):
+                scores = _masked(builder, scores)
+                weights = _probabilities(builder, scores, own)
+                with tape.alive(weights):
+                    return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
 
 
 def _key_repeated(builder: Builder, heads: Heads) -> Heads:

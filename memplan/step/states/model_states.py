@@ -12,7 +12,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, Role, merged
 from memplan.step.states.parallel_shards import held
 from memplan.step.states.update_kernels import Stepper, Updated, has_fused_kernel, kept_slots, stepper
-from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors
+from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -25,7 +25,7 @@ class TensorStates:
     Attributes:
         tensor: The parameter.
         format_name: How its weight is stored.
-        trainable: Whether it has a gradient and an optimizer.
+        trainable: Whether it has a gradient.
         weight_bytes: Stored weight.
         master_bytes: Second copy that the optimizer updates.
         formed_bytes: Gradient as backward forms it.
@@ -37,7 +37,7 @@ class TensorStates:
         optimizer_name: Optimizer that takes it.
         optimizer: The same, as its catalog entry.
         gradient_name: Dtype of its gradient as it is kept.
-        stepper: The class that updates it; None where it is frozen.
+        stepper: The class that updates it; None where it is frozen, or no optimizer has it.
         coded_as: Format whose codec codes its weight again; None for floats, and for codes that stay.
     """
 
@@ -289,7 +289,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
     own, added = held(inventory, setup.config.parallel), held(adapters, setup.config.parallel)
-    narrow = _biases_beside_codes(own, setup)
+    narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
     steppers = {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used])
@@ -349,6 +349,15 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}
 
 
+def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+    """Return the states of tensors that backward forms gradients of and that no optimizer has, by name."""
+    if not setup.stable_embedding:
+        return {}
+    tensors = {tensor.name: tensor for tensor in own if tensor.name in stable_names(own)}
+    trained = {name: tensor_states(setup, tensor, frozen=False) for name, tensor in tensors.items()}
+    return {name: replace(entry, stepper=None, state_bytes=0, host_bytes=0) for name, entry in trained.items()}
+
+
 def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, Stepper]:
     """Return what steps for each optimizer all that it updates at once; nothing where each tensor is updated alone."""
     groups: dict[str, set[Updated]] = {}
@@ -362,7 +371,7 @@ def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[
 
 def _shared_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
     """Return what optimizers hold once, where any of their tensors needs it; there is one for each tensor updated alone."""
-    users = [t for t in tensors if t.trainable and not is_exempt(t.optimizer, t.tensor.shape)]
+    users = [t for t in tensors if t.stepper is not None and not is_exempt(t.optimizer, t.tensor.shape)]
     if setup.config.gradients.lifetime == "layer":
         return sum(t.optimizer.shared_bytes * t.tensor.count for t in users)
     return sum({t.optimizer_name: t.optimizer.shared_bytes for t in users}.values())

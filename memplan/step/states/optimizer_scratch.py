@@ -61,7 +61,7 @@ def trained_kinds(tensors: Iterable[TensorStates]) -> list[TensorStates]:
     """Return the trained tensors, of those that share a role and a shape the first: their updates are alike."""
     found: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
     for entry in tensors:
-        if entry.trainable:
+        if entry.stepper is not None:
             found.setdefault(_kind(entry), entry)
     return list(found.values())
 
@@ -74,9 +74,16 @@ def _groups(tensors: Iterable[TensorStates]) -> dict[str, list[TensorStates]]:
     """Return the trained tensors by optimizer."""
     groups: dict[str, list[TensorStates]] = {}
     for entry in tensors:
-        if entry.trainable:
+        if entry.stepper is not None:
             groups.setdefault(entry.optimizer_name, []).append(entry)
     return groups
+
+
+def emptied_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> frozenset[str]:
+    """Return the tensors whose gradients a step takes away, though it leaves others."""
+    if setup.config.zero_gradients == "fill":
+        return stored_names(setup, tensors)
+    return frozenset(entry.tensor.name for entry in tensors if entry.stepper is not None)
 
 
 def stored_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> frozenset[str]:

@@ -39,6 +39,8 @@ class Quantity(IntEnum):
     SEQUENCES = 18
     DELTA_CHUNKS = 19
     EARLIER_DELTA_CHUNKS = 20
+    ROW_CHUNKS = 21
+    PADDED_SQUARE = 22
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -57,16 +59,18 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.PREDICTED_TOKENS: "b*(t-1)",
     Quantity.TILE_TOKENS: "min(b*(t-1), 4096)",
     Quantity.BLOCK_PAIRS: "b*m*(m + 1)",
-    Quantity.ROW_CHUNK: "b*ceil(t/chunks)",
+    Quantity.ROW_CHUNK: "b*r",
     Quantity.PADDED_SCORES: "b*t*ceil16(t)",
-    Quantity.LAST_ROW_CHUNK: "b*(t - (ceil(t/ceil(t/chunks)) - 1)*ceil(t/chunks))",
+    Quantity.LAST_ROW_CHUNK: "b*(t - (ceil(t/r) - 1)*r)",
     Quantity.SEQUENCES: "b",
     Quantity.DELTA_CHUNKS: "b*ceil(t/64)",
     Quantity.EARLIER_DELTA_CHUNKS: "b*max(ceil(t/64) - 4, 0)",
+    Quantity.ROW_CHUNKS: "ceil(t/r)",
+    Quantity.PADDED_SQUARE: "t*ceil16(t)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
 
-m is the number of blocks of 128 tokens in a sequence.
+m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 """
 
@@ -196,7 +200,7 @@ def scratch_pieces(size: int, piece: int) -> list[Storage]:
     return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
 
 
-def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0) -> tuple[int, ...]:
+def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0, row: int = 0) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
     Args:
@@ -205,6 +209,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0)
         chunks: Chunks of a chunked loss.
         vocab: Rows of the embedding.
         chunk: Tokens of a chunk, where that does not follow from their number.
+        row: Tokens of one sequence in a chunk, likewise.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -212,7 +217,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0)
     scores, square = tokens * length, length * length
     blocks = -(-length // 128)
     pairs = batch * blocks * (blocks + 1)
-    row = -(-length // chunks)
+    row = row or -(-length // chunks)
     rows = (batch * row, batch * (length - (-(-length // row) - 1) * row))
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
@@ -240,4 +245,6 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0)
         batch,
         batch * delta,
         batch * max(delta - LATE_CHUNKS - 1, 0),
+        -(-length // row),
+        length * round_up(length, 16),
     )

@@ -181,8 +181,8 @@ class Player:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
         decoded = self._decoded(operation.weights, instant, operation.name)
         for weight in operation.weights:
-            if weight.decoding_bytes:
-                self.with_scratch(instant, operation.name, weight.decoding)
+            if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
+                self.with_scratch(instant, operation.name, decoding)
         for storage in operation.makes:
             if storage in self.cache:
                 self.cache.remove(storage)
@@ -193,7 +193,7 @@ class Player:
             self.live.multiply(with_bias=len(operation.weights) > 1)
         scratch = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
         if decoded:
-            scratch += [scale for weight in operation.weights for scale in weight.scales * 2]
+            scratch += [scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2]
         self.with_scratch(instant, operation.name, scratch)
         self.live.give_back(decoded)
 

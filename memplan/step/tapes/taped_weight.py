@@ -50,6 +50,7 @@ class Weight:
             for a product, and formed alone for backward.
         decoded_bytes: The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
         decoding_parts: Temporaries of forming that copy by operators of torch.
+        decoded_alike: Whether a product of forward decodes it as one of backward does.
         integers: Whether a product multiplies its codes, and not a decoded copy.
         summed: Whether autograd adds up several gradients of it before it is stored.
     """
@@ -80,6 +81,7 @@ class Weight:
     decoded_bytes: int = 0
     decoding_rows_bytes: int = 0
     decoding_parts: tuple[int, ...] = ()
+    decoded_alike: bool = False
     integers: bool = False
 
     @property

@@ -22,7 +22,7 @@ from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.step.states.update_kernels import Updated, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
-from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion
+from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion, PagedAdamw
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
 
@@ -228,6 +228,7 @@ def _imported(name: str, kind: str) -> type[torch.optim.Optimizer]:
 _REFERENCES: dict[str, Any] = {
     "adam_mini.Adam_mini": AdamMini,
     "bitsandbytes.optim.AdamW8bit": BlockwiseAdamw,
+    "bitsandbytes.optim.PagedAdamW": PagedAdamw,
     "lion_pytorch.Lion": Lion,
 }
 """Classes that are told here, so that tracing them needs no such package."""

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 BLOCK_ELEMENTS = 256
 EXEMPT_BELOW = 4096
 """Of bitsandbytes' 8-bit states (``min_8bit_size``)."""
+PAGED_FROM = 100_000
+"""Elements of a tensor whose states bitsandbytes' paged optimizers page."""
 
 
 class _Plain(Optimizer):
@@ -31,6 +33,23 @@ class _Plain(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     yield parameter, parameter.grad, self.state[parameter], group["lr"]
+
+
+class PagedAdamw(_Plain):
+    """AdamW with states in fp32, those of large tensors in memory that CUDA moves between host and device.
+
+    Source:
+        ``Optimizer8bit.get_state_buffer`` in bitsandbytes/optim/optimizer.py (0.49.2).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make the states of every parameter that has a gradient; one kernel updates all in place."""
+        del closure
+        for parameter, _, state, _ in self._with_gradients():
+            for name in ("state1", "state2") if not state else ():
+                device = parameter.device if parameter.numel() < PAGED_FROM else torch.device("cpu")
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
 
 
 class Lion(_Plain):

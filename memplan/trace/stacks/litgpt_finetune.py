@@ -1,75 +1,87 @@
-"""LitGPT's full fine-tuning on one GPU: its models, and the loop of ``litgpt/finetune/full.py`` itself under Lightning Fabric.
+"""LitGPT's finetuning on one GPU: its models, and the loops of ``litgpt/finetune/`` themselves under Lightning Fabric.
 
-What stands in are the data, the tokenizer and the validation before the first step.
+What stands in are the data, the tokenizer, the checkpoint and the validation before the first step. With adapters the
+whole of ``main`` in ``litgpt/finetune/lora.py`` runs, up to the end of its loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, connector
 from lightning.fabric.accelerators import CPUAccelerator
-from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins import BitsandbytesPrecision, MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricOptimizer
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
-from litgpt.finetune import full
+from litgpt.finetune import full, lora
+from litgpt.lora import Config as AdaptedConfig
 from litgpt.model import GPT
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.model.spec import Attention, Mlp
+from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.bitsandbytes_layers import (
+    FOUR_BIT,
+    fill_four_bit,
+    paged_states,
+    quantised_tensors,
+)
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
+from memplan.training.adapters import litgpt_parts
 from memplan.training.resolved import TrainingSetup
 
-PACKAGES = ("litgpt", "lightning")
+PACKAGES = ("litgpt", "lightning", "bitsandbytes")
 META = torch.device("meta")
 PRECISIONS = {"bf16": "bf16-true", "fp16": "16-true", "fp32": "32-true"}
 """Dtype of the weights -> what LitGPT calls it where products are in the same."""
+BATCHES = 3
+"""Batches that are evaluated: the loop still has a name for the logits of the one before."""
+VALIDATE = full.validate
+_SCHEDULER = SimpleNamespace(step=lambda: None, get_last_lr=lambda: [0.0])
 
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run LitGPT's loop on the model that the inputs ask for."""
     setup = inputs.setup
-    refuse_settings(setup, "litgpt")
-    if setup.config.clip_gradients or setup.checkpointing != "none" or setup.config.adapter is not None:
-        raise CannotAnswerError(
-            "litgpt's full fine-tuning on one GPU neither clips nor checkpoints, and has no adapters"
-        )
+    refuse_settings(setup, "litgpt", evaluates=True)
+    if setup.config.clip_gradients or setup.checkpointing != "none":
+        raise CannotAnswerError("litgpt's finetuning on one GPU neither clips nor checkpoints")
+    adapted = setup.config.adapter is not None
     with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
-        loop = _Loop(inputs.model, setup, recorder)
-        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
-            loop.train()
-    return StackRun("LitGPT's full fine-tuning on one device", inputs.model.spec.vocab_size)
+        loop = _AdaptedLoop(inputs.model, setup, recorder) if adapted else _Loop(inputs.model, setup, recorder)
+        loop.train()
+    kind = "finetuning of adapters" if adapted else "full fine-tuning"
+    return StackRun(f"LitGPT's {kind} on one device", inputs.model.spec.vocab_size)
 
 
 def config_of(model: Model) -> Config:
-    """Return LitGPT's config of a model that is built like Llama.
-
-    Raises:
-        CannotAnswerError: It is of another family, or has layers of several kinds.
-    """
+    """Return LitGPT's config of a model with layers of one kind."""
     spec = model.spec
     layer = spec.runs[0].layer
-    heads, mlp = layer.attention, layer.feed_forward
+    heads, mlp, gemma = layer.attention, layer.feed_forward, spec.architecture.startswith("gemma")
     assert isinstance(heads, Attention)
     assert isinstance(mlp, Mlp)
-    gemma = spec.architecture == "gemma"
+    after = layer.placement in ("post", "sandwich")
     return Config(
         name="Gemma" if gemma else spec.architecture,
-        block_size=spec.max_position_embeddings,
+        block_size=spec.max_position_embeddings or 2048,  # of Falcon (litgpt/config.py)
         vocab_size=spec.vocab_size,
         padded_vocab_size=spec.vocab_size,
         n_layer=spec.num_hidden_layers,
@@ -77,16 +89,46 @@ def config_of(model: Model) -> Config:
         n_head=heads.num_heads,
         head_size=heads.head_dim,
         n_query_groups=heads.num_key_value_heads,
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
+        rotary_percentage=heads.rotary_dim / heads.head_dim,
+        parallel_residual=layer.placement == "parallel",
+        shared_attention_norm=layer.placement == "parallel" and layer.parallel_norms == 1,
+        post_attention_norm=after,
+        post_mlp_norm=after,
+        norm_1=layer.placement != "post",
+        norm_2=layer.placement != "post",
+        bias=mlp.bias,
         attn_bias=heads.qkv_bias,
+        lm_head_bias=spec.head_bias,
         norm_qk=heads.query_key_norm is not None,
-        norm_class_name="RMSNorm",
-        mlp_class_name="GemmaMLP" if gemma else "LLaMAMLP",
+        norm_qk_type="olmo2" if heads.query_key_norm_scope == "full" else "default",
+        norm_class_name="RMSNorm" if layer.norm.kind == "rms" else "LayerNorm",
+        mlp_class_name=("GemmaMLP" if gemma else "LLaMAMLP") if mlp.gated else "GptNeoxMLP",
         intermediate_size=mlp.intermediate_size,
         scale_embeddings=gemma,
+        attention_logit_softcapping=heads.logit_softcap or None,
+        final_logit_softcapping=spec.final_logit_softcap or None,
+        **_windows(spec),
     )
+
+
+def _windows(spec: ModelSpec) -> dict[str, Any]:
+    """Return what says which layers attend within a window."""
+    if not spec.window:
+        return {}
+    return {
+        "sliding_window_size": spec.window,
+        "sliding_window_indices": [int(n not in spec.full_layers) for n in range(spec.num_hidden_layers)],
+    }
+
+
+def adapted_config_of(model: Model, setup: TrainingSetup) -> AdaptedConfig:
+    """Return the same with a setup's adapters."""
+    adapter = setup.config.adapter
+    assert adapter is not None
+    parts = {f"lora_{part}": True for part in litgpt_parts(model.spec, adapter.targets)}
+    config = config_of(model)
+    own = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    return AdaptedConfig(**own, lora_r=adapter.rank, lora_alpha=16, lora_dropout=adapter.dropout or 0.0, **parts)
 
 
 def precision_of(setup: TrainingSetup) -> dict[str, Any]:
@@ -96,6 +138,8 @@ def precision_of(setup: TrainingSetup) -> dict[str, Any]:
         CannotAnswerError: LitGPT has no name for them.
     """
     weights, compute = setup.format_names["hidden_matrix"], setup.config.compute_dtype
+    if weights in FOUR_BIT:
+        return {"plugins": BitsandbytesPrecision(weights, TORCH_DTYPES[compute])}
     if (weights, compute) == ("fp32", "bf16"):
         return {"plugins": MixedPrecision("bf16-mixed", "cuda")}
     if weights != compute or weights not in PRECISIONS:
@@ -122,82 +166,102 @@ class _Fabric(Fabric):  # type: ignore[misc]
         self.told.forward_ends()
         super().backward(tensor, *args, **options)
 
+    def _validate_setup_optimizers(self, *_: Any) -> None:
+        """Take parameters without memory, too."""
+
 
 class _Loop:
     """A loop's inputs."""
 
     def __init__(self, model: Model, setup: TrainingSetup, recorder: Recorder) -> None:
-        self.setup, self.recorder, self.micro_step = setup, recorder, 0
+        self.model, self.setup, self.recorder, self.micro_step = model, setup, recorder, 0
         strategy = SingleDeviceStrategy(device=META, accelerator=_NoDevice())
-        self.fabric = _Fabric(strategy=strategy, **precision_of(setup))
+        with mock.patch.object(connector, "CUDAAccelerator", _NoDevice):  # bitsandbytes is for those alone
+            self.fabric = _Fabric(strategy=strategy, **precision_of(setup))
         self.fabric.told, self.fabric.print = self, lambda *_, **__: None
-        with self.fabric.init_module(empty_init=False):
-            module = GPT(config_of(model))
-        self.model: Any = self.fabric.setup(module)
-        kernel = setup.profile.optimizer
-        options: dict[str, Any] = {"fused": True} if kernel == "fused" else {"foreach": kernel == "foreach"}
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **options)
-        watch_parts(module, module.transformer["h"], module.lm_head, recorder)
-
-    def train(self) -> None:
-        """Run ``fit`` of ``litgpt/finetune/full.py``."""
-        config = self.setup.config
-        optimizer = _FabricOptimizer(self.optimizer, self.fabric.strategy)
-        self.optimizer.register_step_pre_hook(lambda *_: self.recorder.instant("optimizer step"))
-        self.optimizer.register_step_post_hook(lambda *_: watch_states(self.optimizer, self.recorder))
-        state = {
-            "model": self.model,
-            "optimizer": optimizer,
-            "scheduler": SimpleNamespace(step=lambda: None, get_last_lr=lambda: [0.0]),
-            "iter_num": 0,
-            "step_count": 0,
-        }
+        config = setup.config
         batch, accumulated = config.micro_batch_size, config.gradient_accumulation_steps
-        stand_ins: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
+            "devices": 1,
+            "train": TrainArgs(
+                global_batch_size=batch * accumulated,
+                micro_batch_size=batch,
+                max_steps=STEPS,
+                epochs=1,
+                lr_warmup_steps=1,
+                log_interval=STEPS * accumulated + 1,
+                save_interval=None,
+            ),
+            "eval": EvalArgs(
+                interval=1 if config.evaluation else STEPS + 1, max_new_tokens=1, initial_validation=False
+            ),
+            "data": None,
+        }
+        self.stand_ins: dict[str, Any] = {
             "Tokenizer": lambda *_: None,
             "ConcatDataset": lambda *_: None,
             "get_longest_seq_length": lambda *_: (config.sequence_length, 0),
-            "validate": lambda *_, **__: None,
-            "CycleIterator": lambda _: self.batches(),
+            "validate": self.validate if config.evaluation else lambda *_, **__: None,
+            "generate_example": lambda *_, **__: None,
+            "CycleIterator": lambda _: _Epoch(self._batches()),
         }
-        with mock.patch.multiple(full, **stand_ins):
+        kernel = setup.profile.optimizer
+        self.options: dict[str, Any] = {"fused": True} if kernel == "fused" else {"foreach": kernel == "foreach"}
+
+    def train(self) -> None:
+        """Run ``fit`` of ``litgpt/finetune/full.py``."""
+        with self.fabric.init_module(empty_init=False):
+            module = GPT(config_of(self.model))
+        model: Any = self.fabric.setup(module)
+        optimizer = torch.optim.AdamW(model.parameters(), **self.options)
+        self.watch(module, optimizer)
+        state = {
+            "model": model,
+            "optimizer": _FabricOptimizer(optimizer, self.fabric.strategy),
+            "scheduler": _SCHEDULER,
+            "iter_num": 0,
+            "step_count": 0,
+        }
+        loader = SimpleNamespace(dataset=None)
+        with mock.patch.multiple(full, **self.stand_ins), AnyNumber(), self.recorder:  # type: ignore[no-untyped-call]
             full.fit(
                 fabric=self.fabric,
                 state=state,
-                train_dataloader=SimpleNamespace(dataset=None),
-                val_dataloader=SimpleNamespace(dataset=None),
-                devices=1,
+                train_dataloader=loader,
+                val_dataloader=loader,
                 resume=False,
                 checkpoint_dir=None,
                 out_dir=None,
-                train=TrainArgs(
-                    global_batch_size=batch * accumulated,
-                    micro_batch_size=batch,
-                    max_steps=STEPS,
-                    epochs=1,
-                    log_interval=STEPS * accumulated + 1,
-                    save_interval=None,
-                ),
-                eval=EvalArgs(interval=STEPS + 1, initial_validation=False),
-                data=None,
+                **self.arguments,
             )
 
-    def batches(self) -> Any:
-        """Return an endless iterator of micro-batches, which has an epoch."""
-        return _Epoch(self._batches())
+    def watch(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the recorder what there is, and where a step is."""
+        watch_parts(module, module.transformer["h"], module.lm_head, self.recorder)
+        optimizer.register_step_pre_hook(lambda *_: self.recorder.instant("optimizer step"))
+        optimizer.register_step_post_hook(lambda *_: watch_states(optimizer, self.recorder))
+
+    def validate(self, fabric: Any, model: Any, _: Any, given: Any, **__: Any) -> Any:
+        """Run ``validate``, which both loops have, over batches like those of training."""
+        self.recorder.instant("evaluation")
+        with META:
+            return VALIDATE(fabric, model, _Rows(self.rows() for _ in range(BATCHES)), given)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return token ids and labels."""
+        shape = (self.setup.config.micro_batch_size, self.setup.config.sequence_length)
+        return {name: torch.zeros(shape, dtype=torch.long, device=META) for name in ("input_ids", "labels")}
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         config = self.setup.config
-        shape = (config.micro_batch_size, config.sequence_length)
         while True:
             for self.micro_step in range(config.gradient_accumulation_steps):
                 if not self.micro_step:
                     self.recorder.next_step()
                 self._mark("forward")
                 self.recorder.forward_begins()
-                rows = {name: torch.zeros(shape, dtype=torch.long, device=META) for name in ("input_ids", "labels")}
-                counts = torch.zeros(shape[0], dtype=torch.long, device=META)
-                yield {**rows, "token_counts": {"raw": counts, "raw_plus_prompt_template": counts}}
+                counts = torch.zeros(config.micro_batch_size, dtype=torch.long, device=META)
+                yield {**self.rows(), "token_counts": {"raw": counts, "raw_plus_prompt_template": counts}}
 
     def forward_ends(self) -> None:
         """Note that the loss is there."""
@@ -206,6 +270,82 @@ class _Loop:
 
     def _mark(self, instant: str, *, backward: bool = False) -> None:
         self.recorder.instant(LATER_MICRO_STEP if self.micro_step else instant, backward=backward)
+
+
+class _AdaptedLoop(_Loop):
+    """The same with adapters."""
+
+    def train(self) -> None:
+        """Run ``main`` of ``litgpt/finetune/lora.py`` up to the end of ``fit``."""
+        loop = lora.fit
+
+        def fit(fabric: Any, model: Any, optimizer: Any, **options: Any) -> None:
+            module = model._forward_module
+            self.watch(module, optimizer.optimizer)
+            for name, tensor in quantised_tensors(module):
+                self.recorder.mark(tensor, "weights", name)
+            for group in optimizer.param_groups:  # an embedding whose place another has taken is still among these
+                for parameter in group["params"]:
+                    self.recorder.mark(parameter, "weights")
+            with AnyNumber(), self.recorder:  # type: ignore[no-untyped-call]
+                loop(fabric=fabric, model=model, optimizer=optimizer, **options)
+            raise _LoopEndedError
+
+        loader, name, built = _Loader([None]), self.setup.format_names["hidden_matrix"], lora.GPT
+
+        def quantised(config: Any) -> Any:
+            module = built(config)
+            for layer in module.modules() if name in FOUR_BIT else ():
+                if hasattr(layer, "quant_state"):  # quantised from fp16 as soon as it is on a GPU
+                    fill_four_bit(layer, name, torch.float16)
+            return module
+
+        stand_ins: dict[str, Any] = {
+            **self.stand_ins,
+            "fit": fit,
+            "GPT": quantised,
+            "load_checkpoint": lambda *_, **__: None,
+            "get_lr_scheduler": lambda *_, **__: _SCHEDULER,
+            "get_dataloaders": lambda *_: (loader, loader),
+            "instantiate_torch_optimizer": lambda _, parameters: torch.optim.AdamW(parameters, **self.options),
+        }
+        config = adapted_config_of(self.model, self.setup)
+        with mock.patch.multiple(lora, **stand_ins), paged_states(), TemporaryDirectory() as folder:
+            try:
+                lora.main(
+                    fabric=self.fabric,
+                    seed=1,
+                    config=config,
+                    checkpoint_dir=Path(folder),
+                    out_dir=Path(folder),
+                    optimizer="AdamW",
+                    **self.arguments,
+                )
+            except _LoopEndedError:
+                return
+
+
+class _LoopEndedError(Exception):
+    """Says that the loop has run, and that nothing need be saved."""
+
+
+class _Loader(list[Any]):
+    """A loader of batches."""
+
+    dataset = None
+
+
+class _Rows:
+    """A loader of batches, made as they are asked for."""
+
+    def __init__(self, batches: Iterator[dict[str, Tensor]]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self._batches
 
 
 class _Epoch:

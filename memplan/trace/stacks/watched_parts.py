@@ -62,8 +62,8 @@ def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         recorder.mark(tensor, "optimizer_states", key)
 
 
-def refuse_settings(setup: TrainingSetup, name: str) -> None:
-    """Refuse what no loop of these libraries has.
+def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False) -> None:
+    """Refuse what no loop of these libraries has; some of them evaluate.
 
     Raises:
         CannotAnswerError: The setup asks for it.
@@ -75,7 +75,7 @@ def refuse_settings(setup: TrainingSetup, name: str) -> None:
         "weight_average": config.weight_average != "none",
         "gradients.dtype": config.gradients.dtype is not None,
         "offload": setup.offloads_states,
-        "evaluation": config.evaluation,
+        "evaluation": config.evaluation and not evaluates,
         "zero_gradients": config.zero_gradients == "fill",
     }
     for key in [key for key, given in asked.items() if given]:

@@ -23,10 +23,10 @@ import transformers
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.pretended_cuda.bitsandbytes_layers import quantises
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantises
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun

@@ -11,12 +11,12 @@ import torch
 from memplan.errors import CannotAnswerError
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import adapted
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun

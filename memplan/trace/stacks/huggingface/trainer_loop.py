@@ -21,13 +21,13 @@ from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, told, zero_config
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import cuda_backend
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
 from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch

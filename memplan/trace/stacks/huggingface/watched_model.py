@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.model.tower import LANGUAGE
+from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
-from memplan.trace.stacks.huggingface.bitsandbytes_layers import quantised_tensors
 from memplan.trace.stacks.watched_parts import tensor_of
 
 

@@ -11,8 +11,9 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +78,16 @@ def _fill(layer: Any, setup: TrainingSetup) -> None:
     if setup.format_names["hidden_matrix"] == EIGHT_BIT:
         _fill_eight_bit(layer)
     else:
-        _fill_four_bit(layer, setup)
+        fill_four_bit(layer, setup.format_names["hidden_matrix"], TORCH_DTYPES[setup.loaded_float])
 
 
-def _fill_four_bit(layer: Any, setup: TrainingSetup) -> None:
+def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype) -> None:
+    """Give a layer of 4 bits what quantising its weight from ``dtype`` leaves of it."""
     import bitsandbytes
     from bitsandbytes.functional import QuantState
 
-    kind, double = FOUR_BIT[setup.format_names["hidden_matrix"]]
-    shape, dtype = layer.weight.shape, TORCH_DTYPES[setup.loaded_float]
+    kind, double = FOUR_BIT[format_name]
+    shape = layer.weight.shape
     blocks = ceil_div(shape.numel(), BLOCK)
     nested: dict[str, Any] = {}
     if double:
@@ -157,6 +159,37 @@ def cuda_backend(compute_capability: str) -> Iterator[None]:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def paged_states() -> Iterator[None]:
+    """Let bitsandbytes' paged optimizers step without a card, with states in host memory, and its embeddings have no memory."""
+    try:
+        from bitsandbytes import functional
+        from bitsandbytes import nn as layers
+        from bitsandbytes.optim import optimizer
+    except ImportError:
+        yield
+        return
+
+    def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        del device
+        state = torch.empty(shape, dtype=dtype, device="cpu")
+        state.is_paged = True  # type: ignore[attr-defined]
+        return state
+
+    def made(*shape: int) -> nn.Module:
+        with torch.device("meta"):
+            return kind(*shape)  # type: ignore[no-any-return]
+
+    kind: Any = layers.StableEmbedding
+    idle: Any = lambda *_, **__: None  # noqa: E731
+    answers = {"get_paged": paged, "fill": idle, "prefetch_tensor": idle, "is_on_gpu": lambda _: True}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(functional, **answers))
+        stack.enter_context(mock.patch.object(optimizer, "sync_gpu", idle))
+        stack.enter_context(mock.patch.object(layers, "StableEmbedding", made))
+        yield
 
 
 def _gemm_4bit(
