@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised, quantises
+from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
 from memplan.trace.stacks.stack_inputs import StackInputs
