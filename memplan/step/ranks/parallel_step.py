@@ -243,7 +243,7 @@ def _layer_unit(
     communication = root + own.reduced_bytes + next_gathered
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
-    if last and (step.reentrant or step.inputs.setup.checkpointing == "none") and name != step.end_instant:
+    if last and step.hooks_outside and name != step.end_instant:
         name, there = step.end_instant, around + arrived + leaf_kept(step) + gradients - tables_of_graph(step.inputs)
         held = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", there, held)

@@ -65,7 +65,7 @@ class ShardedStep:
     @property
     def head_instant(self) -> str:
         """The instant at whose end the last layer's backward begins; one function has loss and head."""
-        return "loss backward" if self.taped.head.logits is None else "head backward"
+        return "loss backward" if self.taped.head.logits is None and not self.chunked else "head backward"
 
     @property
     def chunked(self) -> bool:
@@ -79,9 +79,15 @@ class ShardedStep:
         return setup.checkpointing != "none" and setup.stack.checkpointing.reentrant
 
     @property
+    def hooks_outside(self) -> bool:
+        """Whether a layer's gradients are reduced behind its checkpoint, and not within."""
+        inside = self.loss_inside and self.inputs.setup.checkpointing != "none"
+        return not inside or self.reentrant
+
+    @property
     def end_instant(self) -> str:
         """The instant in which the first layer's gradients are reduced, and the embedding is gathered, as libraries' hooks tell it."""
-        return "end of backward" if self.loss_inside else "layer 1 backward"
+        return "layer 1 backward" if self.inputs.setup.stack.sharded_units == "root" else "end of backward"
 
     @property
     def reduces_last(self) -> bool:
