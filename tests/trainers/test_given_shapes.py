@@ -70,6 +70,16 @@ def test_nanogpts_flags_are_a_model(tmp_path):
     assert memplan.fit(str(tmp_path / "job.argv.json"), gpu="rtx4090").verdict == "fits"
 
 
+def test_a_model_whose_parts_are_not_modelled_is_not_built_of_others(tmp_path):
+    path = command(tmp_path, "--depth=6 --device-batch-size=32 --total-batch-size=16384", "base_train.py")
+    for shapes in ({}, {"vocab": 1000}):
+        with pytest.raises(CannotAnswerError, match="depth: not modelled"):
+            model(path, **shapes)
+    squared = command(tmp_path, f"{GPT3} --squared-relu")
+    with pytest.raises(CannotAnswerError, match="squared ReLU"):
+        model(squared)
+
+
 @pytest.mark.parametrize(
     ("text", "trainer", "name", "stage"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # imported where a file is one
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
 MODELLESS = (".yaml", ".yml", ".toml", ".py")
+PARTS = frozenset(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "linear_bias"))
+"""Parts of a decoder that a file has to say for a model to be built of them."""
 OWN_KEYS = frozenset(("description", "schema"))
 """Keys of memplan's own files."""
 MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config"))
@@ -121,7 +123,9 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
         return str(given), int(flags.get("max_position_embeddings", 0))
     if given is not None:
         raise InvalidFileError([f"{text}: names the model {printable(str(given))}, and shapes are given too"])
-    if not {"hidden_size", "num_hidden_layers"} <= flags.keys():
+    if job.reading.refusals:
+        _refuse_first(job)
+    if PARTS - flags.keys():
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
     if "vocab_size" not in flags:
         raise CannotAnswerError(f"{text}: no flag says how many tokens the tokenizer has: --vocab N")
@@ -159,9 +163,7 @@ def training_data(
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.reading.refusals:
-        first = job.reading.refusals[0]
-        place = f"{first.source}:{first.line}: {first.key}" if first.key else first.source
-        raise CannotAnswerError(f"{place}: not modelled: {first.why}")
+        _refuse_first(job)
     data = job.section("training")
     if (stage := STAGES[method["stage"]]) != "sft":
         data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
@@ -188,6 +190,13 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
     answered = tuple(need_of(key) for key in (MODEL, *given))
     if needs := [need for need in job.reading.needs if not need.startswith(answered)]:
         raise CannotAnswerError(f"{text}: cannot be planned without {'; '.join(needs)}")
+
+
+def _refuse_first(job: ImportedJob) -> NoReturn:
+    """Refuse a job for the first of its keys that is not modelled."""
+    first = job.reading.refusals[0]
+    place = f"{first.source}:{first.line}: {first.key}" if first.key else first.source
+    raise CannotAnswerError(f"{place}: not modelled: {first.why}")
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:
