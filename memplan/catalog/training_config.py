@@ -92,12 +92,16 @@ class DeepSpeed:
         overlap_comm: Whether they are reduced beside backward, which takes a second bucket; None is as the stage does.
         reduce_scatter: Whether a rank's gradients are reduced for it; else all are, for all, and none are copied.
         round_robin_gradients: Whether parameters are dealt out to ranks in turn.
+        persistence_threshold: Elements up to which stage 3 keeps a parameter gathered; ``auto`` is ten hidden sizes.
+        sub_group_size: Elements that stage 3 steps at once.
     """
 
     reduce_bucket_size: int | Literal["auto"] = 500_000_000
     overlap_comm: bool | None = None
     reduce_scatter: bool = True
     round_robin_gradients: bool = False
+    persistence_threshold: int | Literal["auto"] = 100_000
+    sub_group_size: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

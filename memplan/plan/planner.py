@@ -29,8 +29,8 @@ from memplan.step.instants import StepForms, compile_step, regime_of, step_on_ta
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.states.flat_partitions import rank_states
 from memplan.step.states.parallel_shards import bucket_bytes, is_flat, is_sharded
+from memplan.step.states.partitioned_weights import held_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
 from memplan.step.tapes.played import Instant, dominant
@@ -164,7 +164,7 @@ class CompiledPlan:
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
         _refuse_fused_adapters(setup)
-        self.states = rank_states(setup, model.inventory, adapter_tensors(model, setup))
+        self.states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
         self._by_regime: dict[tuple[Regime, int], Compiled] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}

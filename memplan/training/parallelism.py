@@ -75,7 +75,7 @@ def parallel_refusals(
     if parallel.engine == "deepspeed" and parallel.zero_stage and stack.model_code != "transformers":
         text = f"deepspeed is modelled as transformers' Trainer and what is built on it run it, not under {stack.name}; use --stack trl"
         yield ("parallel", "engine"), text
-    elif parallel.engine == "deepspeed" and parallel.zero_stage in (1, 2):
+    elif parallel.engine == "deepspeed" and parallel.zero_stage:
         yield from _when_flat(config, formats, floats, optimizers)
     elif parallel.engine != "torch" and parallel.zero_stage:
         text = f"{parallel.engine} is not supported with zero_stage {parallel.zero_stage}: what it gathers and when is not modelled; {POSSIBLE}"
@@ -113,7 +113,7 @@ def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: 
 def _when_flat(
     config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int], optimizers: Mapping[str, Optimizer]
 ) -> Problems:
-    """Yield what DeepSpeed's ZeRO 1 and 2 are not modelled with."""
+    """Yield what DeepSpeed's ZeRO is not modelled with."""
     compute, trained = str(config.compute_dtype), set(formats.values())
     if config.adapter is not None:
         trained = {str(config.adapter.dtype)} | (trained & floats.keys())
@@ -129,6 +129,13 @@ def _when_flat(
         yield (key,), "not modelled under DeepSpeed"
     if config.loss_scaling or compute == "fp16":
         yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
+    if config.parallel.zero_stage == 3 and compute == "fp32":
+        yield (
+            ("compute_dtype",),
+            "fp32 under DeepSpeed's stage 3 does not equal its engine's bytes in every job; use bf16",
+        )
+    if config.parallel.zero_stage == 3 and set(formats.values()) - floats.keys():
+        yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
     if config.offload != Offload():
         yield ("offload",), "DeepSpeed's offloading is not modelled yet"
     if len(optimizers) > 1:

@@ -1,5 +1,8 @@
 """DeepSpeed's flat partitions and buckets: laws of the layout, and answers of its own engine (deepspeed 0.19.8, traced)."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,10 @@ from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, Traini
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.ranks.reduced_gradients import Buckets, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
+from memplan.step.states.partitioned_weights import partitioned_states
+from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import resolve
+from memplan.training.stack_models import built_by
 
 GROUPS = st.builds(
     lambda sizes, ranks: FlatGroup(tuple(map(str, range(len(sizes)))), tuple(sizes), ranks),
@@ -72,7 +78,15 @@ def test_states_of_a_rank_are_two_bytes_and_twelve_divided(stage, states):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"parallel": Parallel(8, 3, engine="deepspeed")}, "deepspeed is not supported with zero_stage 3"),
+        (
+            {
+                "parallel": Parallel(8, 3, engine="deepspeed"),
+                "weights": {"default": "bf16", "hidden_matrix": "nf4"},
+                "adapter": Adapter(dtype="bf16"),
+                "master_weights": "none",
+            },
+            "quantised weights under DeepSpeed's stage 3",
+        ),
         ({"master_weights": "none"}, "not how DeepSpeed trains"),
         ({"optimizer": {"default": "adamw-8bit-bnb"}}, "which steps flat fp32 weights"),
         ({"adapter": Adapter(dtype="fp32"), "master_weights": "none"}, "casts all weights, those of adapters too"),
@@ -84,6 +98,33 @@ def test_what_deepspeed_is_not_modelled_with_is_refused(catalog, keys, reason):
     config = {"parallel": Parallel(8, 2, engine="deepspeed"), "stack": "trl", "master_weights": "fp32"}
     with pytest.raises(CannotAnswerError, match=reason):
         resolve(TrainingConfig("", **{**config, **keys}), catalog, "test")
+
+
+RECORD = Path(__file__).parent / "deepspeed_stage3.json"
+"""What ranks of drawn jobs keep under stage 3 between steps, as deepspeed 0.19.8 does inside Trainer, by component."""
+
+
+@pytest.mark.parametrize("row", json.loads(RECORD.read_text(encoding="utf-8")), ids=lambda row: row["job"][:60])
+def test_stage_3_keeps_what_its_own_engine_keeps(catalog, row):
+    pytest.importorskip("torch")
+    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, stack_setup
+
+    model, setup = stack_setup(StackJob.read(row["job"]), catalog)
+    model = built_by(model, setup)
+    states = partitioned_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
+    assert row["bytes"] == {
+        "weights": states.weight_bytes,
+        "master_weights": states.master_bytes,
+        "gradients": states.gradient_bytes,
+        "optimizer_states": states.state_bytes,
+        "communication": states.bucket_bytes,
+    }
+
+
+def test_stage_3_is_refused_with_what_is_kept():
+    changed = {**ZERO, "parallel.zero_stage": 3}
+    with pytest.raises(CannotAnswerError, match=r"each of 8 ranks keeps 15.8. GiB .* whether it fits is unknown"):
+        memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
 
 
 def test_a_bucket_of_nothing_is_refused(catalog):

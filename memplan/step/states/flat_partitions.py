@@ -31,6 +31,9 @@ from memplan.values import dataclass
 ALIGNMENT = 2
 """Elements that a rank's piece starts at a multiple of (``nccl_start_alignment_factor``)."""
 
+Single = tuple[str, ParameterTensor]
+"""A single tensor and its name."""
+
 NORMS_IN_LAYERS = {"model": 1, "gpt_neox": -1}
 """Where a model's layers register the norms that they have themselves: behind their attention and feed-forward part, or
 before (``LlamaDecoderLayer`` and ``GPTNeoXLayer`` of transformers 5.23.0)."""
@@ -92,16 +95,14 @@ def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGro
         trained: The parameters, single and in the order of the model.
     """
     parallel = setup.config.parallel
-    ranks, named = parallel.data, [(name, entry.tensor) for name, entry in trained]
-    decayed = [item for item in named if _decays(*item)]
-    rest = _registered([item for item in named if not _decays(*item)])
+    ranks, (decayed, rest) = parallel.data, trained_groups(trained)
     if parallel.deepspeed.round_robin_gradients:
         decayed, rest = _dealt(decayed, ranks), _dealt(rest, ranks)
     groups = ((tuple(name for name, _ in group), tuple(t.elements for _, t in group)) for group in (decayed, rest))
     return tuple(FlatGroup(names, sizes, ranks) for names, sizes in groups if names)
 
 
-def _registered(rest: Sequence[tuple[str, ParameterTensor]]) -> list[tuple[str, ParameterTensor]]:
+def _registered(rest: Sequence[Single]) -> list[Single]:
     """Return norms and biases in the order in which modules have them, given in the order in which they run."""
     by_layer = groupby(rest, key=lambda item: item[0].partition(".layers.")[2].partition(".")[0])
     return [item for _, layer in by_layer for item in sorted(layer, key=lambda item: _norm_place(item[0]))]
@@ -118,7 +119,13 @@ def _decays(name: str, tensor: ParameterTensor) -> bool:
     return tensor.role != "norm" and "bias" not in name
 
 
-def _dealt(group: Sequence[tuple[str, ParameterTensor]], ranks: int) -> list[tuple[str, ParameterTensor]]:
+def trained_groups(trained: Iterable[Named]) -> tuple[list[Single], list[Single]]:
+    """Return the parameters of an optimizer's groups, in order: with weight decay, and without."""
+    named = [(name, entry.tensor) for name, entry in trained]
+    return [item for item in named if _decays(*item)], _registered([item for item in named if not _decays(*item)])
+
+
+def _dealt(group: Sequence[Single], ranks: int) -> list[Single]:
     """Return parameters as they are dealt out to the ranks in turn (``_round_robin_reorder``)."""
     return [item for rank in range(ranks) for item in group[rank::ranks]]
 
@@ -180,7 +187,7 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
 
 
 def _scratch(setup: TrainingSetup, elements: int) -> Temporaries:
-    return step_temporaries(_in_fp32(setup), [_partition(setup, elements)])
+    return step_temporaries(_in_fp32(setup), [partition_states(setup, elements)])
 
 
 def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
@@ -191,7 +198,7 @@ def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
     return replace(setup, config=config, format_names=names, formats=formats, gradient=None, compute_bytes=4)
 
 
-def _partition(setup: TrainingSetup, elements: int) -> TensorStates:
+def partition_states(setup: TrainingSetup, elements: int) -> TensorStates:
     """Return the states of a rank's piece of a flat tensor."""
     return tensor_states(_in_fp32(setup), ParameterTensor("partition", (elements,), "hidden_matrix"), frozen=False)
 
@@ -214,7 +221,7 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
     if not is_flat(setup.config.parallel):
         return states
     groups = flat_groups(setup, trained_tensors(states))
-    pieces = [_partition(setup, group.partition) for group in groups]
+    pieces = [partition_states(setup, group.partition) for group in groups]
     width = FLOAT_BYTES[setup.config.compute_dtype]
     frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
     shared = pieces[0].optimizer.shared_bytes

@@ -35,6 +35,11 @@ def is_accelerated(setup: TrainingSetup) -> bool:
     return setup.stack.sharded_units in ("accelerate", "axolotl")
 
 
+def runs_engine(parallel: Parallel) -> bool:
+    """Tell whether DeepSpeed runs a job, at whatever stage of ZeRO."""
+    return parallel.engine == "deepspeed" and parallel.zero_stage > 0
+
+
 def is_flat(parallel: Parallel) -> bool:
     """Tell whether DeepSpeed cuts flat tensors of weights into equal pieces (ZeRO 1 and 2), which it does for one rank too."""
     return parallel.engine == "deepspeed" and parallel.zero_stage in (1, 2)

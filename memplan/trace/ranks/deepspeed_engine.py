@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
-from memplan.step.states.parallel_shards import is_flat
+from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks.replicated import HostKept, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -30,6 +30,8 @@ def zero_config(setup: TrainingSetup) -> dict[str, Any]:
             "reduce_bucket_size": zero.reduce_bucket_size,
             "reduce_scatter": zero.reduce_scatter,
             "round_robin_gradients": zero.round_robin_gradients,
+            "stage3_param_persistence_threshold": zero.persistence_threshold,
+            "sub_group_size": zero.sub_group_size,
         },
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -48,7 +50,7 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
     Raises:
         CannotAnswerError: DeepSpeed is not installed.
     """
-    if not is_flat(setup.config.parallel):
+    if not runs_engine(setup.config.parallel):
         yield
         return
     ranks = setup.config.parallel.data
@@ -74,10 +76,14 @@ def told(trainer: Any, recorder: Recorder) -> None:
     """Tell a recorder of the engine that a trainer has just made: its copies of weights, and when it steps."""
     engine = trainer.model_wrapped
     optimizer, step = engine.optimizer, engine.step
-    for group in optimizer.round_robin_bit16_meta:
-        for tensor in group:
+    if engine.zero_optimization_partition_weights():
+        _pieces(engine, recorder)
+        partitions = optimizer.fp32_partitioned_groups_flat
+    else:
+        for tensor in (tensor for group in optimizer.round_robin_bit16_meta for tensor in group):
             recorder.without_memory(tensor)
-    for partition in optimizer.single_partition_of_fp32_groups:
+        partitions = optimizer.single_partition_of_fp32_groups
+    for partition in partitions:
         recorder.mark(partition, "master_weights")
 
     def stepping(*args: Any, **options: Any) -> Any:
@@ -85,13 +91,24 @@ def told(trainer: Any, recorder: Recorder) -> None:
             recorder.instant("optimizer step")
         return step(*args, **options)
 
-    copy = optimizer.copy_grads_in_partition
+    engine.step = stepping
+    if hasattr(optimizer, "copy_grads_in_partition"):
+        copy = optimizer.copy_grads_in_partition
 
-    def copied(*args: Any, **options: Any) -> None:
-        copy(*args, **options)
-        recorder.mark(optimizer.grads_in_partition, "gradients")
+        def copied(*args: Any, **options: Any) -> None:
+            copy(*args, **options)
+            recorder.mark(optimizer.grads_in_partition, "gradients")
 
-    engine.step, optimizer.copy_grads_in_partition = stepping, copied
+        optimizer.copy_grads_in_partition = copied
+
+
+def _pieces(engine: Any, recorder: Recorder) -> None:
+    """Tell a recorder what stage 3 keeps of every parameter and its gradient."""
+    for parameter in engine.module.parameters():
+        recorder.mark(parameter.ds_tensor, "weights")
+    recorder.mark(engine.optimizer.grad_partitions_flat_buffer, "gradients")
+    for bucket in engine.optimizer.ipg_buckets.values():
+        recorder.mark(bucket.buffer, "communication")
 
 
 def _forget_groups() -> None:
@@ -110,7 +127,7 @@ def _pretend() -> None:
     try:
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.runtime.zero import stage_1_and_2
+        from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
     except ImportError:
         raise CannotAnswerError("tracing parallel.engine: deepspeed needs deepspeed: pip install deepspeed") from None
 
@@ -144,15 +161,21 @@ def _pretend() -> None:
             return bool(tensor.is_meta)
 
     real_accelerator.set_accelerator(Device())
-    optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
-    looks = optimizer.has_overflow
+    for module, optimizer in (
+        (stage_1_and_2, stage_1_and_2.DeepSpeedZeroOptimizer),
+        (stage3, stage3.DeepSpeedZeroOptimizer_Stage3),
+    ):
+        optimizer.has_overflow = _finite(optimizer.has_overflow)
+        module.is_invalid_grad_norm = lambda _: False
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = _nothing
 
-    def finite(self: Any, *args: Any, **options: Any) -> bool:
-        looks(self, *args, **options)
+
+def _finite(looks: Callable[..., Any]) -> Callable[..., bool]:
+    def finite(*args: Any, **options: Any) -> bool:
+        looks(*args, **options)
         return False
 
-    optimizer.has_overflow = finite
-    stage_1_and_2.is_invalid_grad_norm = lambda _: False
+    return finite
 
 
 class _Stream:

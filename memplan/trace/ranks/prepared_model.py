@@ -12,7 +12,7 @@ import torch.distributed.fsdp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from memplan.step.states.parallel_shards import is_flat
+from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
@@ -24,7 +24,7 @@ from memplan.training.resolved import TrainingSetup
 def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iterator[None]:
     """Let accelerate take this process for the first of a setup's ranks, and its own code prepare a trainer's model."""
     parallel = setup.config.parallel
-    if parallel.data == 1 or is_flat(parallel):
+    if parallel.data == 1 or runs_engine(parallel):
         yield
     elif isinstance(recorder, ShardedRecorder):
         with _shards(recorder, parallel.data, trainer):

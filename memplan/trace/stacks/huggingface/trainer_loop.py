@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
-from memplan.step.states.parallel_shards import is_flat
+from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
@@ -115,7 +115,7 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         CannotAnswerError: Trainer cannot do what the setup asks for.
     """
     setup, config = inputs.setup, inputs.setup.config
-    engine = is_flat(config.parallel)
+    engine = runs_engine(config.parallel)
     masters = config.master_weights != "none" and not engine
     if config.gradients.lifetime != "step" or masters or config.weight_average != "none":
         raise CannotAnswerError("Trainer steps after backward, without master weights and averages")
