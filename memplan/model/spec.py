@@ -271,7 +271,8 @@ class ModelSpec:
         window: Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
-        dropout: Dropout probability of the released config.
+        dropout: Dropout probability of the released config, of what is added to the residual stream.
+        attention_dropout: The same, of attention's weights.
         tower: Vision tower and projector; None for a text model.
         source: Where the shapes were read.
     """
@@ -294,6 +295,7 @@ class ModelSpec:
     full_layers: tuple[int, ...] = ()
     transposed_linear: bool = False
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     tower: Tower | None = None
     source: str = ""
 

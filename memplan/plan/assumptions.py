@@ -158,8 +158,9 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
 def _model(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of the model, and of the device that it is put on."""
     config, spec = plan.setup.config, plan.model.spec
-    if spec.dropout and config.dropout is None:
-        yield f"dropout {spec.dropout}, the model's own"
+    if (spec.dropout or spec.attention_dropout) and config.dropout is None:
+        within = "" if spec.attention_dropout == spec.dropout else f", {spec.attention_dropout} of attention's weights"
+        yield f"dropout {spec.dropout}{within}, the model's own"
     roles = _roles_without_blocks(plan)
     if roles:
         yield f"{', '.join(sorted(roles))}: tensors whose rows do not divide into blocks stay in {config.compute_dtype}"

@@ -193,9 +193,10 @@ class MemoryPlan:
     def training(self) -> dict[str, Any]:
         """The keys of the training config with every default filled in, at the plan's own batch and length."""
         keys = resolved_keys(self.setup)
-        own = self.setup.config.dropout
+        own, spec = self.setup.config.dropout, self.model.spec
+        released = spec.dropout if spec.dropout == spec.attention_dropout else None
         return keys | {
             "micro_batch_size": self.micro_batch_size,
             "sequence_length": self.sequence_length,
-            "dropout": self.model.spec.dropout if own is None else own,
+            "dropout": released if own is None else own,
         }

@@ -311,7 +311,16 @@ def floats(value: Any, path: str = "plan") -> list[str]:
     return []
 
 
-FACTORS = {"dropout", "embedding_scale", "epsilon", "final_logit_softcap", "logit_softcap", "scale", "score_scale"}
+FACTORS = {
+    "dropout",
+    "attention_dropout",
+    "embedding_scale",
+    "epsilon",
+    "final_logit_softcap",
+    "logit_softcap",
+    "scale",
+    "score_scale",
+}
 """The only numbers of a model that are no counts: they decide whether an operation is there, and enter no sum."""
 
 

@@ -169,7 +169,8 @@ def _same_operations(task: Task) -> bool:
     There dropout keeps other masks, and offloaded states pass through two buffers where the CPU has one.
     """
     profile, given = task.setup.profile, task.setup.config.dropout
-    dropout = task.model.spec.dropout if given is None else given
+    spec = task.model.spec
+    dropout = max(spec.dropout, spec.attention_dropout) if given is None else given
     return (
         profile.attention == "math" and profile.norm == "composite" and not dropout and not task.setup.offloads_states
     )

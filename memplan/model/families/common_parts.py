@@ -149,12 +149,14 @@ def model(
         common: Its common keys.
         layers: All layers, or the one that all are equal to.
         tied: Whether a missing ``tie_word_embeddings`` means tied.
-        dropout: Keys that hold a dropout probability.
+        dropout: Keys that hold a dropout probability; where none but attention has one, it stands for all.
         default_dropout: What they mean when missing.
         final_norm: Norm before the head, if unlike those of the layers.
         layer_kinds: Kinds of layers in ``layer_types`` besides full and windowed attention.
         options: Further fields of :class:`ModelSpec`.
     """
+    attention = [key for key in dropout if key.startswith("att")]
+    others = [key for key in dropout if key not in attention]
     config.layer_types(common.num_hidden_layers, *layer_kinds)
     alike = [layers] * common.num_hidden_layers if isinstance(layers, Layer) else list(layers)
     runs = layer_runs(alike)
@@ -169,7 +171,8 @@ def model(
         max_position_embeddings=config.integer(
             "max_position_embeddings", "n_positions", default=0, maximum=MAXIMUM_POSITIONS
         ),
-        dropout=config.dropout(*dropout, default=default_dropout),
+        dropout=config.dropout(*(others or dropout), default=default_dropout),
+        attention_dropout=config.dropout(*(attention or dropout), default=default_dropout),
         source=config.source,
         **options,
     )

@@ -54,7 +54,8 @@ class BlockSettings:
         residual_bytes: Bytes of an element of the residual stream.
         autocast: Whether weights are cast for products.
         selective: Whether selective checkpointing applies.
-        dropout: Probability that applies.
+        dropout: Probability that applies to what is added to the residual stream.
+        attention_dropout: The same, of attention's weights.
         projections: How projections of codes and with adapters run.
         adapter_dropout: Probability with which an adapter's input is dropped.
         fp16: Whether products are computed in fp16, whose softmax in fp32 is one kernel.
@@ -73,6 +74,7 @@ class BlockSettings:
     autocast: bool
     selective: bool
     dropout: float
+    attention_dropout: float
     projections: StackProjections
     adapter_dropout: float
     fp16: bool
@@ -105,6 +107,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         autocast=setup.autocast,
         selective=setup.checkpointing == "selective",
         dropout=spec.dropout if dropout is None else dropout,
+        attention_dropout=spec.attention_dropout if dropout is None else dropout,
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",

@@ -152,7 +152,7 @@ def _least_able(kernels: Iterable[ChosenKernel]) -> ChosenKernel:
 
 def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCall]:
     """Yield what each kind of attention of a model asks of scaled-dot-product attention; soft caps and sinks ask nothing."""
-    dropout = model.spec.dropout if setup.config.dropout is None else setup.config.dropout
+    dropout = model.spec.attention_dropout if setup.config.dropout is None else setup.config.dropout
     wide = setup.wide_floats and setup.stack.projections.codes_result == "input"
     dtype = "fp32" if wide else setup.config.compute_dtype
     for part in dict.fromkeys(run.layer.attention for run in model.spec.runs):

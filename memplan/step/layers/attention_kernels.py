@@ -164,7 +164,7 @@ def eager_attention(builder: Builder, given: Heads, part: Attention) -> Value:
                 weights = _softmax(builder, scores)
         with tape.alive(scores):
             with tape.alive(weights):
-                weights = builder.dropped(weights)
+                weights = builder.dropped(weights, builder.settings.attention_dropout)
             return weighted_sum(builder, weights, value, query.width, heads)
 
 
@@ -255,7 +255,7 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
         masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
         weights = probabilities(builder, masked)
         with tape.alive(weights):
-            weights = builder.dropped(weights)
+            weights = builder.dropped(weights, builder.settings.attention_dropout)
         results = [weights]
         if out_bytes != 4:
             results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))

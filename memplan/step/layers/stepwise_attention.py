@@ -44,7 +44,7 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
                 shifted = weights = _probabilities(builder, scores, own)
         builder.held.append(weights)
         with tape.alive(shifted, weights):
-            weights = builder.dropped(weights)
+            weights = builder.dropped(weights, builder.settings.attention_dropout)
             builder.held.append(weights)
             read, value = builder.lowered(weights), builder.lowered(value)
             value = repeated(builder, value, heads, alone=True) if late else value

@@ -36,6 +36,7 @@ def reference_options(setup: TrainingSetup, spec: ModelSpec, target: Target = "c
         autocast=setup.autocast,
         checkpointing=setup.checkpointing,
         dropout=spec.dropout if config.dropout is None else config.dropout,
+        attention_dropout=spec.attention_dropout if config.dropout is None else config.dropout,
         target=target,
         dtypes=floats,
         coded={role: setup.formats[role] for role in ROLES if setup.format_names[role] not in FLOAT_BYTES},

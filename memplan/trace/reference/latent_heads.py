@@ -67,7 +67,7 @@ class LatentPart(nn.Module):
             run.lowered(value),
             kernel=options.profile.attention,
             target=options.target,
-            dropout=options.dropout if self.training else 0.0,
+            dropout=options.attention_dropout if self.training else 0.0,
             scale=part.scale,
         )
         result: Tensor = self._output[0](out.transpose(1, 2).reshape(batch, tokens, -1))

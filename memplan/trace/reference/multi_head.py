@@ -86,7 +86,7 @@ class AttentionPart(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables) -> Tensor:
         """Return attention; no kernel of torch knows sinks or soft caps, so those go step by step."""
         part, run, options = self.part, self.run, self.run.options
-        dropout = options.dropout if self.training else 0.0
+        dropout = options.attention_dropout if self.training else 0.0
         query, key, value = run.lowered(query), run.lowered(key), run.lowered(value)
         if self._eager and tables.mask is not None:
             sinks = self.get_parameter(self._sinks_name) if part.sinks else None

@@ -39,7 +39,8 @@ class ReferenceOptions:
         compute_dtype: Dtype of matrix products.
         autocast: Weights are wider than ``compute_dtype`` and are cast as CUDA's autocast does.
         checkpointing: What a layer keeps for backward.
-        dropout: Probability, after the embedding, on attention weights and before each residual addition.
+        dropout: Probability, after the embedding and before each residual addition.
+        attention_dropout: Probability on attention weights.
         target: Whose kernels run; on ``meta`` tensors those of the target are imitated.
         dtypes: Dtype of the weights by role; roles that are missing have the compute dtype.
         coded: Block format of the weights by role, for roles that are stored as codes.
@@ -51,6 +52,7 @@ class ReferenceOptions:
     autocast: bool = False
     checkpointing: Checkpointing = "none"
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     target: Target = "cuda"
     dtypes: Mapping[Role, torch.dtype] = field(default_factory=dict)
     coded: Mapping[Role, StorageFormat] = field(default_factory=dict)
