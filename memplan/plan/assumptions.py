@@ -197,5 +197,7 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     if plan.setup.config.parallel.data > 1:
         yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"
     stack = plan.setup.stack
+    if is_flat(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
+        yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"
     if is_sharded(plan.setup.config.parallel) and stack.model_code != "own" and stack.sharded_units == "root":
         yield f"how {stack.name} itself divides a model: these units of fully_shard were not held against its own code"

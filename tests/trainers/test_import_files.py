@@ -188,6 +188,16 @@ def test_a_launcher_joins_the_trainer():
     )
 
 
+def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
+    training = read("trl.yaml", beside=[EXAMPLES / "ds_z2.json"], gpus=8)["training"]
+    assert training["parallel"] == {
+        "zero_stage": 2,
+        "engine": "deepspeed",
+        "data": 8,
+        "deepspeed": {"reduce_bucket_size": "auto", "overlap_comm": True, "reduce_scatter": True},
+    }
+
+
 def test_shards_without_a_number_of_gpus_are_refused_with_the_flag():
     answer = memplan.import_file(EXAMPLES / "trl.yaml", beside=[EXAMPLES / "ds_z3.json"]).document()
     assert answer.exit_code == 3
