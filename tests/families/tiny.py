@@ -102,6 +102,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_vl",
         TIED | {"text_config": GROUPED | {"attention_bias": True}, "vision_config": QWEN_TOWER},
     ),
+    "qwen3.5-whole": ("qwen3_5", {"text_config": DELTA, "vision_config": QWEN_TOWER}),
+    "qwen3.5-moe-whole": ("qwen3_5_moe", TIED | {"text_config": DELTA_MOE, "vision_config": QWEN_TOWER}),
     "gemma3": ("gemma3", {"text_config": GROUPED | {"head_dim": 32}, "vision_config": SIGLIP}),
     "mistral3": ("mistral3", UNTIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER}),
     "mistral3-bias": (

@@ -43,6 +43,7 @@ ATTENTION_ONLY = {
     "qwen2_moe": ("q_proj", "o_proj"),
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "qwen3_next": ("q_proj", "o_proj", "in_proj_qkvz", "out_proj"),
+    "qwen3_5_moe": ("q_proj", "out_proj"),
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
     "deepseek_v3": ("kv_b_proj", "o_proj"),

@@ -19,7 +19,7 @@ VOCABULARIES = (97, 1000, 8191, 32000, 50257, 65537)
 DEPTH_KEYS = {"gpt2": "n_layer"}
 """Family -> key of its number of layers, where that is not ``num_hidden_layers``."""
 
-LINEAR = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
 OWN_HEAD_WIDTH = frozenset(
@@ -46,6 +46,8 @@ TOWERS = {
     "mistral3": ("mistral", "ministral3"),
     "qwen2_5_vl": ("qwen2",),
     "qwen3_vl": ("qwen3",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 """Vision-language family -> families of its text model."""
 
@@ -82,7 +84,9 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         "intermediate_size": rng.choice((40, 96, 257)),
         "patch_size": 14,
     }
-    if family.startswith("qwen"):
+    if family in LINEAR:
+        vision["out_hidden_size"] = text["hidden_size"]
+    elif family.startswith("qwen"):
         vision["out_hidden_size"] = text["hidden_size"]
         half = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
         sections = [half - half // 3 * 2, half // 3, half // 3]

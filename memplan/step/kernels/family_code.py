@@ -192,8 +192,11 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "mixtral": replace(TRANSFORMERS, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
     "qwen3_next": replace(TRANSFORMERS, norms_at_once=True, shared_first=True),
-    "qwen3_5_text": replace(TRANSFORMERS, norms_at_once=True, sequence_tables=True),
-    "qwen3_5_moe_text": replace(TRANSFORMERS, norms_at_once=True, shared_first=True, sequence_tables=True),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), replace(TRANSFORMERS, norms_at_once=True, sequence_tables=True)),
+    **dict.fromkeys(
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
+        replace(TRANSFORMERS, norms_at_once=True, shared_first=True, sequence_tables=True),
+    ),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     "deepseek_v3": replace(TRANSFORMERS, adapts_experts=True),
 }
@@ -263,6 +266,11 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
         )
     if setup.profile.linear_attention == "fla":
         _refuse_fla(spec)
+    elif setup.config.compute_dtype == "fp32":
+        raise CannotAnswerError(
+            "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
+            f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
+        )
     if setup.profile.adapters == "fused":
         raise CannotAnswerError(
             f"kernels.adapters: fused is not modelled for gated delta networks, which {spec.name} has"

@@ -22,6 +22,16 @@ DEEPSTACK = (8, 16, 24)
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a Qwen3-VL config."""
     vision = config.part("vision_config", "qwen3_vl_vision")
+    parts = tower(vision)
+    early = vision.integers("deepstack_visual_indexes")
+    width = parts.hidden * vision.integer("spatial_merge_size", default=2) ** 2
+    add_merger(vision, parts, "deepstack_merger_list.{}", width, len(DEEPSTACK if early is None else early))
+    config.take(vision)
+    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts)
+
+
+def tower(vision: ConfigValues) -> TowerParts:
+    """Return a tower of Qwen3-VL's blocks, and the merger behind it."""
     parts = TowerParts(vision, (1152, 4304, 27, 16, 16))
     hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
     frames = vision.integer("temporal_patch_size", default=2)
@@ -35,22 +45,15 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     parts.add(f"{BLOCK}.attn.proj", hidden, hidden, bias=True, count=blocks)
     parts.add(f"{BLOCK}.mlp.linear_fc1", inner, hidden, bias=True, count=blocks)
     parts.add(f"{BLOCK}.mlp.linear_fc2", hidden, inner, bias=True, count=blocks)
-    _mergers(vision, parts)
-    config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts)
+    add_merger(vision, parts, "merger", hidden)
+    return parts
 
 
-def _mergers(vision: ConfigValues, parts: TowerParts) -> None:
-    """Add the merger behind the tower, and those behind some of its blocks, which norm what they have merged."""
+def add_merger(vision: ConfigValues, parts: TowerParts, name: str, normed: int, count: int = 1) -> None:
+    """Add what merges patches, in one place or in ``count``; ``normed`` is the width of its norm."""
     width = parts.hidden * vision.integer("spatial_merge_size", default=2) ** 2
     output = vision.integer("out_hidden_size", default=3584)
-    early = vision.integers("deepstack_visual_indexes")
-    mergers = {
-        "merger": (parts.hidden, 1),
-        "deepstack_merger_list.{}": (width, len(DEEPSTACK if early is None else early)),
-    }
-    for name, (normed, count) in mergers.items():
-        if count:
-            parts.add(f"model.visual.{name}.norm", normed, bias=True, role="norm", count=count)
-            parts.add(f"model.visual.{name}.linear_fc1", width, width, bias=True, count=count)
-            parts.add(f"model.visual.{name}.linear_fc2", output, width, bias=True, count=count)
+    if count:
+        parts.add(f"model.visual.{name}.norm", normed, bias=True, role="norm", count=count)
+        parts.add(f"model.visual.{name}.linear_fc1", width, width, bias=True, count=count)
+        parts.add(f"model.visual.{name}.linear_fc2", output, width, bias=True, count=count)
