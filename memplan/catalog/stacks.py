@@ -206,6 +206,8 @@ class Stack:
             or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered;
             ``accelerate`` has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only
             those of the last micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
+        vision: Whether a vision tower gets adapters like the rest (``as-language``), or is ``frozen``: none, and weights in the
+            dtype that they were loaded in where trained ones are cast.
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
         adapted_loss: Its loss where there are adapters, if it is another.
@@ -244,6 +246,7 @@ class Stack:
     stages: tuple[Stage, ...] = ("sft",)
     magnitudes: Literal["apart", "cast"] = "apart"
     unused_parameters: Literal["never", "unless-checkpointed"] = "never"
+    vision: Literal["as-language", "frozen"] = "as-language"
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     adapted_loss: LossKernel | None = None

@@ -55,6 +55,7 @@ class Adapter:
         dropout: Probability with which the adapter's input is dropped; None is 0.
         modules_to_save: Embedding and head, by the last part of their names, that are trained whole: as copies, beside
             which the originals stay.
+        vision: Whether targets count in a vision tower and its projector too; None is as the stack does.
     """
 
     kind: Literal["lora", "dora"] = "lora"
@@ -63,6 +64,7 @@ class Adapter:
     dtype: Literal["bf16", "fp32", "fp16"] | None = None
     dropout: float | None = None
     modules_to_save: tuple[str, ...] = ()
+    vision: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,7 @@ class _Step:
             selected = selected_linears(value) if isinstance(value, str) else None
             if selected is None:
                 self._refuse(key, "adapters on modules that a pattern selects")
+            self._state("adapter.vision", False, key)  # patterns that select modules of a tower are refused
             return selected or MISSING
         names = [self.rule.get("names", {}).get(last := name.rsplit(".", 1)[-1], last) for name in names]
         return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names

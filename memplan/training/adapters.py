@@ -48,7 +48,8 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
         )
     tensors: list[ParameterTensor] = []
     for tensor in libraries_inventory(model.inventory, setup):
-        if tensor.role != "hidden_matrix" or not _targeted(tensor, adapter.targets):
+        idle = not (tensor.used or adapter.vision)
+        if idle or tensor.role != "hidden_matrix" or not _targeted(tensor, adapter.targets):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         stem = tensor.name.removesuffix(".weight")

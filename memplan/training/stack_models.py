@@ -63,7 +63,10 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
     if setup.config.parallel.data > 1 and setup.config.adapter is None:
         raise CannotAnswerError(f"{where} under DistributedDataParallel parameters without gradients are not modelled")
     tower = [tensor for tensor in model.inventory if not tensor.used]
-    note = f"rows hold text alone, no images: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused"
+    note = (
+        f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
+        "with images need more, for patches, the tower's activations and the tokens that images become"
+    )
     return replace(model, notes=(*model.notes, note))
 
 

@@ -44,6 +44,8 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
     if adapter is not None and hidden in FLOATS and casts_trained(config, stack):
         adapter = replace(adapter, dtype="fp32")
+    if adapter is not None and adapter.vision is None:
+        adapter = replace(adapter, vision=stack.vision == "as-language")
     if config.method.stage != "sft":  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
         adapter = adapter and replace(adapter, dropout=0.0)
         config = replace(config, dropout=0.0)

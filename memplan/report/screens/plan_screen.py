@@ -182,7 +182,7 @@ def _assumed(plan: MemoryPlan) -> str:
     parts = (
         f"{profile.attention} attention",
         f"{profile.loss} loss",
-        "full sequences",
+        "full sequences" if plan.model.spec.tower is None else "full sequences of text without images",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
         "allocator by share" if plan.reserve_by_share else "",
     )

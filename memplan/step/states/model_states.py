@@ -91,13 +91,20 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
     Rows that do not divide, and tensors of one dimension, stay in the compute dtype.
     """
     name, chosen = setup.format_names[tensor.role], setup.formats[tensor.role]
+    if not tensor.used and setup.stack.vision == "frozen" and setup.autocast:
+        name = min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
+        chosen = chosen if name == setup.format_names[tensor.role] else _float(name)
     fits = chosen.block_elements == 1 or (
         len(tensor.shape) > 1 and (chosen.blocking == "tensor" or tensor.shape[-1] % chosen.block_elements == 0)
     )
     if fits:
         return name, chosen
     compute = setup.config.compute_dtype
-    return compute, StorageFormat(compute, 1, setup.compute_bytes, "", (), "float")
+    return compute, _float(compute)
+
+
+def _float(name: str) -> StorageFormat:
+    return StorageFormat(name, 1, FLOAT_BYTES[name], "", (), "float")
 
 
 def tensor_states(
@@ -336,7 +343,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
         or (setup.formats["hidden_matrix"].product == "integers" and setup.wide_floats)
     ):
         return {}
-    entry = StorageFormat(compute, 1, setup.compute_bytes, "", (), "float")
+    entry = _float(compute)
     cast = replace(
         setup, format_names={**setup.format_names, "bias": compute}, formats={**setup.formats, "bias": entry}
     )

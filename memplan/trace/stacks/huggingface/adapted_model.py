@@ -11,6 +11,8 @@ from memplan.trace.stacks.huggingface.built_model import without_memory
 from memplan.trace.stacks.stack_inputs import StackInputs
 
 ALPHA_PER_RANK = 2
+TOWER = r".*\b(visual|vision_tower|multi_modal_projector)\b.*"
+"""Modules of a vision tower and its projector."""
 
 
 def lora_config(inputs: StackInputs) -> Any:
@@ -25,6 +27,7 @@ def lora_config(inputs: StackInputs) -> Any:
         lora_alpha=ALPHA_PER_RANK * adapter.rank,
         lora_dropout=details.adapter_dropout,
         target_modules=targets,
+        exclude_modules=None if adapter.vision else TOWER,
         use_dora=adapter.kind == "dora",
         use_rslora=details.rank_stabilised,
         modules_to_save=list(details.modules_to_save) or None,

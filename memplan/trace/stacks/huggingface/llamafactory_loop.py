@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import transformers
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
+from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.huggingface.adapted_model import TOWER, with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
@@ -29,6 +31,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
+        _freeze_tower(model, inputs)
         options = SimpleNamespace(
             upcast_layernorm=False,
             upcast_lmhead_output=False,
@@ -45,6 +48,16 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         args = transformers.Seq2SeqTrainingArguments(**arguments)
         trainer: Any = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "LLaMA-Factory's model in Trainer's loop", setup)
+
+
+def _freeze_tower(model: Any, inputs: StackInputs) -> None:
+    """Leave a vision tower as it was loaded, in the compute dtype, as ``_setup_full_tuning`` does (model/adapter.py)."""
+    setup = inputs.setup
+    for name, parameter in model.named_parameters():
+        if re.fullmatch(TOWER, name):
+            parameter.requires_grad_(False)
+            if setup.autocast and setup.config.adapter is None:
+                parameter.data = parameter.data.to(TORCH_DTYPES[setup.config.compute_dtype])
 
 
 def _bind_layers(model: Any) -> None:
