@@ -49,7 +49,7 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     tensors: list[ParameterTensor] = []
     for tensor in libraries_inventory(model.inventory, setup):
         idle = not (tensor.used or adapter.vision)
-        if idle or tensor.role != "hidden_matrix" or not _targeted(tensor, adapter.targets):
+        if idle or tensor.role != "hidden_matrix" or not is_targeted(tensor, adapter.targets):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         stem = tensor.name.removesuffix(".weight")
@@ -231,7 +231,8 @@ def projections(model: Model) -> list[str]:
     return sorted({_projection(tensor) for tensor in model.inventory if tensor.role == "hidden_matrix"})
 
 
-def _targeted(tensor: ParameterTensor, targets: Sequence[str]) -> bool:
+def is_targeted(tensor: ParameterTensor, targets: Sequence[str]) -> bool:
+    """Tell whether adapters that are put on these targets go on a projection."""
     return "all-linear" in targets or _projection(tensor) in targets
 
 

@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
-from memplan.model.inventory import inventory_of, parameter_count
+from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
 from memplan.model.tower import LANGUAGE
+from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
@@ -60,14 +61,29 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(f"{where} sharding it is not modelled")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
-    if setup.config.parallel.data > 1 and setup.config.adapter is None:
-        raise CannotAnswerError(f"{where} under DistributedDataParallel parameters without gradients are not modelled")
+    if setup.profile.adapters == "fused":
+        raise CannotAnswerError(
+            f"{where} functions that fuse adapters are not modelled beside it; kernels.adapters: composite"
+        )
     tower = [tensor for tensor in model.inventory if not tensor.used]
+    if setup.config.parallel.data > 1 and any(_trains_idle(tensor, setup) for tensor in tower):
+        instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
+        raise CannotAnswerError(
+            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
+        )
     note = (
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
     )
     return replace(model, notes=(*model.notes, note))
+
+
+def _trains_idle(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
+    """Tell whether a tensor that no row passes through, or an adapter on it, is to be trained."""
+    adapter = setup.config.adapter
+    if adapter is None:
+        return setup.stack.vision != "frozen"
+    return bool(adapter.vision) and tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)
 
 
 def as_trained(model: Model, setup: TrainingSetup) -> Model:

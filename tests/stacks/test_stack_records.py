@@ -48,6 +48,7 @@ NEAR = {
     "trl": 0.98,
     "trl.0-29": 0.98,
     "trl.preferences": 0.98,
+    "trl.vision": 1.0,
 }
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
 

@@ -1,0 +1,71 @@
+"""Vision-language models trained on rows of text: what a tower that no row passes through costs, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
+from memplan.errors import CannotAnswerError
+from memplan.library.lookup.model_lookup import catalog_model
+from memplan.plan.planner import CompiledPlan
+from memplan.training.resolved import resolve
+from tests.jobs import shipped_catalog
+
+CATALOG = shipped_catalog()
+TOWER = 676_550_144
+"""Parameters of Qwen2.5-VL-7B that are not those of Qwen2.5-7B: tower and projector."""
+LORA = TrainingConfig("test", stack="trl", adapter=Adapter(rank=8))
+FULL = TrainingConfig("test", stack="transformers")
+
+
+def compiled(config, model="qwen2.5-vl-7b"):
+    return CompiledPlan(catalog_model(model, CATALOG), resolve(config, CATALOG, "test"))
+
+
+def test_the_tower_is_stored_and_has_neither_gradients_nor_optimizer_states():
+    whole, text = compiled(FULL).states, compiled(FULL, "qwen2.5-7b").states
+    assert whole.weight_bytes - text.weight_bytes == 2 * TOWER
+    assert (whole.gradient_bytes, whole.state_bytes) == (text.gradient_bytes, text.state_bytes)
+    assert any("rows hold text alone" in note for note in compiled(FULL).model.notes)
+
+
+def test_other_stacks_train_the_text_model_alone():
+    plan = compiled(TrainingConfig("test"))
+    assert plan.states.weight_bytes == compiled(TrainingConfig("test"), "qwen2.5-7b").states.weight_bytes
+    assert plan.model.spec.architecture == "qwen2"
+    assert any("left out" in note for note in plan.model.notes)
+
+
+def test_adapters_on_the_tower_are_weights_and_are_not_trained():
+    everywhere, language = compiled(LORA), compiled(replace(LORA, adapter=replace(LORA.adapter, vision=False)))
+    blocks = 32 * (8 * (1280 + 3840) + 8 * (1280 + 1280) + 3 * 8 * (1280 + 3420))
+    merger = 8 * (5120 + 5120) + 8 * (5120 + 3584)
+    width = 4 if everywhere.setup.adapter_dtype == "fp32" else 2
+    assert everywhere.states.weight_bytes - language.states.weight_bytes == width * (blocks + merger)
+    assert everywhere.states.gradient_bytes == language.states.gradient_bytes
+
+
+def test_a_frozen_tower_stays_in_the_dtype_that_it_was_loaded_in():
+    upcast = replace(FULL, weights={"default": "fp32"}, optimizer={"default": "adamw-fp32"})
+    theirs = compiled(replace(upcast, stack="llama-factory")).states.weight_bytes
+    assert compiled(upcast).states.weight_bytes - theirs == 2 * TOWER
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (replace(FULL, parallel=Parallel(data=8)), "without gradients"),
+        (replace(LORA, parallel=Parallel(data=8)), "adapter.vision: false"),
+        (replace(LORA, parallel=Parallel(data=8, zero_stage=3)), "sharding"),
+    ],
+)
+def test_what_is_not_modelled_over_several_gpus_is_refused(config, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        compiled(config)
+
+
+def test_a_frozen_tower_is_replicated():
+    config = replace(LORA, adapter=replace(LORA.adapter, vision=False), parallel=Parallel(data=8))
+    assert compiled(config).states.weight_bytes == compiled(replace(config, parallel=Parallel())).states.weight_bytes
