@@ -207,12 +207,15 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     with the norms where embedding, head and norms are cast to fp32; a quantised projection casts its own to the compute
     dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2): one that no row passes through never does.
     """
+    if setup.stack.kbit_floats == "fp32-but-ends":
+        inventory = tuple(_cast_by_name(tensor) for tensor in inventory)
     if setup.config.adapter is None or setup.stack.model_code == "own":
         return inventory
     if setup.stable_embedding:
-        table, *rest = inventory
-        norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names(inventory)[1:]]
-        return (table, *norm, *rest)
+        used = tuple(tensor for tensor in inventory if tensor.used)
+        table, *rest = used
+        norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names(used)[1:]]
+        return (*(tensor for tensor in inventory if not tensor.used), table, *norm, *rest)
     stems = (
         {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")} if setup.kbit_floats else ()
     )
@@ -224,6 +227,17 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         else t
         for t in inventory
     )
+
+
+def _cast_by_name(tensor: ParameterTensor) -> ParameterTensor:
+    """Return a tensor of a vision tower in the role of what is cast with it: modules that ``norm`` is in the name of, biases and all.
+
+    Source:
+        ``_convert_embedding_modules_dtype`` in axolotl/loaders/model.py (0.21.0).
+    """
+    if tensor.used or tensor.role == "hidden_matrix":
+        return tensor
+    return replace(tensor, role="norm" if "norm" in tensor.name else "bias")
 
 
 def projections(model: Model) -> list[str]:

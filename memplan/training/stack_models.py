@@ -61,9 +61,14 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(f"{where} sharding it is not modelled")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
-    if setup.profile.adapters == "fused":
+    if setup.profile.adapters == "fused" and model.spec.architecture == "qwen2_5_vl":
         raise CannotAnswerError(
-            f"{where} functions that fuse adapters are not modelled beside it; kernels.adapters: composite"
+            f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
+            "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"
+        )
+    if setup.stack.kbit_floats == "fp32-but-ends" and setup.formats["hidden_matrix"].product == "integers":
+        raise CannotAnswerError(
+            f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
         )
     tower = [tensor for tensor in model.inventory if not tensor.used]
     if setup.config.parallel.data > 1 and any(_trains_idle(tensor, setup) for tensor in tower):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.library.lookup.model_lookup import catalog_model
@@ -17,6 +18,8 @@ CATALOG = shipped_catalog()
 TOWER = 676_550_144
 """Parameters of Qwen2.5-VL-7B that are not those of Qwen2.5-7B: tower and projector."""
 LORA = TrainingConfig("test", stack="trl", adapter=Adapter(rank=8))
+COMPOSITE = Kernels(adapters="composite")
+EIGHT_BIT = {"default": "bf16", "hidden_matrix": "llm-int8"}
 FULL = TrainingConfig("test", stack="transformers")
 
 
@@ -56,12 +59,14 @@ def test_a_frozen_tower_stays_in_the_dtype_that_it_was_loaded_in():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        (replace(LORA, stack="axolotl"), "lora_qkv_kernel: false"),
+        (replace(LORA, stack="axolotl", kernels=COMPOSITE, weights=EIGHT_BIT), "LLM.int8"),
         (replace(FULL, parallel=Parallel(data=8)), "without gradients"),
         (replace(LORA, parallel=Parallel(data=8)), "adapter.vision: false"),
         (replace(LORA, parallel=Parallel(data=8, zero_stage=3)), "sharding"),
     ],
 )
-def test_what_is_not_modelled_over_several_gpus_is_refused(config, reason):
+def test_what_is_not_modelled_is_refused(config, reason):
     with pytest.raises(CannotAnswerError, match=reason):
         compiled(config)
 

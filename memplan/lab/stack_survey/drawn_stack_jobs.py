@@ -13,7 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_own_models import OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, resolved
-from memplan.lab.survey.drawn_models import model_values
+from memplan.lab.survey.drawn_models import TOWERS, model_values
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
@@ -50,7 +50,7 @@ ATTENTION_ONLY = {
 }
 """Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
 
-SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", *TOWERS)
 """Families with projections of query, key and value of their own, and a gated feed-forward part."""
 
 WINDOWED, WINDOWS = ("mistral", "phi3", "mixtral"), (100, 200, 1024)
@@ -177,7 +177,9 @@ def drawn_stack_job(
     if linear and find_spec("fla") is not None and rng.random() < 0.5:
         training["kernels"] = {**training.get("kernels", {}), "linear_attention": "fla"}
     if stack in LLAMA_LIKE:
-        liger = {key: value for key, value in LIGER.items() if rng.random() < 0.3}
+        liger = {
+            key: value for key, value in LIGER.items() if rng.random() < 0.3 and values["model_type"] not in TOWERS
+        }
         training["kernels"] = {**training.get("kernels", {}), **liger}
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
 

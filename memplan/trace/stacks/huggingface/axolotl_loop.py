@@ -92,7 +92,8 @@ def _with_functions(model: Any, patches: ModuleType) -> None:
 
 
 def _layers(model: Any) -> Any:
-    return model.model.model.layers
+    inner = model.model.model
+    return getattr(inner, "language_model", inner).layers
 
 
 @contextmanager
