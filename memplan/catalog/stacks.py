@@ -17,7 +17,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "stable-embedding"]
 Level = Literal["traced", "read"]
-Metrics = Literal["none", "accuracy", "both", "entropy"]
+Metrics = Literal["none", "accuracy", "both", "entropy", "fused"]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
 
 
@@ -120,7 +120,8 @@ class Loop:
         labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
         metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
             (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
-            A loss over preferences copies them itself, but under ``entropy``.
+            A loss over preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks
+            at them where they are.
     """
 
     holds: tuple[Literal["logits"], ...]

@@ -114,7 +114,7 @@ def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> For
         return ZERO
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
-    if taped.settings.metrics == "entropy":
+    if taped.settings.metrics in ("entropy", "fused"):
         return named if graph else named + whole
     return named + whole if graph else named + whole + rows
 
@@ -129,6 +129,8 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
     metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
     if metrics == "none" or inputs.setup.profile.loss not in ("fp32", "log-probabilities"):
         return
+    if metrics == "fused" and not compares:
+        return
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     piece = _logits(taped, Quantity.CHUNK) * 3
     copy = ZERO if inputs.regime.one_sequence else rows  # of one row, all but its last token lie in order
@@ -136,9 +138,10 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
         around += _named_logits(inputs, taped, graph=graph)
         if inputs.setup.config.method.reference_model != "precomputed":
             around += _named_logits(inputs, taped, graph=False)
-        mask = 0 if metrics == "entropy" else MASK_BYTES
+        mask = 0 if metrics in ("entropy", "fused") else MASK_BYTES
         around += single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, mask + ENTROPY_BYTES)
-        yield around + piece + (copy if metrics == "entropy" else ZERO)
+        if metrics != "fused":
+            yield around + piece + (copy if metrics == "entropy" else ZERO)
         # logits of the chosen answers, which half of the rows are, and their means
         yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 2 * (taped.settings.vocab_size + 1))
         return

@@ -153,13 +153,13 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
-        if settings.loss == "log-probabilities":
-            loss = _compared(builder, settings, logits)
-        elif block.code.returns_logits:
+        if block.code.returns_logits:
             logits = builder.cast(logits, 4)
-        elif settings.loss != "fp32-pieces":
+        elif settings.loss not in ("fp32-pieces", "log-probabilities"):
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
-    if block.code.returns_logits:
+    if settings.loss == "log-probabilities":
+        loss = _compared(builder, settings, logits)
+    elif block.code.returns_logits:
         builder.tape.ends(entry)
         loss = _loss(builder, settings, logits, wide=False)
     if settings.loss == "fp32-pieces":
@@ -183,9 +183,9 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))  # the loop counts them
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, normed)
-        if settings.loss == "log-probabilities":
-            return Section(builder.tape, entry, _compared(builder, settings, logits))
-        return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
+        if settings.loss != "log-probabilities":
+            return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
+    return Section(builder.tape, entry, _compared(builder, settings, logits))
 
 
 def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
@@ -193,7 +193,7 @@ def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
     builder.tape.leaves_region()
     wide = builder.cast(logits, 4)
     with builder.tape.alive(wide):
-        return log_probabilities(builder, wide, copied=settings.metrics != "entropy")
+        return log_probabilities(builder, wide, settings.metrics)
 
 
 def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:

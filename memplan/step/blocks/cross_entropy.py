@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memplan.catalog.stacks import Metrics
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
@@ -39,7 +41,7 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
 
 
-def log_probabilities(builder: Builder, logits: Value, *, copied: bool) -> Value:
+def log_probabilities(builder: Builder, logits: Value, metrics: Metrics) -> Value:
     """Record the log-probabilities of the tokens that follow, and a loss that compares those of rows; return the loss.
 
     The exponentials of one row at a time are never more than what is formed for all rows.
@@ -47,15 +49,23 @@ def log_probabilities(builder: Builder, logits: Value, *, copied: bool) -> Value
     Args:
         builder: Writes on the tape.
         logits: In fp32, as the model returns them.
-        copied: Whether they are copied without each row's last token; else these are looked at where they are.
+        metrics: Says whether they are copied without each row's last token, or looked at where they are, by one kernel
+            or by several.
 
     Source:
         ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
-        trl/trainer/utils.py; ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
+        trl/trainer/utils.py; ``_LogProbEntropyFunction`` in trl/kernels/logprob_entropy.py (1.14.1); ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
     """
     tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
     rows = Value(logits.storage, predicted, logits.coefficient, 4)
     tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
+    if metrics == "fused":
+        found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
+        tape.apply(
+            "log-probabilities", [(rows, NEW)], (found, statistics), [rows, statistics], traits=Traits(custom=True)
+        )
+        return _compared(tape, found)
+    copied = metrics != "entropy"
     if copied:
         cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
         tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
@@ -66,8 +76,16 @@ def log_probabilities(builder: Builder, logits: Value, *, copied: bool) -> Value
         parts = Value(rows.storage, predicted, logits.coefficient, 4)
         tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
         tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums])
-        loss, prompts = tape.value(ONE, 0, 4, part=Part.LOGITS), tape.value(predicted, 1, 1, needs_gradient=False)
-        return tape.apply("compare", [(chosen, NEW), (sums, NEW)], loss, [prompts])
+        return _compared(tape, chosen, sums, tape.value(predicted, 1, 1, needs_gradient=False))
+
+
+def _compared(tape: Tape, found: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:
+    """Record a loss of a few numbers over log-probabilities, which saves what of them is of prompts; return it."""
+    inputs = [(value, NEW) for value in (found, sums) if value is not None]
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply(
+        "compare", inputs, loss, [] if prompts is None else [prompts], traits=Traits(packs=prompts is not None)
+    )
 
 
 PIECE_TOKENS = 128

@@ -123,7 +123,10 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``;
         trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
-    replaced = _triton_kernels() if find_spec("trl.kernels") else _chunk_loop(inputs)
+    if find_spec("trl.kernels.chunked_logprob") if find_spec("trl.kernels") else False:
+        replaced = _triton_kernels()
+    else:
+        replaced = _chunk_loop(inputs) + log_probability_kernels()
     stage = inputs.setup.config.method.stage
     if stage != "sft":
         own, _ = TRAINERS[stage]
@@ -155,6 +158,22 @@ def _chunk_loop(inputs: StackInputs) -> list[tuple[Any, str, Any]]:
         return range(start, tokens if isinstance(stop, Tensor) else stop, step)
 
     return [(sft_trainer, "range", counted)]
+
+
+class _Launched:
+    """Stands for a Triton kernel: launched on a grid, it writes into what it is given."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return _nothing
+
+
+def log_probability_kernels() -> list[tuple[Any, str, Any]]:
+    """Return what stands for the kernel of log-probabilities over whole logits (trl/kernels/logprob_entropy.py, 1.14)."""
+    if not find_spec("trl.kernels"):
+        return []
+    kernels = import_module("trl.kernels.logprob_entropy")
+    launched = [(kernels, name, _Launched()) for name in ("_forward_kernel", "_backward_kernel")]
+    return [*launched, (trl_utils, "_supports_trl_loss_kernel", lambda *_: True)]
 
 
 def _triton_kernels() -> list[tuple[Any, str, Any]]:
