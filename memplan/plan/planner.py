@@ -298,7 +298,7 @@ class CompiledPlan:
         metrics = self.setup.stack.loop.metrics
         if most := {**dict.fromkeys(TOKEN_CHUNKS, TOKEN_CHUNK), "fp32-pieces": PIECE_TOKENS}.get(profile.loss):
             chunk = min(most, batch * (length - 1))
-        elif metrics != "none" and profile.loss in ("fp32", "log-probabilities"):
+        elif self.setup.copies_logits:
             whole = metrics == "accuracy" and profile.loss == "fp32"
             chunk = min(PIECE_TOKENS, batch * (length if whole else length - 1))
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0

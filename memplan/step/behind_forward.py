@@ -127,9 +127,7 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
         trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
     """
     metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
-    if metrics == "none" or inputs.setup.profile.loss not in ("fp32", "log-probabilities"):
-        return
-    if metrics == "fused" and not compares:
+    if not inputs.setup.copies_logits:
         return
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     piece = _logits(taped, Quantity.CHUNK) * 3

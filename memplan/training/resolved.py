@@ -144,6 +144,12 @@ class TrainingSetup:
         return 2 if self.config.method.stage in PAIRED else 1
 
     @property
+    def copies_logits(self) -> bool:
+        """Whether metrics are made of whole logits, of which they make copies."""
+        copied = self.profile.loss == "fp32" and self.stack.loop.metrics not in ("none", "fused")
+        return copied or self.profile.loss == "log-probabilities"
+
+    @property
     def scores(self) -> bool:
         """Whether the model has a head that yields one number in place of logits, which is always trained."""
         return self.config.method.stage == "reward"

@@ -109,7 +109,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     """
     stage, full = config.method.stage, config.adapter is None
     whole = stage in REFERRED and stack.loop.metrics != "none"
-    if stack.magnitudes == "cast" and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
+    narrow = stack.magnitudes == "cast" or whole
+    if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
     if stage not in stack.stages:
@@ -143,6 +144,8 @@ def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> 
 def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
     """Return the dtype of adapters that a stack makes where a config does not say."""
     rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
+    if hidden not in FLOATS and config.method.stage in REFERRED:
+        rule = "bf16"  # TRL's trainers make the adapters then (trl/trainer/dpo_trainer.py, 1.14.1 and 1.16.0)
     if rule == "weights":
         rule = cast("Floats", hidden if hidden in FLOATS else config.compute_dtype)  # type: ignore[assignment]
     return cast("Floats", rule)
@@ -157,11 +160,12 @@ def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, 
     """Return the kernels of a config: a stack's own loss where there are adapters, and no fused ones where codes are multiplied as integers.
 
     Source:
-        ``lora_kernels_auto_enable`` in axolotl/utils/schemas/validation.py (0.21.0): not with ``load_in_8bit``.
+        ``lora_kernels_auto_enable`` in axolotl/utils/schemas/validation.py (0.21.0): not with ``load_in_8bit``, nor with ``rl``.
     """
     if config.adapter is not None and config.kernels.loss is None and stack.adapted_loss is not None:
         profile = replace(profile, loss=stack.adapted_loss)
-    alone = hidden.product == "integers" and config.kernels.adapters is None
+    unfit = hidden.product == "integers" or config.method.stage != "sft"
+    alone = unfit and config.kernels.adapters is None
     return replace(profile, adapters="composite") if alone else profile
 
 

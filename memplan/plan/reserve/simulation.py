@@ -135,7 +135,7 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "a loss whose chunks run backward one by one is not told as events"
     if plan.setup.scores:
         return "a head that yields scores is not told as events"
-    if plan.setup.stack.loop.metrics != "none" and plan.setup.profile.loss in ("fp32", "log-probabilities"):
+    if plan.setup.copies_logits:
         return "what metrics copy of whole logits is not told as events"
     if config.method.reference_model in ("resident", "adapter-off"):
         return "a reference model's forward is not told as events"

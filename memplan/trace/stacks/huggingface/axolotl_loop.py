@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,12 +40,15 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model as axolotl's loader leaves it."""
     setup = inputs.setup
+    if setup.config.method.stage != "sft":
+        with pretended_machine(inputs.compute_capability):
+            preferences = import_module("memplan.trace.stacks.huggingface.sft_loop")  # TRL, which SFT does not take
+            run: StackRun = preferences.run_on(_prepared, inputs, recorder)
+            return replace(run, title=f"axolotl's model in {run.title}")
     with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
-        model = loaded_model(inputs)
-        if setup.config.adapter is None and setup.format_names["norm"] != setup.loaded_float:
-            _cast_ends(model, torch.float32)
+        model = _prepared(inputs)
         if setup.config.adapter is not None:
-            model = _adapted(model, inputs)
+            model = with_adapters(model, inputs)
             if setup.profile.adapters == "fused":
                 _with_functions(model, patches)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
@@ -52,14 +56,18 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
 
 
-def _adapted(model: Any, inputs: StackInputs) -> Any:
-    """Return the model with adapters: cast to fp32 and back as ``_configure_embedding_dtypes`` does (loaders/model.py)."""
-    setup = inputs.setup
+def _prepared(inputs: StackInputs) -> Any:
+    """Return the model, ready for adapters: cast to fp32 and back as ``_configure_embedding_dtypes`` does (loaders/model.py)."""
+    setup, model = inputs.setup, loaded_model(inputs)
+    if setup.config.adapter is None:
+        if setup.format_names["norm"] != setup.loaded_float:
+            _cast_ends(model, torch.float32)
+        return model
     if quantises(setup):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         _cast_ends(model, TORCH_DTYPES[setup.config.compute_dtype])
     model.enable_input_require_grads()
-    return with_adapters(model, inputs)
+    return model
 
 
 def _cast_ends(model: Any, dtype: torch.dtype) -> None:

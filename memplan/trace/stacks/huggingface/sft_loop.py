@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,23 +44,28 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run the trainer of the setup's stage on the model that the inputs ask for."""
+    with pretended_machine(inputs.compute_capability):
+        return run_on(loaded_model, inputs, recorder)
+
+
+def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run the trainer of the setup's stage on what ``load`` returns, on a machine that is pretended already."""
     config = inputs.setup.config
     stage, reference = config.method.stage, config.method.reference_model
     trainer_class, arguments_class = TRAINERS[stage]
     with (
-        pretended_machine(inputs.compute_capability),
         deepspeed_ranks(inputs.setup, inputs.details.rank),
         _pretended_kernels(inputs),
         tempfile.TemporaryDirectory() as folder,
     ):
-        model = loaded_model(inputs)
+        model = load(inputs)
         keywords = training_arguments(inputs, Path(folder))
         with without_memory():
             adapters = lora_config(inputs) if config.adapter is not None else None
         more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
         if reference == "precomputed":
             more["precompute_ref_log_probs"] = True
-        beside = {"ref_model": loaded_model(inputs).eval()} if reference == "resident" else {}
+        beside = {"ref_model": load(inputs).eval()} if reference == "resident" else {}
         arguments: Any = arguments_class(**keywords, **more, max_length=config.sequence_length)
         with without_memory():
             trainer: Any = trainer_class(
