@@ -295,7 +295,7 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
             logits = _with_bias(builder, logits, biases, x)
         tape.touch(*([copy] if copy is not None else []))
     tape.instant = "loss backward"
-    return _bounded(builder, logits) if settings.bounded_logits else logits
+    return _bounded(builder, logits, named=not settings.block.code.forms_tables) if settings.bounded_logits else logits
 
 
 def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Value) -> Value:
@@ -306,9 +306,9 @@ def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Val
     )
 
 
-def _bounded(builder: Builder, logits: Value) -> Value:
-    """Record the scaled tanh that some models bound their logits with."""
-    with builder.tape.alive(logits):
+def _bounded(builder: Builder, logits: Value, *, named: bool) -> Value:
+    """Record the scaled tanh that some models bound their logits with; transformers' give each result the name of the last."""
+    with builder.tape.alive(*((logits,) if named else ())):
         scaled = builder.pointwise("scale", logits)
         bounded = builder.fresh(scaled)
         builder.tape.apply("tanh", [(scaled, NEW)], bounded, [bounded])

@@ -36,6 +36,7 @@ NEAR = {
     "transformers.deepspeed": 1.0,
     "axolotl": 0.98,
     "axolotl.shards": 1.0,
+    "axolotl.preferences": 1.0,
     "torchtitan": 0.95,
     "torchtune": 1.0,
     "torchtune.adapters": 1.0,
