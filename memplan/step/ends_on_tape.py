@@ -135,7 +135,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     builder, block = Builder(settings.block, dict(weights)), settings.block
     builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
-    own, block = head_weights(settings, builder.weights), settings.block
+    own = head_weights(settings, builder.weights)
     if settings.loss in FUSED_LOSSES:
         loss = _fused_loss(builder, settings, normed, own)
         return Head(Section(builder.tape, entry, loss), normed, own, None, None)
@@ -306,7 +306,7 @@ def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Val
     )
 
 
-def _bounded(builder: Builder, logits: Value, *, named: bool) -> Value:
+def _bounded(builder: Builder, logits: Value, *, named: bool = True) -> Value:
     """Record the scaled tanh that some models bound their logits with; transformers' give each result the name of the last."""
     with builder.tape.alive(*((logits,) if named else ())):
         scaled = builder.pointwise("scale", logits)
