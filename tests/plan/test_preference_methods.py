@@ -71,8 +71,8 @@ def test_there_is_nothing_to_switch_off_without_adapters():
 @pytest.mark.parametrize(
     ("stack", "settings", "way"),
     [
-        ("axolotl", {}, ".*TRL's own trainer runs it: --stack trl$"),
-        ("trl@1.14", {}, ".*its newest version runs it: --stack trl$"),
+        ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
+        ("trl@1.14", {"method.stage": "reward"}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
         ("trl", {"parallel.data": 2}, ""),
         ("trl", {"method.stage": "simpo"}, ".*reward$"),
@@ -82,3 +82,26 @@ def test_steps_that_nothing_follows_are_refused(stack, settings, way):
     keys = {"method.stage": "dpo", **settings}
     with pytest.raises(CannotAnswerError, match=f"not modelled{way}"):
         memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=keys)
+
+
+def test_log_probabilities_of_whole_logits_take_what_older_versions_copy_of_them():
+    tokens, vocabulary, each = 2 * 2 * 2048, 128_256, []
+    for stack in ("trl", "trl@1.14", "trl@1.12", "trl@0.29"):
+        answer = memplan.plan(
+            "llama-3.2-1b", gpu="h100", config="lora", stack=stack, micro_batch_size=2, set={"method.stage": "dpo"}
+        )
+        each.append(part(answer, "logits") / (tokens * vocabulary))
+    assert each == pytest.approx([0, 10, 12, 18], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "said"),
+    [
+        ("qlora", {"adapter.kind": "dora"}, "casts DoRA's magnitudes"),
+        ("bf16-adamw", {"method.reference_model": "precomputed"}, "keeps the reference model"),
+        ("lora", {"kernels.loss": "fp32"}, "leave it out"),
+    ],
+)
+def test_what_older_versions_do_otherwise_is_refused(config, keys, said):
+    with pytest.raises(CannotAnswerError, match=said):
+        memplan.plan("llama-3.2-1b", gpu="h100", config=config, stack="trl@0.29", set={"method.stage": "dpo", **keys})
