@@ -158,13 +158,17 @@ def _when_sharded(
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
-    if coded := sorted(set(formats.values()) - floats.keys()):
+    coded = sorted(set(formats.values()) - floats.keys())
+    if coded and not (stack.sharded_units == "accelerate" and set(coded) <= {"nf4", "nf4-dq"}):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
     if len(set(formats.values())) > 1 and config.adapter is None:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
     if config.master_weights != "none":
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
+    if config.adapter is not None and stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
+        text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {INSTEAD}"
+        yield ("kernels", "loss"), text
     if config.adapter is not None and stack.model_code == "own":
         yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
     if config.adapter is not None and config.adapter.modules_to_save:

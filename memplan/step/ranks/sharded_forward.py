@@ -100,7 +100,7 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
 def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
     around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
-    buffer = step.tail if step.apart else step.last
+    buffer = step.tail if step.apart and not step.head_by_hand else step.last
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
         gathered = step.tail.gathered_bytes + buffer.gathered_bytes
         yield with_gathered("forward", moment.operation, moment.form, gathered)

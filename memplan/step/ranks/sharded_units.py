@@ -68,6 +68,11 @@ class ShardedStep:
         return "loss backward" if self.taped.head.logits is None and not self.chunked else "head backward"
 
     @property
+    def head_by_hand(self) -> bool:
+        """Whether the loss gathers a unit that is the head alone itself, whose module it does not call."""
+        return self.loss_inside and self.inputs.setup.config.adapter is not None and self.taped.head.logits is None
+
+    @property
     def chunked(self) -> bool:
         """Whether chunks of the loss run backward as far as the head's input before the model does."""
         return self.inputs.setup.profile.loss == "chunked-backward"

@@ -295,7 +295,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         raise CannotAnswerError(setup.unmodelled[0])
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
-    own, added = held(inventory, setup.config.parallel), held(adapters, setup.config.parallel)
+    own, added = held(inventory, setup), held(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
-from memplan.model.inventory import ROLES, Inventory, ParameterTensor
+from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -61,11 +61,21 @@ def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
     return replace(tensor, shape=(ceil_div(tensor.shape[0], ranks), *tensor.shape[1:]))
 
 
-def held(inventory: Iterable[ParameterTensor], parallel: Parallel) -> Inventory:
+def is_whole(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
+    """Tell whether each rank holds all of a tensor: frozen codes in bytes, which accelerate leaves out of what is sharded.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0): ``Params4bit`` whose storage is no float.
+    """
+    return ADAPTER not in tensor.name and setup.format_names[tensor.role] not in FLOAT_BYTES
+
+
+def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventory:
     """Return the tensors that one rank holds: shards, or everything."""
+    parallel = setup.config.parallel
     if not is_sharded(parallel):
         return tuple(inventory)
-    return tuple(shard(tensor, parallel.data) for tensor in inventory)
+    return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.data) for tensor in inventory)
 
 
 def share(parallel: Parallel) -> Fraction:
@@ -84,12 +94,14 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     """
     config, dtype = setup.config, setup.config.compute_dtype
     adapter = config.adapter and replace(config.adapter, dtype=dtype)
+    plain = StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")
+    floats = {role: name in FLOAT_BYTES for role, name in setup.format_names.items()}
     return replace(
         setup,
-        stack=replace(setup.stack, autocast="never"),
+        stack=replace(setup.stack, autocast="never", kbit_floats="as-is"),
         config=replace(config, parallel=Parallel(), evaluation=False, adapter=adapter),
-        format_names=dict.fromkeys(ROLES, dtype),
-        formats=dict.fromkeys(ROLES, StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")),
+        format_names={role: dtype if floats[role] else name for role, name in setup.format_names.items()},
+        formats={role: plain if floats[role] else entry for role, entry in setup.formats.items()},
         gradient=None,
     )
 
@@ -131,6 +143,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
     """
     ranks, compute = setup.config.parallel.data, setup.compute_bytes
+    tensors = [tensor for tensor in tensors if not is_whole(tensor, setup)]
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
