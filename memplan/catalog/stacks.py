@@ -51,7 +51,8 @@ class StackModels:
             result or as ``copies``; or none does in any, nor gate and up: ``apart``.
         tied_head: Whether head and embedding are one tensor: as ``released``, or ``never``.
         vocabulary_multiple: The vocabulary is rounded up to a multiple of it.
-        windows: Whether attention is within the window that a model was ``released`` with, or ``never`` within one.
+        windows: Whether attention is within the window that a model was ``released`` with, or only where other layers of it
+            are within none, which then make masks of their own: ``mixed``.
         adapted: Whether its own adapters on these models are modelled.
     """
 
@@ -59,7 +60,7 @@ class StackModels:
     fused_qkv: Literal["released", "views", "copies", "apart"]
     tied_head: Literal["released", "never"]
     vocabulary_multiple: int
-    windows: Literal["released", "never"] = "released"
+    windows: Literal["released", "mixed"] = "released"
     adapted: bool = False
 
 

@@ -56,6 +56,7 @@ class Attention:
         scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
         output_gate: The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
         scales_query: Rotated queries are multiplied by a factor for each position (Ministral 3).
+        windowed: Its layer makes a mask of a window of its own.
     """
 
     num_heads: int
@@ -72,6 +73,7 @@ class Attention:
     scale: float | None = None
     output_gate: bool = False
     scales_query: bool = False
+    windowed: bool = False
 
     @property
     def query_size(self) -> int:

@@ -81,7 +81,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         learned_positions=spec.learned_positions > 0,
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,
-        bounded_logits=bool(spec.final_logit_softcap),
+        bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         loss="bf16" if setup.scores else setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",

@@ -214,10 +214,19 @@ def _final_norm(
     entry = builder.tape.given(TOKENS, block.hidden_size, element_bytes, needs_gradient)
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
+    if block.code.caps_hidden:
+        normed = _capped(builder, normed)
     builder.tape.ends(*arguments)
     if settings.names_logits or settings.loss in IN_PIECES:
         builder.tape.ends(entry)
     return entry, normed
+
+
+def _capped(builder: Builder, x: Value) -> Value:
+    """Return ``x`` through a scaled tanh, operation by operation (``TanhSoftCapping`` in torchtune/models/gemma2, 0.6.1)."""
+    bounded = builder.fresh(x := builder.pointwise("scale", x))
+    builder.tape.apply("tanh", [(x, NEW)], bounded, [bounded])
+    return builder.pointwise("scale", bounded)
 
 
 def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:

@@ -9,7 +9,7 @@ from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
+from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
@@ -129,9 +129,23 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         spec,
         vocab_size=round_up(spec.vocab_size, rules.vocabulary_multiple),
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
-        runs=tuple([_built_run(run, rules) for run in spec.runs]),
+        runs=_runs(spec, rules),
         window=spec.window if rules.windows == "released" else 0,
         dropout=0.0 if rules.families else spec.dropout,  # which no library's own models have
+    )
+
+
+def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:
+    """Return the runs of layers, apart where some make masks of a window."""
+    runs = tuple([_built_run(run, rules) for run in spec.runs])
+    if rules.windows == "released" or not spec.full_layers:
+        return runs
+    layers = [run.layer for run in runs for _ in range(run.count)]
+    return layer_runs(
+        replace(layer, attention=replace(layer.attention, windowed=index not in spec.full_layers))
+        if isinstance(layer.attention, Attention)
+        else layer
+        for index, layer in enumerate(layers)
     )
 
 

@@ -36,7 +36,7 @@ LITGPT_FAMILIES: Mapping[str, Keys] = {
 
 DIVIDED = ("falcon", "gpt_neox", "olmo2", "phi", "phi3", "stablelm")
 """Families whose heads together are as wide as the model."""
-TORCHTUNE_FAMILIES = ("gemma", "llama", "llama", "mistral", "phi3", "qwen2")
+TORCHTUNE_FAMILIES = ("gemma", "gemma2", "llama", "llama", "mistral", "phi3", "qwen2")
 
 
 def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
@@ -58,10 +58,12 @@ def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
     heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(TORCHTUNE_FAMILIES)
     model = _llama(rng, heads, width, heads * width) | {"model_type": family}
     model["max_position_embeddings"] = rng.choice((2048, 4096, 32768))
-    tied = {"gemma": True, "mistral": False, "phi3": False}
+    tied = {"gemma": True, "gemma2": True, "mistral": False, "phi3": False}
     model["tie_word_embeddings"] = tied.get(family, model["tie_word_embeddings"])
-    if family == "gemma":
+    if family in ("gemma", "gemma2"):
         model["hidden_size"] = heads * rng.choice((32, 64))
+    if family == "gemma2":
+        model |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
     training = _training(rng, "torchtune", (8, 65, 128, 300, 512, 1024, 2048))
     attention = "flash" if training["compute_dtype"] == "bf16" else "efficient"
     training["kernels"] = {

@@ -32,6 +32,7 @@ class Builder:
 
     Attributes:
         held: Values that a layer's code has names for until it returns.
+        named: The same for attention.
     """
 
     def __init__(self, settings: BlockSettings, weights: Mapping[str, Weight]) -> None:
@@ -41,6 +42,7 @@ class Builder:
         self.compute = settings.compute_bytes
         self.tape = Tape()
         self.held: list[Value] = []
+        self.named: list[Value] = []
 
     def weight(self, name: str) -> Weight:
         """Return the parameter of this name."""

@@ -86,6 +86,8 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
         shift = tape.make("1 + weight", tape.value(ONE, normal.width // rows, 4), *read)
         with tape.alive(normal):
             return builder.cast(_times_weight(builder, normal, used, (shift,)), x.element_bytes)
+    if builder.settings.code.fused_wide_norms:  # F.rms_norm has returned
+        return builder.cast(_times_weight(builder, normal, used), x.element_bytes)
     with tape.alive(normal):
         if builder.settings.code.wide_scale:
             copies = builder.settings.code.casts_scale and used[0].element_bytes != 4

@@ -68,6 +68,8 @@ class FamilyCode:
         quantises_adapted: Whether only projections with adapters are quantised.
         sequence_tables: Whether every sequence of a batch has rotary tables of its own.
         adapts_parts: Whether one adapter of query, key and value together is made of one for each that has any.
+        scales_in_place: Whether attention step by step scales its query in place, and makes its own mask in fp32.
+        caps_hidden: Whether what bounds logits is applied to the last norm's result in their place.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
     """
 
@@ -110,6 +112,8 @@ class FamilyCode:
     casts_scale: bool = False
     halves_by_tables: bool = False
     returns_logits: bool = False
+    scales_in_place: bool = False
+    caps_hidden: bool = False
     own_head_width: bool = False
     quantises_adapted: bool = False
     names_magnitude: bool = False
@@ -141,10 +145,11 @@ TORCHTUNE = FamilyCode(
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
 _TORCHTUNE: Mapping[str, FamilyCode] = {
     "gemma": replace(TORCHTUNE, fused_wide_norms=False, own_head_width=True),
+    "gemma2": replace(TORCHTUNE, fused_wide_norms=False, own_head_width=True, scales_in_place=True, caps_hidden=True),
     "phi3": replace(TORCHTUNE, halves_by_tables=True, wide_rotary=True),
     "qwen2": replace(TORCHTUNE, halves_by_tables=True, quantises_adapted=True),
 }
-"""``GemmaRMSNorm`` (models/gemma/rms_norm.py), ``Phi3RotaryPositionalEmbeddings``, ``Qwen2RotaryPositionalEmbeddings`` (0.6.1)."""
+"""``GemmaRMSNorm`` (models/gemma/rms_norm.py), ``Gemma2Attention`` (models/gemma2/_attention.py), ``Gemma2FinalNorm``, ``Phi3RotaryPositionalEmbeddings``, ``Qwen2RotaryPositionalEmbeddings`` (0.6.1)."""
 UNSCALED_POSITIONS = 16384
 """Positions of Code Llama, the most of a Llama without scaled rotary tables (torchtune/models/code_llama2, 0.6.1)."""
 LITGPT = FamilyCode(

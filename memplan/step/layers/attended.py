@@ -14,7 +14,7 @@ from memplan.step.layers.attention_kernels import (
     math_attention,
     ungrouped,
 )
-from memplan.step.layers.stepwise_attention import capped_attention, stepwise_attention
+from memplan.step.layers.stepwise_attention import capped_attention, masked_in_layer, stepwise_attention
 from memplan.step.tapes.taped_operations import Value
 
 
@@ -25,6 +25,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
         return capped_attention(builder, heads)
     if stepwise and builder.settings.code.added_mask:
         return stepwise_attention(builder, heads, part)
+    if stepwise and part is not None and builder.settings.code.scales_in_place:
+        return masked_in_layer(builder, heads, part)
     query, key, value = (builder.lowered(x) for x in heads.tensors)
     lowered = Heads(query, key, value, heads.number, heads.groups)
     with builder.tape.alive(query, key, value):

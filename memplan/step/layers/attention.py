@@ -43,7 +43,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             for gate in gates:
                 out = _gated(builder, out, gate)
-            with builder.tape.alive(out):
+            with builder.tape.alive(out, *builder.named):
                 name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
                 if fuses(builder, (name,)):
                     return fused_linears(builder, out, ((name, hidden),))[0]

@@ -72,6 +72,16 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         x = builder.add(x, builder.dropped(normed(attention_part(builder, x, layer), 0)))
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, x, layer), 1)))
+    if layer.placement == "sandwich" and builder.settings.code.names_parts:
+        first = normed(x, 0)
+        with builder.tape.alive(first):
+            part = attention_part(builder, first, layer)
+            with builder.tape.alive(part):
+                x = builder.add(normed(part, 1), x)
+        with builder.tape.alive(part, x):
+            fed = feed_forward(builder, normed(x, 2), layer)
+            with builder.tape.alive(fed):
+                return builder.add(x, normed(fed, 3))
     if layer.placement == "sandwich":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):

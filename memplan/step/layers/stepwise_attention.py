@@ -1,4 +1,4 @@
-"""Attention step by step on a tape, as the models of transformers have it.
+"""Attention step by step on a tape, as the models of transformers have it, and torchtune's Gemma 2.
 
 Source: ``eager_attention_forward`` in transformers 5.23.0, models llama (the same in most families), gpt2, gemma2, gpt_oss;
 ``FalconAttention.forward``.
@@ -18,6 +18,7 @@ from memplan.step.layers.attention_kernels import (
     weighted_sum,
     with_sinks,
 )
+from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 
 
@@ -72,6 +73,53 @@ def capped_attention(builder: Builder, given: Heads) -> Value:
                 weights = _probabilities(builder, scores, own)
                 with tape.alive(weights):
                     return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
+
+
+def masked_in_layer(builder: Builder, heads: Heads, part: Attention) -> Value:
+    """Return attention whose query is scaled in place, and whose layer makes an fp32 mask that widens scores.
+
+    In place on a view: backward copies the whole gradient, and the part that it multiplies (``CopySlices``, tensor.cpp).
+
+    Source:
+        ``Gemma2Attention.forward`` in torchtune/models/gemma2/_attention.py (0.6.1).
+    """
+    tape, (given, key, value) = builder.tape, heads.tensors
+    key.apart = value.apart = True
+    with tape.alive(given, key, value):
+        traits = Traits(packs=False, workspace=[(given.quantity, 2 * given.coefficient)])
+        query = tape.apply("scale", [(given, NEW)], tape.view(given), traits=traits)
+        query.apart = True
+        scores = scores_of(builder, query, key, heads.number, query.element_bytes)
+        with tape.alive(scores):
+            builder.named += _own_masks(builder, windowed=part.windowed)
+        with tape.alive(query, *builder.named):
+            bounded = builder.fresh(scores := builder.pointwise("scale", scores))
+            tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
+            scores = builder.pointwise("scale", bounded)
+            way = SAME if scores.element_bytes == 4 else NEW
+            masked = builder.fresh(scores, element_bytes=4)
+            tape.apply("add mask", [(scores, way)], masked, traits=SAVES_NOTHING)
+            with tape.alive(masked):
+                weights = builder.cast(probabilities(builder, masked), query.element_bytes)
+            return weighted_sum(builder, weights, value, query.width, heads.number)
+
+
+def _own_masks(builder: Builder, *, windowed: bool) -> tuple[Value, ...]:
+    """Return a causal mask in fp32 and what a layer names of making it, one of a window besides."""
+    tape = builder.tape
+
+    def square(name: str, width: int, *reads: Value, scratch: int = 0) -> Value:
+        made = tape.value(Quantity.SQUARE, 1, width, part=Part.TEMPORARIES)
+        return tape.make(name, made, *reads, scratch=[(Quantity.SQUARE, scratch)] if scratch else [])
+
+    flags = square("causal flags", 1, scratch=1)
+    mask = square("mask", 4, flags, scratch=1)
+    if not windowed:
+        return (mask,)
+    ones = square("ones", 4, mask)
+    window = square("window", 4, ones, scratch=8)
+    with tape.alive(ones):
+        return ones, window, square("mask", 4, mask, window, scratch=1)
 
 
 def _key_repeated(builder: Builder, heads: Heads) -> Heads:
