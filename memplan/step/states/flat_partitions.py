@@ -19,6 +19,7 @@ from itertools import accumulate, groupby
 
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
+from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, TensorStates, model_states, tensor_states
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
@@ -122,7 +123,17 @@ def _decays(name: str, tensor: ParameterTensor) -> bool:
 def trained_groups(trained: Iterable[Named]) -> tuple[list[Single], list[Single]]:
     """Return the parameters of an optimizer's groups, in order: with weight decay, and without."""
     named = [(name, entry.tensor) for name, entry in trained]
-    return [item for item in named if _decays(*item)], _registered([item for item in named if not _decays(*item)])
+    decayed = [item for item in named if _decays(*item)]
+    return _result_first(decayed), _registered([item for item in named if not _decays(*item)])
+
+
+def _result_first(decayed: list[Single]) -> list[Single]:
+    """Return matrices with attention's last projection before a joint first one (``Phi3Attention`` of transformers 5.23.0)."""
+    order = list(decayed)
+    for place, (name, _) in enumerate(decayed[:-1]):
+        if name.endswith("self_attn.qkv_proj.weight") and decayed[place + 1][0].endswith("self_attn.o_proj.weight"):
+            order[place], order[place + 1] = order[place + 1], order[place]
+    return order
 
 
 def _dealt(group: Sequence[Single], ranks: int) -> list[Single]:
@@ -220,7 +231,13 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
     states = model_states(setup, inventory, adapters)
     if not is_flat(setup.config.parallel):
         return states
-    groups = flat_groups(setup, trained_tensors(states))
+    trained = trained_tensors(states)
+    if setup.config.parallel.deepspeed.round_robin_gradients and any(e.tensor.role == "router" for _, e in trained):
+        raise CannotAnswerError(
+            f"{setup.name}: parallel.deepspeed.round_robin_gradients: the order in which a mixture's modules have their "
+            "parameters, by which they are dealt out, is not followed; leave it out"
+        )
+    groups = flat_groups(setup, trained)
     pieces = [partition_states(setup, group.partition) for group in groups]
     width = FLOAT_BYTES[setup.config.compute_dtype]
     frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
