@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from inspect import signature
+from inspect import signature, unwrap
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -122,7 +122,7 @@ ORIGINAL: dict[str, Callable[..., Any]] = {}
 
 
 def with_linear_attention(model: Any, setup: TrainingSetup) -> None:
-    """Have a model's gated delta networks run by the code that a setup names.
+    """Have a model's gated delta networks run by the code that a setup names, whatever transformers has found installed.
 
     Raises:
         CannotAnswerError: The kernels' libraries are not installed.
@@ -131,7 +131,7 @@ def with_linear_attention(model: Any, setup: TrainingSetup) -> None:
     names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
     if not all(hasattr(module, name) for name in names):
         return
-    own = [ORIGINAL.setdefault(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
+    own = [ORIGINAL.setdefault(f"{module.__name__}.{name}", unwrap(getattr(module, name))) for name in names]
     used = own if setup.profile.linear_attention == "torch" else _libraries()
     for name, function in zip(names, used, strict=True):
         setattr(module, name, function)
