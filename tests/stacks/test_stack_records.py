@@ -22,6 +22,7 @@ PEAK_SHARE, WORST_SHARE, INSTANT_SHARE = 0.001, 0.01, 0.02
 KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl": {11, 25},
     "axolotl.shards": {3, 17},
+    "litgpt.adapters": {9, 27, 36, 44, 48},
     "llama-factory": {32},
     "plain-loop": {21, 38},
     "transformers": {18, 27, 49},
@@ -42,6 +43,7 @@ NEAR = {
     "torchtune": 1.0,
     "torchtune.adapters": 1.0,
     "litgpt": 1.0,
+    "litgpt.adapters": 0.94,
     "llama-factory": 1.0,
     "plain-loop": 0.98,
     "transformers": 0.96,
