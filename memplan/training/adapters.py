@@ -156,7 +156,7 @@ def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     Source:
         ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
     """
-    first = stable_names(inventory)[0] if setup.stable_embedding else ""
+    first = stable_names(inventory)[0] if setup.stable_embedding else None  # names of merged tensors are empty
     saved = (tensor for tensor in inventory if tensor.name == first or is_saved(setup, tensor))
     return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
 
