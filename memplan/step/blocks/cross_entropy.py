@@ -159,7 +159,7 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
         wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
-            workspace=[*again, *wide, *_wide_weight(weights[0])],
+            workspace=[*wide, *_wide_weight(weights[0]), *again],
             custom=True,
         )
         logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
@@ -180,7 +180,8 @@ def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, stretches: in
     if x.element_bytes != compute:
         sizes.append((Quantity.TILE_TOKENS, x.width * compute))
     if weight.element_bytes != compute:
-        sizes.append((ONE, min(stretches * TILE_COLUMNS, vocab_size) * x.width * compute))
+        starts = range(0, min(stretches * TILE_COLUMNS, vocab_size), TILE_COLUMNS)
+        sizes += [(ONE, min(TILE_COLUMNS, vocab_size - start) * x.width * compute) for start in starts]
     return sizes
 
 
