@@ -10,7 +10,11 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.library.lookup.model_lookup import catalog_model
+from memplan.model.inventory import parameter_count
+from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.solver.search.axes import full_space
+from memplan.solver.search.best_first import Search
 from memplan.training.resolved import resolve
 from tests.jobs import shipped_catalog
 
@@ -74,3 +78,16 @@ def test_what_is_not_modelled_is_refused(config, reason):
 def test_a_frozen_tower_is_replicated():
     config = replace(LORA, adapter=replace(LORA.adapter, vision=False), parallel=Parallel(data=8))
     assert compiled(config).states.weight_bytes == compiled(replace(config, parallel=Parallel())).states.weight_bytes
+
+
+def test_a_search_for_settings_has_what_the_stack_trains():
+    config = replace(CATALOG.configs["bf16-adamw"], sequence_length=512)
+    space, device = full_space(config, CATALOG, (1,)), Device(CATALOG.gpus["h100-sxm-80gb"], "h100")
+    for name, stack, weights in (("bundled", "bundled", 0), ("whole", "trl", 2 * TOWER)):
+        own = replace(space, base=replace(config, description=name, stack=stack))
+        searches = [
+            Search(catalog_model(model, CATALOG), own, device, 512, CATALOG, experimental=False)
+            for model in ("qwen2.5-vl-7b", "qwen2.5-7b")
+        ]
+        whole, text = (parameter_count(search.model.inventory) for search in searches)
+        assert 2 * (whole - text) == weights

@@ -30,6 +30,7 @@ from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates, rates_of
 from memplan.step.kernels.on_card import refuse_unable
 from memplan.training.resolved import resolve
+from memplan.training.stack_models import as_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ class Search:
     def __init__(
         self, model: Model, space: Space, device: Device, length: int, catalog: Catalog, *, experimental: bool
     ) -> None:
+        if model.spec.tower is not None:
+            model = as_trained(model, resolve(space.base, catalog, space.base.description))
         self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
         self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.tables.links)
         self.sizes = Sizes(model, space, length, catalog, self.rates, device.gpu)
