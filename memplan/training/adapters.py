@@ -156,7 +156,7 @@ def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     Source:
         ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
     """
-    first = stable_names(inventory)[0] if setup.stable_embedding else None  # names of merged tensors are empty
+    first = stable_names(inventory)[0] if setup.stable_embedding else None
     saved = (tensor for tensor in inventory if tensor.name == first or is_saved(setup, tensor))
     return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
 
@@ -214,7 +214,8 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     if setup.stable_embedding:
         used = tuple(tensor for tensor in inventory if tensor.used)
         table, *rest = used
-        norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names(used)[1:]]
+        table = replace(table, name=table.name or "embedding.weight")  # merged tensors have no names
+        norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names((table,))[1:]]
         return (*(tensor for tensor in inventory if not tensor.used), table, *norm, *rest)
     stems = (
         {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")} if setup.kbit_floats else ()
