@@ -107,7 +107,25 @@ def normalised_name(name: str) -> str:
     return name.lower().translate(_SEPARATORS)
 
 
+def same_numbers(given: str, spelling: str) -> bool:
+    """Tell whether a name means the numbers of a known one with the same letters and digits.
+
+    It may leave out a separator, but not put one into a number, nor say another size.
+
+    Example:
+        >>> same_numbers("qwen25-7b", "qwen2.5-7b"), same_numbers("llama3-3b", "llama-33b"), same_numbers("qwen-38b", "qwen3-8b")
+        (True, False, False)
+    """
+    divided, known = (
+        {len(normalised_name(one[: gap.start() + 1])) for gap in _DIVIDED.finditer(one)} for one in (given, spelling)
+    )
+    sizes, said = (_SIZED.findall(one.lower()) for one in (given, spelling))
+    return divided <= known and sizes == said
+
+
 _SEPARATORS = str.maketrans("", "", "-_. /:+")
+_DIVIDED = re.compile(r"\d(?=[-_. /:+]+\d)")
+_SIZED = re.compile(r"(\d+)[bm](?![a-z])")
 
 
 # ------------------------------------------------------------------ text from outside

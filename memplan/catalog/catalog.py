@@ -21,6 +21,7 @@ from memplan.errors import (
     UnknownNameError,
     match_hint,
     normalised_name,
+    same_numbers,
     unknown_name,
 )
 from memplan.values import dataclass
@@ -74,9 +75,9 @@ class Shelf(Generic[T]):
         Raises:
             UnknownNameError: With the nearest name or alias.
         """
-        name = self.names.get(normalised_name(given))
-        if name is None:
-            key = normalised_name(given)
+        key = normalised_name(given)
+        name = self.names.get(key)
+        if name is None or not self._has_its_numbers(given, name):
             meant = sorted({name for spelling, name in self.names.items() if spelling.startswith(key) and len(key) > 2})
             if 1 < len(meant) <= MOST_MEANT:
                 raise UnknownNameError(
@@ -91,7 +92,14 @@ class Shelf(Generic[T]):
         return entry if entry is not None else self.entries[self.name_of(given)]
 
     def __contains__(self, given: str) -> bool:
-        return normalised_name(given) in self.names
+        name = self.names.get(normalised_name(given))
+        return name is not None and self._has_its_numbers(given, name)
+
+    def _has_its_numbers(self, given: str, name: str) -> bool:
+        """Tell whether a name that has an entry's letters and digits divides them into the same numbers."""
+        key = normalised_name(given)
+        spellings = [one for one in (name, *getattr(self.entries[name], "aliases", ())) if normalised_name(one) == key]
+        return not spellings or any(same_numbers(given, one) for one in spellings)
 
     def listed(self, key: str) -> Iterator[tuple[str, str]]:
         """Yield what entries list under a key of names, such as ``ids``, each with the entry's name."""

@@ -37,6 +37,8 @@ def spliced(text: str, name: str, edit: Edit) -> str:
     Raises:
         CannotAnswerError: The value is a reference, an anchor or no scalar, or the edit would change anything else.
     """
+    if "\r\n" in text and text.count("\n") == text.count("\r\n"):
+        return spliced(text.replace("\r\n", "\n"), name, edit).replace("\n", "\r\n")
     changed = (_toml_spliced if name.endswith(TOML) else _yaml_spliced)(text, name, edit)
     before, after = _parsed(text, name), _parsed(changed, name)
     commands = isinstance(before, dict) and list(before) == [COMMANDS]
@@ -47,6 +49,7 @@ def spliced(text: str, name: str, edit: Edit) -> str:
 
 def _parsed(text: str, name: str) -> Any:
     """Return what a text holds; None where it cannot be read."""
+    text = text.replace("\t", " ") if name.endswith(".json") else text
     try:
         return tomllib.loads(text) if name.endswith(TOML) else parse_document(text, name, last_counts=True).data
     except (MemplanError, tomllib.TOMLDecodeError):
@@ -70,7 +73,11 @@ def _absent(name: str, edit: Edit) -> CannotAnswerError:
 def _yaml_spliced(text: str, name: str, edit: Edit) -> str:
     import yaml
 
-    node: Any = yaml.compose(text, yaml.SafeLoader)
+    tabbed = text.replace("\t", " ") if name.endswith(".json") else text  # YAML takes no tabs between tokens
+    try:
+        node: Any = yaml.compose(tabbed, yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        raise CannotAnswerError(f"{name}: cannot be changed; write {edit.key}: {edit.value}") from None
     pairs = _pairs(node)
     if list(pairs) == [COMMANDS]:
         return _words_spliced(text, name, edit, pairs[COMMANDS][1])
@@ -87,7 +94,9 @@ def _yaml_spliced(text: str, name: str, edit: Edit) -> str:
 
 
 def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
-    return {key.value: (key, value) for key, value in node.value} if node is not None and node.id == "mapping" else {}
+    if node is None or node.id != "mapping":
+        return {}
+    return {key.value: (key, value) for key, value in node.value if key.id == "scalar"}
 
 
 def _toml_spliced(text: str, name: str, edit: Edit) -> str:
@@ -110,6 +119,8 @@ def _words_spliced(text: str, name: str, edit: Edit, commands: Any) -> str:
     """Return commands with the value of a flag replaced, or a flag put behind the value of another."""
     for command in commands.value if commands.id == "sequence" else ():
         words = command.value if command.id == "sequence" else []
+        if any(word.id != "scalar" for word in words):
+            continue
         flags = {_flag(word.value): at for at, word in enumerate(words)}
         if edit.key in flags:
             return _flag_replaced(text, name, edit, words, flags[edit.key])

@@ -43,6 +43,7 @@ def put(folder, name="config.json", **keys):
         ("meta-llama/Llama-3.1-8B", "llama-3.1-8b", "catalog"),
         ("META-LLAMA/llama_3.1_8b", "llama-3.1-8b", "catalog"),
         ("Qwen2.5-7B", "qwen2.5-7b", "catalog"),
+        ("qwen25-7b", "qwen2.5-7b", "catalog"),
         ("someone/Llama-3.1-8B-Instruct-tuned-on-poems", "llama-3.1-8b", "guess"),
         ("philschmid/llama-3-1-8b-math-orca-spectrum-10k-ep1", "llama-3.1-8b", "guess"),
         ("someone/Qwen2.5-0.5B-sft-v3", "qwen2.5-0.5b", "guess"),
@@ -72,6 +73,9 @@ def test_a_name_means_an_entry(catalog, text, target, how):
         "someone/qwen25-7b-4x7b",
         "custom_model_name",
         "no/such-model",
+        "llama3-3B",
+        "someone/llama-1-3b",
+        "qwen-38b",
     ],
 )
 def test_no_guess_is_made_where_shapes_may_differ(catalog, text):

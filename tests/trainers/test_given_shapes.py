@@ -118,7 +118,16 @@ def test_a_pattern_of_all_layers_is_its_linear_modules():
     assert selected_linears(r"^model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj$") == [
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     ]
-    for other in (r".*layers.1.*q_proj", r".*q_proj", r"(.*)*q_proj", r"model.layers.[\d]+.moe.*", "("):
+    for other in (
+        r".*layers.1.*q_proj",
+        r".*q_proj",
+        r"(.*)*q_proj",
+        r"model.layers.[\d]+.moe.*",
+        "(",
+        "(?a)(?u)x",
+        ".?" * 30,
+        "(.|.)" * 30,
+    ):
         assert selected_linears(other) is None
 
 

@@ -159,6 +159,8 @@ def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
     answer = memplan.import_file(written(tmp_path, text)).to_dict()
     assert answer["trainer"]["version"] == "0.19"
     assert answer["training"]["sequence_length"] == 2048
+    plan = memplan.plan(written(tmp_path, text), gpu="h100")
+    assert plan.training["description"] == "TRL 0.19, planned as trl 0.29"
 
 
 def test_a_key_that_a_version_retired_is_unknown_to_it(tmp_path):

@@ -82,6 +82,8 @@ COMMANDS = '{\n "commands": [\n  ["trl", "sft", "--a=1", "--b-c", "2", "--d"]\n 
         ("a.yaml", "b: 2\nt:\n  a: 1\n", Edit("t.c", "4", "b"), "b: 2\nt:\n  a: 1\n  c: 4\n"),
         ("a.toml", "[t]\na = 1 # one\n[u]\na = 2\n", Edit("t.a", "4", "a"), "[t]\na = 4 # one\n[u]\na = 2\n"),
         ("a.toml", '[t]\r\na = "x # y"\r\n', Edit("t.a", "z", "a"), '[t]\r\na = "z"\r\n'),
+        ("a.toml", "[t]\r\na = 1\r\n", Edit("t.c", "2", "a"), "[t]\r\na = 1\r\nc = 2\r\n"),
+        ("a.json", '{\n\t"a":\t1\n}\n', Edit("a", "2", "a"), '{\n\t"a":\t2\n}\n'),
         ("a.toml", "[t]\n  a = 1\n[u]\n", Edit("t.c", "true", "a"), "[t]\n  a = 1\n  c = true\n[u]\n"),
         ("a.json", COMMANDS, Edit("a", "4", "x"), COMMANDS.replace("--a=1", "--a=4")),
         ("a.json", COMMANDS, Edit("b_c", "4", "x"), COMMANDS.replace('"2"', '"4"')),
@@ -94,7 +96,7 @@ def test_nested_keys_tables_and_flags_are_edited_too(name, text, edit, wanted):
 
 @pytest.mark.parametrize(
     ("name", "text", "key"),
-    [("a.toml", "[t]\na = [1]\n", "t.a"), ("a.toml", "[[t]]\na = 1\n", "t.a"), ("a.json", COMMANDS, "d"), ("a.yaml", "t: {a: &x 1}\nb: *x\n", "t.a")],
+    [("a.toml", "[t]\na = [1]\n", "t.a"), ("a.toml", "[[t]]\na = 1\n", "t.a"), ("a.json", COMMANDS, "d"), ("a.yaml", "t: {a: &x 1}\nb: *x\n", "t.a"), ("a.yaml", "a: 1\n---\na: 2\n", "a"), ("a.json", '{"commands": [["--a", ["b"]]]}', "a")],
 )  # fmt: skip
 def test_what_cannot_be_edited_by_itself_is_refused(name, text, key):
     with pytest.raises(CannotAnswerError):

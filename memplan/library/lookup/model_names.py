@@ -12,7 +12,15 @@ from typing import Any, Literal
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import is_file, is_folder, path_kind, read_text, shown_path, usable_path
 from memplan.documents.strict_json import parse_object
-from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError, match_hint, normalised_name, printable
+from memplan.errors import (
+    CannotAnswerError,
+    InvalidFileError,
+    UnknownNameError,
+    match_hint,
+    normalised_name,
+    printable,
+    same_numbers,
+)
 from memplan.importer.quantised_names import weights_by_name
 from memplan.model.readers import is_model_file
 from memplan.values import dataclass
@@ -91,14 +99,14 @@ def _listed(text: str, catalog: Catalog) -> ResolvedName | None:
     if text in catalog.models:
         return ResolvedName(catalog.models.name_of(text), "catalog")
     spelled: dict[str, tuple[str, How]] = {}
-    loose: dict[str, set[tuple[str, How]]] = {}
+    owners: set[tuple[str, How]] = set()
     keys: tuple[tuple[str, How], ...] = (("hf_id", "catalog"), ("ids", "catalog"), ("mirrors", "mirror"))
     for key, how in keys:
         for spelling, name in catalog.models.listed(key):
             spelled.setdefault(spelling.lower(), (name, how))
             for part in (spelling, spelling.rsplit("/", 1)[-1]):
-                loose.setdefault(normalised_name(part), set()).add((name, how))
-    owners = loose.get(normalised_name(text), set())
+                if normalised_name(part) == normalised_name(text) and same_numbers(text, part):
+                    owners.add((name, how))
     known = spelled.get(text.lower()) or (min(owners, key=lambda owner: owner[1]) if _one_entry(owners) else None)
     return None if known is None else ResolvedName(*known)
 

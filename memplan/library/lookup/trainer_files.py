@@ -169,7 +169,9 @@ def training_data(
         data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
     _refuse_unknown(text, data, TrainingConfig)
     stack = _stack(job, catalog)
-    return {"description": f"{job.head.title} {job.version}".strip(), **_known(data, TrainingConfig), "stack": stack}
+    other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""
+    description = f"{job.head.title} {job.version}".strip() + other
+    return {"description": description, **_known(data, TrainingConfig), "stack": stack}
 
 
 def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> None:
