@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
+from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -29,6 +30,31 @@ LINEAR_ATTENTION = {
     "is that of flash-linear-attention 0.6.0 and causal-conv1d 1.7.0",
 }
 """Kernels of linear attention -> what is assumed to be installed."""
+
+
+IN_SHORT = {
+    "torch": "Linear attention by transformers' own torch code; with flash-linear-attention and causal-conv1d installed: "
+    "--set kernels.linear_attention=fla.",
+    "fla": "Linear attention by flash-linear-attention and causal-conv1d (kernels.linear_attention: fla).",
+}
+"""Kernels of linear attention -> the same in a screen that has no list of assumptions."""
+
+
+def runs_text_alone(plan: MemoryPlan) -> bool:
+    """Tell whether the stack leaves out the vision tower that the model was released with."""
+    return any(TEXT_ALONE in note for note in plan.model.notes)
+
+
+def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
+    """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
+    towers = any(plan.model.spec.tower is not None for plan in plans)
+    alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
+    kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
+    return (
+        *(["Rows hold text alone: rows with images need more."] if towers or alone else []),
+        *(f"{label} {TEXT_ALONE}." for label in alone),
+        *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
+    )
 
 
 def assumptions(plan: MemoryPlan) -> tuple[str, ...]:

@@ -20,14 +20,10 @@ from memplan.step.blocks.cross_entropy import STRETCH_TOKENS
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.ends_on_tape import IN_PIECES
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
-from memplan.step.kernels.family_code import (
-    family_code,
-    refuse_liger,
-    refuse_linear_attention,
-    refuse_unquantised,
-)
+from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.own_adapters import refuse_own_adapters
+from memplan.step.kernels.refused_code import refuse_liger, refuse_linear_attention, refuse_unquantised
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates

@@ -15,6 +15,8 @@ from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
+TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
+
 
 def built_by(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it.
@@ -54,7 +56,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
     """
     if setup.stack.model_code != "transformers":
-        note = f"{setup.stack.label} runs the text model alone: vision tower and projector are left out"
+        note = f"{setup.stack.label} {TEXT_ALONE}"
         return replace(text_model(model), notes=(*model.notes, note))
     where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
     if setup.config.parallel.zero_stage:

@@ -38,6 +38,23 @@ def test_the_tower_is_stored_and_has_neither_gradients_nor_optimizer_states():
     assert any("rows hold text alone" in note for note in compiled(FULL).model.notes)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fit",), ("Rows hold text alone", "runs the text model alone")),
+        (("fit", "--config", "qlora"), ("text without images",)),
+        (("fit", "--config", "bf16-adamw", "--stack", "bundled"), ("the text model alone",)),
+        (("fit", "--method", "inference"), ("prompts hold text alone",)),
+        (("compare", "--config", "qlora"), ("Rows hold text alone",)),
+    ],
+    ids=lambda part: " ".join(part),
+)
+def test_every_screen_says_that_there_are_no_images(cli, arguments, words):
+    command, *options = arguments
+    out = " ".join(cli(command, "qwen2.5-vl-3b", "--gpu", "h100", *options).out.split())
+    assert all(word in out for word in words)
+
+
 def test_other_stacks_train_the_text_model_alone():
     plan = compiled(TrainingConfig("test"))
     assert plan.states.weight_bytes == compiled(TrainingConfig("test"), "qwen2.5-7b").states.weight_bytes

@@ -187,6 +187,21 @@ def test_nothing_that_fits_is_a_near_miss_and_a_gpu_that_would_do(cli, tmp_path)
     assert again.exit_code == 0
 
 
+def test_a_config_that_fits_has_an_answer(cli):
+    job = ("qwen2.5-0.5b", "--config", "qlora", "--gpu-memory", "2GiB")
+    assert cli("fit", *job).exit_code == 0
+    assert cli("suggest", *job).exit_code == 0
+
+
+def test_linear_attention_is_timed_and_what_runs_it_is_said(cli):
+    job = ("qwen3.5-0.8b", "--gpu", "rtx4090")
+    ran = cli("suggest", *job, "--config", "qlora", "--most", "1")
+    assert ran.exit_code == 0
+    assert "kernels.linear_attention=fla" in ran.out
+    assert "rows with images need more" in ran.out
+    assert "--stack trl" in cli("suggest", *job).err
+
+
 def test_what_is_not_modelled_is_refused(cli):
     assert cli("suggest", "llama-8b", "--gpu", "rtx4090", "--set", "parallel.tensor=2").exit_code == 3
     assert cli("suggest", "llama-8b", "--gpu", "rtx4090", "--set", "offload.weights=cpu").exit_code == 3

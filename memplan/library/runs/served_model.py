@@ -111,6 +111,12 @@ class Serving(Answer):
         return inference_document(shown, self.catalog.hash if full else "", unit, strict=strict)
 
 
+PROMPTS = (
+    "prompts hold text alone: vision tower and projector are loaded and unused; images need more, for the tower's activations "
+    "and in the cache for the tokens that they become"
+)
+
+
 def serve(
     model: Model, options: InferenceOptions, catalog: Catalog, gpu: str | None, gpu_memory: str | None
 ) -> Serving:
@@ -130,7 +136,8 @@ def serve(
     keys, windows = _keys(model, catalog)
     planner = ServedModel(model, keys, setup, stored, device)
     served = planner.plan(_request(options, kv_dtype))
-    notes = (*about, *windows, *_engine_notes(options, device), *setup.card_notes, *model.notes)
+    tower = [PROMPTS] if model.spec.tower is not None else []
+    notes = (*tower, *about, *windows, *_engine_notes(options, device), *setup.card_notes, *model.notes)
     return Serving(model, device, options, weights, kv_dtype, served, planner, notes, catalog)
 
 

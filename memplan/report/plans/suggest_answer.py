@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
+from memplan.plan.assumptions import in_short
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
 from memplan.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
     from memplan.solver.search.best_first import Miss
     from memplan.solver.search.pareto_front import Combination
     from memplan.solver.search.suggested_settings import Settings, Suggestions
@@ -156,8 +158,17 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
             else []
         ),
         "Order: fits at the upper end, the worst status of the parts, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
+        *in_short([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
         NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED),
     )
+
+
+def _needed(plan: MemoryPlan, unit: str) -> str:
+    """Return the upper end, or what a plan is known to run in where its allocator would hold more with memory to spare."""
+    if plan.verdict == "fits" and plan.upper_bytes > plan.usable_bytes:
+        held = format_bytes(plan.upper_bytes, unit)
+        return f"about {format_bytes(plan.least_bytes, unit)} (up to {held} where memory is left, which its allocator releases)"
+    return f"up to {format_bytes(plan.upper_bytes, unit)}"
 
 
 def parallel_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
@@ -177,7 +188,7 @@ def _sentence(answer: Suggestions, unit: str) -> str:
     label = " These settings are experimental." if best.combination.standing.status == "experimental" else ""
     return (
         f"{word}: {plan.model.spec.name} fits on {device_name(plan)} with the settings above; the first "
-        f"needs up to {format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
+        f"needs {_needed(plan, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
         "Save them with --save FILE, and pass that to --config."
     )
 

@@ -7,6 +7,7 @@ from shlex import join
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
+from memplan.plan.assumptions import in_short
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.report.screens.plan_screen import card_notes
 from memplan.units import format_bytes, format_count
@@ -39,6 +40,7 @@ def methods_screen(
     notes = dict.fromkeys(note for plan in plans for note in card_notes(plan))
     words = [
         *_words(plans),
+        *in_short(plans),
         *notes,
         "max batch: about, with the allocator's reserve as a share; -b N simulates it.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
+from memplan.plan.assumptions import runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.training.own_settings import own_settings
 from memplan.units import format_bytes, format_count
@@ -179,10 +180,13 @@ def card_notes(plan: MemoryPlan) -> list[str]:
 def _assumed(plan: MemoryPlan) -> str:
     """Return in a line what the answer takes for granted."""
     profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
+    installed = " (fla, where it is installed, needs less)" if profile.linear_attention == "torch" else ""
     parts = (
         f"{profile.attention} attention",
+        f"linear attention by {profile.linear_attention}{installed}" if plan.model.spec.linear_attention else "",
         f"{profile.loss} loss",
         "full sequences" if plan.model.spec.tower is None else "full sequences of text without images",
+        "the text model alone" if runs_text_alone(plan) else "",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
         "allocator by share" if plan.reserve_by_share else "",
     )

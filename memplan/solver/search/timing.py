@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import SAME, Link
 from memplan.errors import CannotAnswerError
+from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.model.spec import Attention
+from memplan.model.spec import Attention, LatentAttention
 from memplan.step.states.model_states import ModelStates, TensorStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded, sent_bytes
 from memplan.step.states.update_algorithms import depends_on_kernel
@@ -117,7 +118,8 @@ class Work:
     """The work of one token, and of one micro-batch, under some weights and gradients.
 
     Attributes:
-        layer_parameters: Parameters of the layers' matrices that a token passes through.
+        layer_parameters: Parameters of the layers' matrices that a token passes through, and as many more as gated delta
+            networks' rule multiplies for it.
         head_parameters: Parameters of the head.
         attention_width: Sum over layers of all heads' key and value widths.
         read_bytes: Bytes moved to read all matrices once, decoding or casting included.
@@ -149,6 +151,7 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
         setup = gathered_setup(setup)
         states = model_states(setup, model.inventory, ())
     layers = sum(t.active_elements * t.count for t in model.inventory if t.role in MATRICES)
+    layers += sum(run.count * _rule_products(run.layer.attention) for run in spec.runs)
     attention = sum(run.count * _attention_width(run.layer.attention) for run in spec.runs)
     saved = SAVED_BYTES * spec.hidden_size * spec.num_hidden_layers * setup.compute_bytes // 2
     return Work(
@@ -165,10 +168,28 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
     )
 
 
-def _attention_width(part: object) -> int:
+def _attention_width(part: Attention | LatentAttention | GatedDeltaNet) -> int:
+    if isinstance(part, GatedDeltaNet):
+        return 0
     if isinstance(part, Attention):
         return 2 * part.query_size
-    return part.num_heads * (part.qk_head_dim + part.v_head_dim)  # type: ignore[attr-defined, no-any-return]
+    return part.num_heads * (part.qk_head_dim + part.v_head_dim)
+
+
+def _rule_products(part: Attention | LatentAttention | GatedDeltaNet) -> int:
+    """Return what a gated delta network's rule multiplies and adds up for one token, whatever the length; of attention nothing.
+
+    Formula:
+        ``h (C (3 k + 2 v) + 3 k v)`` for h value heads, chunks of C tokens, keys of width k and values of width v: the two
+        products of keys within a chunk, the solved system's two, and scores by values; then three by the state.
+
+    Source:
+        ``torch_chunk_gated_delta_rule`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py.
+    """
+    if not isinstance(part, GatedDeltaNet):
+        return 0
+    key, value = part.key_head_dim, part.value_head_dim
+    return part.num_value_heads * (CHUNK_TOKENS * (3 * key + 2 * value) + 3 * key * value)
 
 
 def _gradient_traffic(entry: TensorStates) -> int:

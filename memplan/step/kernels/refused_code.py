@@ -1,0 +1,116 @@
+"""Kernels, codes and checkpointing that a family's code does not run under, or not as it is modelled."""
+
+from __future__ import annotations
+
+from memplan.errors import CannotAnswerError
+from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.spec import ModelSpec
+from memplan.step.kernels.family_code import family_code
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Families whose layers run Liger's kernels as the tape has them (liger_kernel/transformers/monkey_patch.py, 0.8.5): others of
+its list split one projection into copies (phi3), keep gradients apart (olmo2), or run experts."""
+
+
+def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for Liger's kernels where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: Another library's models, or a family that is not in the list.
+    """
+    own, used = setup.stack, setup.profile
+    asked = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
+    kernels = [key for key, value in asked.items() if value == ("fused-linear" if key == "loss" else "in-place")]
+    if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == asked[kernels[0]]):
+        return
+    where = f"kernels.{kernels[0]}: {asked[kernels[0]]}"
+    if own.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{where} is Liger's, which runs on models of transformers and not on those of {own.name}"
+        )
+    if spec.architecture not in LIGER_FAMILIES:
+        raise CannotAnswerError(
+            f"{where} of {spec.architecture}, as Liger runs it, is not modelled; it is for {', '.join(LIGER_FAMILIES)}"
+        )
+
+
+def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for gated delta networks where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: Another library's models than transformers', or selective checkpointing.
+    """
+    if not spec.linear_attention:
+        return
+    if setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
+    if setup.profile.linear_attention == "fla":
+        _refuse_fla(spec)
+    elif setup.config.compute_dtype == "fp32":
+        raise CannotAnswerError(
+            "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
+            f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
+        )
+    if setup.profile.adapters == "fused":
+        raise CannotAnswerError(
+            f"kernels.adapters: fused is not modelled for gated delta networks, which {spec.name} has"
+        )
+    if setup.checkpointing == "selective":
+        raise CannotAnswerError(
+            f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
+        )
+
+
+def _refuse_fla(spec: ModelSpec) -> None:
+    """Raise for shapes that the kernels of linear attention do not take.
+
+    Source:
+        ``chunk_gated_delta_rule_fwd_h`` in fla/ops/common/chunk_delta_h.py (fla-core 0.6.0), line 659; csrc/causal_conv1d.cpp
+        (1.7.0), lines 289 and 301.
+    """
+    for part in [run.layer.attention for run in spec.runs]:
+        if not isinstance(part, GatedDeltaNet):
+            continue
+        limits = {
+            "heads of keys wider than 256": part.key_head_dim > 256,
+            "a convolution over other than 2 to 4 tokens": not 2 <= part.kernel_size <= 4,
+            "a convolution over channels that are no multiple of 8": part.convolved_size % 8 > 0,
+        }
+        for what in [name for name, beyond in limits.items() if beyond]:
+            raise CannotAnswerError(
+                f"kernels.linear_attention: fla has no kernel for {what}, which {spec.name} has: use torch"
+            )
+
+
+def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for codes in a model whose linear layers a library's loading leaves as they are.
+
+    Raises:
+        CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
+    """
+    code = family_code(setup.stack.model_code, spec.architecture)
+    quantised = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    if (
+        quantised
+        and code.forms_tables
+        and spec.tie_word_embeddings
+        and not (spec.final_norm.weight or spec.final_norm.bias)
+    ):
+        raise CannotAnswerError(
+            "weights.hidden_matrix: transformers leaves the module of a model's last parameter as it is when it quantises "
+            f"(get_keys_to_not_convert), which in {spec.name} is a projection of the last layer: use weights in 16 bits"
+        )
+    layer = spec.runs[0].layer
+    if code.copies_heads and layer.parallel_norms > 1 and getattr(layer.attention, "num_key_value_heads", 0) == 1:
+        raise CannotAnswerError(
+            f"{spec.name} has one key-value head that its decoder repeats before it is rotated: not modelled"
+        )
+    if code.own_linear and quantised:
+        raise CannotAnswerError(
+            f"weights.hidden_matrix: transformers replaces nn.Linear by bitsandbytes' layers, and {spec.name} has linear "
+            "layers of a class of its own, which stay as they are: use weights in 16 bits"
+        )
