@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer
@@ -55,6 +55,7 @@ def parallel_refusals(
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
     stack: Stack,
+    whole: Collection[str] = (),
 ) -> Problems:
     """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
 
@@ -65,6 +66,7 @@ def parallel_refusals(
         floats: Float formats and the bytes of an element.
         optimizers: Catalog entries of the optimizers in use, by name.
         stack: Whose loop it is.
+        whole: Weight formats that accelerate leaves whole on every rank.
     """
     parallel = config.parallel
     for name in Parallel.__dataclass_fields__:
@@ -90,7 +92,7 @@ def parallel_refusals(
     elif parallel.data > 1:
         yield from _when_parallel(config, formats, floats)
         if parallel.zero_stage == 3:
-            yield from _when_sharded(config, profile, formats, floats, optimizers, stack)
+            yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
 
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:
@@ -155,11 +157,12 @@ def _when_sharded(
     floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
     stack: Stack,
+    whole: Collection[str],
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
     coded = sorted(set(formats.values()) - floats.keys())
-    if coded and not (stack.sharded_units == "accelerate" and set(coded) <= {"nf4", "nf4-dq"}):
+    if coded and not (stack.sharded_units == "accelerate" and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
     if len(set(formats.values())) > 1 and config.adapter is None:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"

@@ -236,7 +236,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     known_formats = kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
-        for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack):
+        whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
+        for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack, whole):
             raise CannotAnswerError(f"{place(path)}: {text}")
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     stored = {role: catalog.formats[n] for role, n in known_formats.items()}

@@ -37,10 +37,11 @@ def test_a_starting_file_for_torchtitan_is_toml(tmp_path):
 
 def test_deepspeeds_file_says_stage_precision_and_batch(tmp_path):
     path = tmp_path / "ds.json"
-    settings = ["parallel.zero_stage=2", "parallel.engine=deepspeed"]
+    settings = ["parallel.zero_stage=2", "parallel.engine=deepspeed", "parallel.deepspeed.reduce_bucket_size=1000"]
     path.write_text(memplan.emit("llama-3.2-1b", "deepspeed", config="lora", micro_batch_size=3, set=settings))
     answer = memplan.import_file(path).to_dict()
-    assert (answer["role"], answer["training"]["parallel"]) == ("launcher", {"zero_stage": 2, "engine": "deepspeed"})
+    parallel = {"zero_stage": 2, "engine": "deepspeed", "deepspeed": {"reduce_bucket_size": 1000}}
+    assert (answer["role"], answer["training"]["parallel"]) == ("launcher", parallel)
     assert (answer["training"]["micro_batch_size"], answer["training"]["compute_dtype"]) == (3, "bf16")
 
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from functools import reduce
 from typing import Any
 
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import DeepSpeed, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, job_inputs
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.lookup.trainer_files import trainer_job
 
 DEEPSPEED = "deepspeed"
-SAID = ("parallel.zero_stage", "compute_dtype", "micro_batch_size", "gradient_accumulation_steps", "clip_gradients")
+OWN = {name: name for name in DeepSpeed.__dataclass_fields__} | {
+    "persistence_threshold": "stage3_param_persistence_threshold"
+}
+"""Keys of ``parallel.deepspeed`` -> those of ``zero_optimization``."""
+ABSENT = {f"parallel.deepspeed.{name}": getattr(DeepSpeed(), name) for name in OWN} | {
+    "offload.optimizer_states": "none",
+    "offload.weights": "none",
+    "compute_dtype": "fp32",
+}
+"""Keys of a training config -> what they are where the file does not say."""
+SAID = ("parallel.zero_stage", "micro_batch_size", "gradient_accumulation_steps", "clip_gradients", *ABSENT)
 """Keys of a training config that the file says."""
 
 
@@ -29,11 +41,10 @@ def emit_deepspeed(options: JobOptions) -> str:
     text = json.dumps(_keys(config), indent=2) + "\n"
     job = trainer_job("ds_config.json", content=text)
     for key in SAID:
-        wanted: Any = config
+        wanted: Any = reduce(getattr, key.split("."), config)
         said = job.value(f"training.{key}")
-        for part in key.split("."):
-            wanted = getattr(wanted, part)
-        if said != wanted and wanted is not None and (said, wanted) != (None, "fp32"):
+        said = ABSENT.get(key) if said is None else said
+        if said != wanted and wanted is not None:
             raise CannotAnswerError(
                 f"this config cannot be said in DeepSpeed's keys: {key} {wanted} reads back as {said}"
             )
@@ -49,6 +60,8 @@ def _keys(config: TrainingConfig) -> dict[str, Any]:
     ):
         if place != "none":
             zero[key] = {"device": place, "pin_memory": True}
+    given = asdict(config.parallel.deepspeed)
+    zero |= {key: given[name] for name, key in OWN.items() if given[name] != ABSENT[f"parallel.deepspeed.{name}"]}
     clips = "auto" if config.clip_gradients is None else 1.0 if config.clip_gradients else 0.0
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
