@@ -60,7 +60,8 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         return replace(text_model(model), notes=(*model.notes, note))
     where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
     if setup.config.parallel.zero_stage:
-        raise CannotAnswerError(f"{where} sharding it is not modelled")
+        replicas = "replicas are (parallel.zero_stage: 0)"
+        raise CannotAnswerError(f"{where} sharding it is not modelled; {replicas}")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
     if setup.profile.adapters == "fused" and model.spec.architecture == "qwen2_5_vl":

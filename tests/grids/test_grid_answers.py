@@ -129,3 +129,9 @@ def test_a_file_of_megatrons_flags_fills_the_degrees(cli, tmp_path):
     settings = [word for key in keys for word in ("--set", key)]
     said = cli(*job, "--tp", "2", "--pp", "4", "--vp", "2", "--zero", "1", *settings).data
     assert read["stages"] == said["stages"]
+
+
+def test_stage_0_is_a_stage(cli):
+    job = ("fit", "gpt2", "--gpu", "h100", "--config", "bf16-adamw", "--stack", "transformers", "--gpus", "4", "--json")
+    said, default = (cli(*job, *zero).data["training"]["parallel"] for zero in (("--zero", "0"), ()))
+    assert (said["zero_stage"], default["zero_stage"]) == (0, 3)

@@ -369,6 +369,13 @@ def test_torchtune_components_say_model_and_method():
     assert answer["training"]["kernels"]["optimizer"] == "fused"
 
 
+def test_torchtune_says_which_recipe_it_takes(tmp_path):
+    text = (EXAMPLES / "torchtune.yaml").read_text(encoding="utf-8")
+    assert "single device" in str(memplan.import_file(EXAMPLES / "torchtune.yaml").document().data)
+    (tmp_path / "job.yaml").write_text(f"{text}fsdp_reshard_after_forward: true\n", encoding="utf-8")
+    assert "--gpus" in memplan.import_file(tmp_path / "job.yaml").document().data["answer"]
+
+
 def test_torchtitan_shares_out_what_is_left():
     assert "--gpus" in memplan.import_file(EXAMPLES / "torchtitan.toml").document().data["answer"]
     training = read("torchtitan.toml", gpus=8)["training"]

@@ -78,7 +78,8 @@ class GridOptions:
     @property
     def settings(self) -> tuple[str, ...]:
         """What was given, as ``--set`` takes it."""
-        given = {key: getattr(self, name) for name, key in KEYS.items() if getattr(self, name) not in (None, False)}
+        values = {key: getattr(self, name) for name, key in KEYS.items()}
+        given = {key: value for key, value in values.items() if value is not None and value is not False}
         return tuple(f"parallel.{key}={str(value).lower()}" for key, value in given.items())
 
     def over(self, training: TrainingOptions) -> TrainingOptions:
