@@ -288,8 +288,5 @@ def job_options(
         options["beside"] = tuple(model.beside or ())
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
-        said = device.gpus > 1 or (
-            isinstance(device.gpus, CountedGpus) and chosen is not None and is_trainer_file(chosen)
-        )
-        options["gpus"] = int(device.gpus) if said else None
+        options["gpus"] = int(device.gpus) if isinstance(device.gpus, CountedGpus) else None
     return options

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, sent_bytes
+from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, is_whole, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
+    from memplan.training.resolved import TrainingSetup
 
 ADAPTER_TENSORS = ("lora_A.weight", "lora_B.weight")
 
@@ -126,7 +127,8 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
     yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per GPU"
     formed = sum(entry.formed_bytes * entry.tensor.count for entry in plan.states.tensors if entry.trainable)
     sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, formed))
-    yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced in every micro-batch"
+    when = "in the last micro-step alone" if _reduces_last(plan.setup) else "in every micro-batch"
+    yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
     stream = plan.allowances.stream_bytes
     keeps = (
         f", and {format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
@@ -134,6 +136,13 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
         else ""
     )
     yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{keeps}"
+
+
+def _reduces_last(setup: TrainingSetup) -> bool:
+    """Tell whether micro-steps before the last reduce no gradients: under ZeRO 1, and as accelerate's ``no_sync`` has it."""
+    parallel = setup.config.parallel
+    waits = parallel.zero_stage == 1 if is_flat(parallel) else is_accelerated(setup)
+    return waits and setup.config.gradient_accumulation_steps > 1
 
 
 def _sharing(plan: MemoryPlan) -> Iterator[str]:
@@ -159,8 +168,10 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings
     again = ", gathered again for backward" if units == "axolotl" else " stays gathered"
+    bare = units == "accelerate" and config.adapter is not None  # no final norm is found in what PEFT has wrapped
     ends = (
-        "the embedding is one, final norm and head another, which stays gathered"
+        f"the embedding is one, {'the head' if bare else 'final norm and head'} another, which stays gathered"
+        + (", as does the final norm, the root's" if bare else "")
         if apart
         else f"the root (embedding, final norm, head){again}"
     )
@@ -169,7 +180,7 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
         "shards on dimension 0, padded to be equal"
     )
     own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype
-    if own == compute:
+    if own == compute and config.adapter is None:
         yield f"gathered and reduced in {own}, the weights' dtype"
     elif is_accelerated(plan.setup):
         yield f"gathered and reduced in {compute}: MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype), as accelerate has it"
@@ -177,7 +188,9 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
         yield (
             f"gathered in {compute}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as in torchtitan"
         )
-    if is_accelerated(plan.setup) and config.gradient_accumulation_steps > 1:
+    if any(is_whole(entry.tensor, plan.setup) for entry in plan.states.tensors):
+        yield "codes of quantised weights are whole on each GPU, which accelerate does not shard"
+    if _reduces_last(plan.setup):
         yield "gradients of micro-steps before the last are kept whole (no_sync)"
 
 

@@ -39,11 +39,12 @@ def parallel_problems(parallel: Parallel) -> Problems:
         value = getattr(parallel, name)
         if value is not None and not 1 <= value <= MAXIMUM_GPUS:
             yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
-    if (size := parallel.deepspeed.reduce_bucket_size) != "auto" and not 1 <= size <= MAXIMUM_ELEMENTS:
-        yield (
-            ("parallel", "deepspeed", "reduce_bucket_size"),
-            f"expected auto or a positive number of elements, got {size}",
-        )
+    for name, least in (("reduce_bucket_size", 1), ("persistence_threshold", 0), ("sub_group_size", 1)):
+        size = getattr(parallel.deepspeed, name)
+        if size != "auto" and not least <= size <= MAXIMUM_ELEMENTS:
+            auto = "" if name == "sub_group_size" else "auto or "
+            sign = "a positive number of" if least else "0 or more"
+            yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 
@@ -74,10 +75,16 @@ def parallel_refusals(
         if name not in ("data", "zero_stage", "engine", "deepspeed") and given != default:
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
-    if parallel.engine == "deepspeed" and parallel.zero_stage and stack.model_code != "transformers":
+    if parallel.engine == "deepspeed" and not parallel.zero_stage:
+        text = (
+            "0 is not supported under DeepSpeed, whose own optimizer then keeps fp32 copies of all bf16 weights "
+            "(FP16_UnfusedOptimizer in 0.19.8); use stage 1 or 2, or parallel.engine: torch for DistributedDataParallel"
+        )
+        yield ("parallel", "zero_stage"), text
+    elif parallel.engine == "deepspeed" and stack.model_code != "transformers":
         text = f"deepspeed is modelled as transformers' Trainer and what is built on it run it, not under {stack.name}; use --stack trl"
         yield ("parallel", "engine"), text
-    elif parallel.engine == "deepspeed" and parallel.zero_stage:
+    elif parallel.engine == "deepspeed":
         yield from _when_flat(config, formats, floats, optimizers)
     elif parallel.engine != "torch" and parallel.zero_stage:
         text = f"{parallel.engine} is not supported with zero_stage {parallel.zero_stage}: what it gathers and when is not modelled; {POSSIBLE}"
@@ -85,10 +92,8 @@ def parallel_refusals(
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.data == 1:
-        yield (
-            ("parallel", "zero_stage"),
-            "3 is not supported with one GPU, which has nothing to share; set parallel.data",
-        )
+        text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
+        yield ("parallel", "zero_stage"), text
     elif parallel.data > 1:
         yield from _when_parallel(config, formats, floats)
         if parallel.zero_stage == 3:

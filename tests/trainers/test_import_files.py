@@ -200,6 +200,26 @@ def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": "auto"}', "0 is not supported under DeepSpeed"),
+        ('{"zero_optimization": {"stage": 0}}', "0 is not supported under DeepSpeed"),
+        (
+            '{"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": false}}',
+            "for one rank after the other",
+        ),
+        ('{"zero_optimization": {"stage": 1}, "bf16": {"bf16_master_weights_and_grads": true}}', "bf16 copies"),
+        ('{"zero_optimization": {"stage": 3}, "data_types": {"grad_accum_dtype": "fp32"}}', "another dtype"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', "DeepSpeed's offloading"),
+    ],
+)
+def test_what_deepspeed_does_otherwise_is_refused(tmp_path, text, reason):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(CannotAnswerError, match=reason):
+        memplan.plan(str(EXAMPLES / "trl.yaml"), beside=[str(tmp_path / "ds.json")], gpu="h100", gpus=8)
+
+
 def test_shards_without_a_number_of_gpus_are_refused_with_the_flag():
     answer = memplan.import_file(EXAMPLES / "trl.yaml", beside=[EXAMPLES / "ds_z3.json"]).document()
     assert answer.exit_code == 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
-from memplan.cli.option_groups import PARALLEL, DeviceOptions, option
+from memplan.cli.option_groups import PARALLEL, CountedGpus, DeviceOptions, option
 from memplan.cli.training_options import TrainingOptions
 from memplan.documents.opening import opened, usable_path
 from memplan.errors import InvalidFileError
@@ -119,16 +119,16 @@ class GridOptions:
         """
         if self.nodes is None and self.gpus_per_node is None:
             return device
-        given = device.gpus
-        per = self.gpus_per_node or (given // self.nodes if given > 1 and self.nodes else DEFAULT_GPUS_PER_NODE)
-        nodes = self.nodes or max(1, round(given / per))
-        if given > 1 and nodes * per != given:
+        given = device.gpus if isinstance(device.gpus, CountedGpus) else None
+        per = self.gpus_per_node or (given // self.nodes if given and self.nodes else DEFAULT_GPUS_PER_NODE)
+        nodes = self.nodes or max(1, round((given or 1) / per))
+        if given is not None and (per < 1 or nodes * per != given):
             size = self.gpus_per_node
             near = nodes * (size or max(1, round(given / nodes)))
-            what = f"{nodes} nodes of {size} GPUs" if size else f"{nodes} nodes of equally many GPUs"
+            what = f"{nodes} node{'s' * (nodes > 1)} of {size} GPUs" if size else f"{nodes} nodes of equally many GPUs"
             raise InvalidFileError([f"--gpus {given}: it is no {what}; the nearest that is: {near}"])
         if nodes * per > MAXIMUM_GPUS:
             raise InvalidFileError(
                 [f"--nodes {nodes}: {nodes * per:,} GPUs are more than {MAXIMUM_GPUS:,}, the most that are planned"]
             )
-        return replace(device, gpus=nodes * per)
+        return replace(device, gpus=CountedGpus(nodes * per))

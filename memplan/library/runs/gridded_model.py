@@ -107,8 +107,13 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     _refuse(config)
     known, device = inputs.model(), inputs.device()
     grid = grid_of(config.parallel, inputs.options.get("gpus"))
-    if grid.expert > 1 and not any(tensor.experts_per_token for tensor in known.inventory):
-        raise InvalidFileError([f"parallel.expert: {known.spec.name} has no experts to divide"])
+    if not any(tensor.experts_per_token for tensor in known.inventory):
+        for name, several in (
+            ("expert", grid.expert > 1),
+            ("expert_tensor", grid.expert_tensor not in (1, grid.tensor)),
+        ):
+            if several:
+                raise InvalidFileError([f"parallel.{name}: {known.spec.name} has no experts to divide"])
     stages = megatron_states(known.spec, grid, _settings(config, inputs.catalog))
     outside = outside_of(grid, device, hardware_tables(inputs.catalog.root))
     usable = device.usable_bytes(parse_bytes(config.reserve))
