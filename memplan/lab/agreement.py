@@ -17,6 +17,7 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
+from memplan.lab.survey.drawn_models import LINEAR
 from memplan.model.families import WITH_TOWERS, model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
@@ -174,7 +175,10 @@ def _config(keys: Mapping[str, Any], batch: int, length: int) -> TrainingConfig:
 def _one_of_each_family(catalog: Catalog) -> list[str]:
     first_of_family: dict[str, str] = {}
     for name, entry in catalog.models.entries.items():
-        if entry.architecture not in WITH_TOWERS:  # whose text models are of other families
+        if entry.architecture not in (
+            *WITH_TOWERS,
+            *LINEAR,
+        ):  # text models of other families; no code of the bundled stack
             first_of_family.setdefault(entry.architecture, name)
     return list(first_of_family.values())
 

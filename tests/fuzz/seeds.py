@@ -146,6 +146,7 @@ def _models() -> list[Seed]:
     nested = {
         "model_type": "gemma3",
         "text_config": LLAMA_CONFIG,
+        "vision_config": {"vision_use_head": False},
         "quantization_config": {"quant_method": "gptq", "bits": 4},
     }
     return [*seeds, _of("config.json", nested, _model, ("show", "{}"))]

@@ -10,7 +10,7 @@ import pytest
 import memplan.step
 
 FILES = sorted(Path(memplan.step.__file__).parent.rglob("*.py"))
-PLAIN_BASES = {"IntEnum", "NamedTuple"}
+PLAIN_BASES = {"IntEnum", "NamedTuple", "Protocol"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

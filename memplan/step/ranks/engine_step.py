@@ -33,8 +33,6 @@ from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
 from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
 from memplan.step.tapes.played import Instant, dominant
 from memplan.step.tapes.section import Section
-from memplan.step.tapes.taped_operations import Node
-from memplan.step.tapes.taped_weight import Weight
 
 Segment = tuple[tuple[Instant, ...], Instant | None, str]
 """Moments of backward, then the one at which a weight's gradient has been formed, and that weight's name."""
@@ -42,35 +40,20 @@ Segment = tuple[tuple[Instant, ...], Instant | None, str]
 FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to fp32, group by group"
 
 
-class _Arrivals(Player):
-    """Plays a part whose gradients leave as soon as they are formed, and notes each."""
-
-    def __init__(self, section: Section, recomputation: Recomputation) -> None:
-        super().__init__(section.tape, "layer", section.entry, recomputation)
-        self.arrivals: list[tuple[int, str]] = []
-
-    def store(self, node: Node, weight: Weight, formed: int) -> None:
-        """Note that a weight's gradient is there, and let it go; a tied one waits for another."""
-        if weight.delayed:
-            super().store(node, weight, formed)
-            return
-        self.note(node.instant, f"{weight.name} gradient")
-        self.arrivals.append((len(self.instants) - 1, weight.name))
-        self.live.release(formed)
-
-
 def _segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN) -> tuple[Segment, ...]:
     """Return a part's backward, cut where gradients have been formed."""
     if not section.tape.nodes:
         return ()
-    player = _Arrivals(section, recomputation)
+    player = Player(section.tape, "layer", section.entry, recomputation)
+    arrivals: list[tuple[int, str]] = []
+    player.arrivals = arrivals
     player.forward(saves=True)
     player.instants = []
     player.region_ends()
     player.backward(section.output)
     parts: list[Segment] = []
     first = 0
-    for place, name in player.arrivals:
+    for place, name in arrivals:
         parts.append((tuple(dominant(player.instants[first:place])), player.instants[place], name))
         first = place + 1
     return (*parts, (tuple(dominant(player.instants[first:])), None, ""))

@@ -52,6 +52,9 @@ class Player:
         entry: What the part is given; checkpointing saves it until backward is done.
         recomputation: What forward saves, and what is computed again.
         live: What is told of every storage: one that counts by default, or one that writes events down.
+
+    Attributes:
+        arrivals: Where it is a list, gradients of weights leave as they are formed, and it gets each one's moment and name.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Player:
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
         self.instants: list[Instant] = []
+        self.arrivals: list[tuple[int, str]] | None = None
         self.cache: set[int] = set()
         self.region: set[int] = set()
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
@@ -360,6 +364,11 @@ class Player:
 
     def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
+        if self.arrivals is not None and not weight.delayed:
+            self.note(node.instant, f"{weight.name} gradient")
+            self.arrivals.append((len(self.instants) - 1, weight.name))
+            self.live.release(formed)
+            return
         mode = weight.own_mode(self.mode)
         if weight.delayed:
             mode = "first"
