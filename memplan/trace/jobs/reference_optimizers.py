@@ -44,12 +44,12 @@ class PagedAdamw(_Plain):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make the states of every parameter that has a gradient; one kernel updates all in place."""
+        """Make the states of every parameter that has a gradient, on the host untouched; one kernel updates all in place."""
         del closure
         for parameter, _, state, _ in self._with_gradients():
             for name in ("state1", "state2") if not state else ():
                 device = parameter.device if parameter.numel() < PAGED_FROM else torch.device("cpu")
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
+                state[name] = torch.empty_like(parameter, dtype=torch.float32, device=device)
 
 
 class Lion(_Plain):
