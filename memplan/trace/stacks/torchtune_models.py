@@ -14,6 +14,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.step.kernels.family_code import UNSCALED_POSITIONS
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
 
@@ -57,10 +58,6 @@ def _builder(spec: ModelSpec, *, adapted: bool) -> Callable[..., Any]:
         family = "llama3_2" if spec.tie_word_embeddings else "llama3_1" if shared else "llama3"
     module = import_module(f"torchtune.models.{family}._component_builders")
     return getattr(module, f"lora_{family}" if adapted else family)  # type: ignore[no-any-return]
-
-
-UNSCALED_POSITIONS = 16384
-"""Positions of Code Llama, the most that a Llama without scaled rotary tables is made for (models/code_llama2)."""
 
 
 def _shapes(spec: ModelSpec) -> dict[str, Any]:

@@ -41,9 +41,8 @@ def model_spec(config: ConfigValues) -> ModelSpec:
 
 def _text(config: ConfigValues) -> ModelSpec:
     """Return the text model, whose family its part of the config names."""
-    part = config.part("text_config", "mistral3")
-    family = part.text("model_type", "mistral")
-    if family not in TEXT:
+    family = config.mapping("text_config").get("model_type", "mistral")
+    if family not in tuple(TEXT):
         config.refuse("text_config", f"a text model of family {family!r:.40} is not modelled; {', '.join(TEXT)} are")
         family = "mistral"
     return text_inside(config, family, TEXT[family])
