@@ -10,7 +10,8 @@ from typing import Any
 
 from memplan.errors import match_hint, printable
 from memplan.importer.conditions import is_on, word
-from memplan.importer.interpreter import ARITHMETIC, REFERENCE, Reading, Refusal, UsedKey
+from memplan.importer.interpreter import ARITHMETIC, REFERENCE
+from memplan.importer.reading import Reading, Refusal, UsedKey
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
-from memplan.importer.interpreter import DEFAULTED, STATED, Reading, Refusal, Result
-from memplan.importer.needed_results import MODEL, need_of
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
+from memplan.importer.reading import DEFAULTED, MODEL, STATED, Reading, Refusal, Result, need_of
 
 DEGREES = ("tensor", "pipeline", "context")
 

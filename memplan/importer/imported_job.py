@@ -10,13 +10,15 @@ from typing import Any, Literal
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
-from memplan.importer.conditions import version_parts, word
-from memplan.importer.interpreter import DEFAULTED, LAUNCHED, STATED, Reading, Result, follow
+from memplan.importer.conditions import version_parts
+from memplan.importer.interpreter import follow
+from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Result
+from memplan.importer.referred_files import references
 from memplan.importer.sources.argument_vectors import CommandLine, processes
-from memplan.importer.sources.file_sources import read_source
+from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.told_trainers import Told, betrayed_version, tell, with_new_names
-from memplan.importer.trainer_mappings import Mapped, Reference, TrainerHead, TrainerMappings
+from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]
 
@@ -103,18 +105,6 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
         elif path == paths[0]:
             return import_commands(source, question, [read_keys(other) for other in paths[1:]])
     return _joined(sources, question, _folders(paths))
-
-
-def read_keys(path: Path) -> GivenKeys:
-    """Return the keys of a file that lists no commands.
-
-    Raises:
-        InvalidFileError: It lists commands, or cannot be read.
-    """
-    source = read_source(path)
-    if not isinstance(source, GivenKeys):
-        raise InvalidFileError([f"{path}: lists commands; give one trainer's file"])
-    return source
 
 
 def import_commands(
@@ -279,14 +269,16 @@ def _follow_all(
     given = [with_new_names(told.keys, job.mapped, question.version) for told in jobs]
     names = {new: old for _, renamed in given for new, old in renamed.items()}
     job.renamed = names
-    referred = [pair for keys, _ in given for pair in _references(job, keys, folders, bool(launchers))]
+    referred = [
+        pair for keys, _ in given for pair in references(job.reading, job.mapped, keys, folders, bool(launchers))
+    ]
     beside = [(told.keys, told.head.trainer) for told in launchers]
     for keys, trainer in (*beside, *referred):
         mapped = question.mappings.body(trainer)
         keys, _ = with_new_names(keys, mapped, "")
         follow(job.reading, mapped.rules, keys, LAUNCHED)
         sort_keys(job.reading, keys, mapped, job.keys)
-        referred_below = _references(job, keys, folders, False, mapped) if trainer == "accelerate" else []
+        referred_below = references(job.reading, mapped, keys, folders, False) if trainer == "accelerate" else []
         for inner, name in referred_below:
             follow(job.reading, question.mappings.body(name).rules, inner, LAUNCHED)
             sort_keys(job.reading, inner, question.mappings.body(name), job.keys)
@@ -302,48 +294,3 @@ def _follow_all(
         joined.append((job.mapped.joined, over))
     for rules, keys in joined:
         follow(job.reading, rules, keys, STATED)
-
-
-def _references(
-    job: ImportedJob,
-    keys: GivenKeys,
-    folders: Sequence[Path],
-    given: bool,
-    mapped: Mapped | None = None,
-) -> list[tuple[GivenKeys, str]]:
-    """Return the launcher's keys that a trainer's file holds, names by path, or calls by a preset's name."""
-    found = []
-    for reference in (mapped or job.mapped).references:
-        value = keys.value(reference.key)
-        if isinstance(value, Mapping):
-            found.append((keys.at(reference.key), reference.trainer))
-        elif value is not MISSING and word(value) not in ("", "false", "none"):
-            found += _named_file(job, str(value), reference, keys, folders, given)
-    return found
-
-
-def _named_file(
-    job: ImportedJob, value: str, reference: Reference, keys: GivenKeys, folders: Sequence[Path], given: bool
-) -> list[tuple[GivenKeys, str]]:
-    path = usable_path(value)
-    for folder in folders:
-        if value.endswith((".json", ".yaml", ".yml")) and is_file(folder / path):
-            launching = read_keys(folder / path)
-            if not launching.data:
-                said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
-                raise InvalidFileError([f"{launching.name}, {said}"])
-            return [(launching, reference.trainer)]
-    preset = reference.presets.get(value) or reference.presets.get(path.name)
-    place = keys.where(reference.key)
-    if given:
-        return []
-    job.reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
-    if preset is None or path.suffix:
-        job.reading.results["let.unread"] = Result(path.name, LAUNCHED)
-        job.reading.need(f"the file {printable(value)} that {place} names: --with FILE")
-    if preset is None:
-        return []
-    why = f"{place}: what the trainer's own package has under the name {path.name}"
-    for name, result in preset.items():
-        job.reading.results[f"training.{name}"] = Result(result, DEFAULTED, reference.key, keys.name, why)
-    return []

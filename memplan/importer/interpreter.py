@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
-from memplan.importer.needed_results import MODEL, SECTIONS, need_of
+from memplan.importer.reading import DEFAULTED, MODEL, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.module_patterns import selected_linears
 
@@ -23,89 +22,6 @@ ARITHMETIC = ("product", "quotient", "sum")
 
 REFERENCE = re.compile(r"\$\{|\$[A-Za-z_(]")
 """What OmegaConf or a shell would put a value in for."""
-
-DEFAULTED, LAUNCHED, STATED = range(3)
-"""Ranks of a result: a default, said by a launcher's file, by the trainer's file or flags; the higher one counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A value of memplan's keys and where it comes from.
-
-    Attributes:
-        rank: How strongly it was said.
-        key: The trainer's key that said it, or nothing.
-        source: The file of that key.
-        why: Why it is so, where no key says it.
-    """
-
-    value: Any
-    rank: int
-    key: str = ""
-    source: str = ""
-    why: str = ""
-
-
-@dataclass(slots=True)
-class UsedKey:
-    """A key that was understood.
-
-    Attributes:
-        effects: What it set, each as ``key = value``.
-    """
-
-    key: str
-    source: str
-    line: int
-    value: Any
-    effects: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A key, or a combination of keys, whose effect on memory nothing follows."""
-
-    key: str
-    source: str
-    line: int
-    value: Any
-    why: str
-
-
-@dataclass(slots=True)
-class Reading:
-    """What is known of a job while its files are read, one after the other.
-
-    Attributes:
-        inputs: What is no key: number of GPUs, version, program.
-        results: memplan's keys so far.
-    """
-
-    inputs: Mapping[str, Any]
-    results: dict[str, Result] = field(default_factory=dict)
-    used: dict[tuple[str, str], UsedKey] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def result(self, name: str) -> Any:
-        """Return what an input or a result is, or :data:`MISSING`."""
-        value = self.inputs.get(name, MISSING)
-        if value is not MISSING and value is not None:
-            return value
-        found = self.results.get(target(name))
-        return MISSING if found is None else found.value
-
-    def need(self, text: str) -> None:
-        """Note something without which the job cannot be planned."""
-        if text not in self.needs:
-            self.needs.append(text)
-
-
-def target(name: str) -> str:
-    """Return a result's full name: one of a training config stands below ``training``."""
-    head = name.partition(".")[0]
-    return name if head in SECTIONS or head in ("training", "packing") else f"training.{name}"
 
 
 def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys, rank: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan.documents.loading import parse_document
 from memplan.errors import CannotAnswerError
-from memplan.importer.spliced_text import Edit, spliced
+from memplan.library.trainers.spliced_text import Edit, spliced
 
 EXAMPLES = Path(__file__).parent / "examples"
 JOBS = ("axolotl.yaml", "axolotl-full.yaml", "trl.yaml", "llama-factory.yaml")

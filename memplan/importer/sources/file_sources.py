@@ -54,6 +54,18 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     return keys
 
 
+def read_keys(path: Path) -> GivenKeys:
+    """Return the keys of a file that lists no commands.
+
+    Raises:
+        InvalidFileError: It lists commands, or cannot be read.
+    """
+    source = read_source(path)
+    if not isinstance(source, GivenKeys):
+        raise InvalidFileError([f"{path}: lists commands; give one trainer's file"])
+    return source
+
+
 def _plain_names(keys: GivenKeys) -> GivenKeys:
     """Return flags that are written as keys, ``--num-layers: 12``, by their plain names."""
     names = {key: key.lstrip("-").replace("-", "_") for key in keys.data}

@@ -187,7 +187,7 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
         raise CannotAnswerError(
             f"{text}: a file of {job.head.title}, which is recognised and not read: {job.head.missing}"
         )
-    from memplan.importer.needed_results import MODEL, need_of
+    from memplan.importer.reading import MODEL, need_of
 
     answered = tuple(need_of(key) for key in (MODEL, *given))
     if needs := [need for need in job.reading.needs if not need.startswith(answered)]:

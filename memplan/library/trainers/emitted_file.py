@@ -7,12 +7,12 @@ from typing import Any, Unpack
 
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, unknown_name
-from memplan.importer.spliced_text import toml_value
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import JobOptions, ModelGiven, catalog_of
 from memplan.library.lookup.trainer_files import trainer_mappings, training_data
 from memplan.library.trainers.emitted_launcher import DEEPSPEED, emit_deepspeed
+from memplan.library.trainers.spliced_text import toml_value
 from memplan.training.own_settings import own_settings, with_words
 
 ALL_LINEAR = "all-linear"

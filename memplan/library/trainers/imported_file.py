@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import usable_path
 from memplan.importer.finished_job import finish
-from memplan.importer.imported_job import ImportedJob, Question, import_commands, import_files, read_keys
+from memplan.importer.imported_job import ImportedJob, Question, import_commands, import_files
 from memplan.importer.sources.argument_vectors import command_line
+from memplan.importer.sources.file_sources import read_keys
 from memplan.library.answers.answer import Answer
 from memplan.library.lookup.trainer_files import trainer_mappings
 from memplan.report.trainers.import_answer import KnownModel, import_document

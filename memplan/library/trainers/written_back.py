@@ -10,13 +10,13 @@ from typing import Any, Unpack
 
 from memplan.documents.opening import read_text, usable_path
 from memplan.errors import CannotAnswerError, MemplanError
-from memplan.importer.interpreter import STATED
-from memplan.importer.spliced_text import Edit, spliced
+from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import FilePath, JobOptions, catalog_of
 from memplan.library.lookup.trainer_files import trainer_job, training_data
+from memplan.library.trainers.spliced_text import Edit, spliced
 from memplan.plan.suggested.suggestions import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document

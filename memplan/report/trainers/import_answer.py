@@ -10,7 +10,7 @@ from memplan import __version__
 from memplan.errors import printable
 from memplan.importer.conditions import word
 from memplan.importer.imported_job import ImportedJob
-from memplan.importer.interpreter import DEFAULTED, UsedKey
+from memplan.importer.reading import DEFAULTED, UsedKey
 from memplan.report.document import Block, Document, Table
 
 HIDDEN = ("let.", "launcher.")

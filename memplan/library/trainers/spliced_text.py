@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.documents.loading import parse_document
 from memplan.errors import CannotAnswerError, MemplanError, printable
-from memplan.importer.sources.toml_places import toml_places
+from memplan.library.trainers.toml_places import toml_places
 
 TOML = ".toml"
 COMMANDS = "commands"

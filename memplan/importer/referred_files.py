@@ -1,0 +1,66 @@
+"""Launchers' keys that a trainer's file refers to: those it holds, a file that it names, or a preset of its package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from memplan.documents.opening import is_file, usable_path
+from memplan.errors import InvalidFileError, printable
+from memplan.importer.conditions import word
+from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
+from memplan.importer.sources.file_sources import read_keys
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.trainer_mappings import Mapped, Reference
+
+
+def references(
+    reading: Reading, mapped: Mapped, keys: GivenKeys, folders: Sequence[Path], given: bool
+) -> list[tuple[GivenKeys, str]]:
+    """Return the launcher's keys that a trainer's file holds, names by path, or calls by a preset's name, each with whose they are.
+
+    Args:
+        reading: What is known so far; a file that is missing is added as a need.
+        mapped: The trainer's mapping, which says where its files refer to others.
+        keys: Of one file.
+        folders: Where a named file may lie.
+        given: Whether a launcher's file is given besides, so that a missing one is none.
+
+    Raises:
+        InvalidFileError: A named file has no keys.
+    """
+    found = []
+    for reference in mapped.references:
+        value = keys.value(reference.key)
+        if isinstance(value, Mapping):
+            found.append((keys.at(reference.key), reference.trainer))
+        elif value is not MISSING and word(value) not in ("", "false", "none"):
+            found += _named_file(reading, str(value), reference, keys, folders, given)
+    return found
+
+
+def _named_file(
+    reading: Reading, value: str, reference: Reference, keys: GivenKeys, folders: Sequence[Path], given: bool
+) -> list[tuple[GivenKeys, str]]:
+    path = usable_path(value)
+    for folder in folders:
+        if value.endswith((".json", ".yaml", ".yml")) and is_file(folder / path):
+            launching = read_keys(folder / path)
+            if not launching.data:
+                said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
+                raise InvalidFileError([f"{launching.name}, {said}"])
+            return [(launching, reference.trainer)]
+    preset = reference.presets.get(value) or reference.presets.get(path.name)
+    place = keys.where(reference.key)
+    if given:
+        return []
+    reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
+    if preset is None or path.suffix:
+        reading.results["let.unread"] = Result(path.name, LAUNCHED)
+        reading.need(f"the file {printable(value)} that {place} names: --with FILE")
+    if preset is None:
+        return []
+    why = f"{place}: what the trainer's own package has under the name {path.name}"
+    for name, result in preset.items():
+        reading.results[f"training.{name}"] = Result(result, DEFAULTED, reference.key, keys.name, why)
+    return []
