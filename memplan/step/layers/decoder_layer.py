@@ -58,16 +58,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
 
     if builder.settings.code.names_all:
         return _renaming(builder, x, layer)
-    if layer.placement == "parallel" and builder.settings.code.sums != "own":
-        return _parallel(builder, x, layer)
     if layer.placement == "parallel":
-        first = normed(x, 0)
-        with builder.tape.alive(first):
-            second = normed(x, 1) if len(norms) > 1 else first
-            with builder.tape.alive(second):
-                attended = builder.add(x, builder.dropped(attention_part(builder, first, layer)))
-                with builder.tape.alive(attended):
-                    return builder.add(attended, builder.dropped(feed_forward(builder, second, layer)))
+        return (_own_parallel if builder.settings.code.sums == "own" else _parallel)(builder, x, layer)
     if layer.placement == "post":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, x, layer), 0)))
         with builder.tape.alive(x):
@@ -135,6 +127,18 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
     with tape.alive(total, named):
         fed = feed_forward(builder, named, layer)
         return builder.add(normed(fed) if after else fed, total)
+
+
+def _own_parallel(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after attention and a feed-forward part beside it, as the bundled models add them up."""
+    names, hidden = norm_names(builder.settings.names, layer), builder.settings.hidden_size
+    first = normalised(builder, x, layer.norm, names[0], hidden)
+    with builder.tape.alive(first):
+        second = normalised(builder, x, layer.norm, names[1], hidden) if len(names) > 1 else first
+        with builder.tape.alive(second):
+            attended = builder.add(x, builder.dropped(attention_part(builder, first, layer)))
+            with builder.tape.alive(attended):
+                return builder.add(attended, builder.dropped(feed_forward(builder, second, layer)))
 
 
 def _parallel(builder: Builder, x: Value, layer: Layer) -> Value:
