@@ -61,7 +61,15 @@ class CannotAnswerError(MemplanError):
     exit_code = 3
 
 
-class GuessedNameWarning(UserWarning):
+class MemplanWarning(UserWarning):
+    """What an answer rests on that whoever asked should look at."""
+
+
+class UnknownKeyWarning(MemplanWarning):
+    """A trainer's file has a key that the trainer does not have, and that is left out."""
+
+
+class GuessedNameWarning(MemplanWarning):
     """A model's name stands in no list, and its shapes are guessed from what it looks like."""
 
 

@@ -16,7 +16,7 @@ from memplan.cli.grouped_command import add_command
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.documents.escaping import escaped_lines
 from memplan.documents.writing import guarded_streams, say, write_remark
-from memplan.errors import GuessedNameWarning, MemplanError
+from memplan.errors import MemplanError, MemplanWarning
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
@@ -90,16 +90,16 @@ def run() -> None:
     """
     gc.disable()
     with guarded_streams(), warnings.catch_warnings():
-        warnings.simplefilter("always", GuessedNameWarning)
-        warnings.showwarning = _say_guess(warnings.showwarning)
+        warnings.simplefilter("default", MemplanWarning)
+        warnings.showwarning = _say_ours(warnings.showwarning)
         sys.exit(_exit_code())
 
 
-def _say_guess(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """Return what shows a warning: a guess in a line of ours, others as they were."""
+def _say_ours(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows a warning: ours in a line, others as they were."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, GuessedNameWarning):
+        if issubclass(category, MemplanWarning):
             say(str(message))
         else:
             otherwise(message, category, *where)

@@ -608,3 +608,14 @@ def test_one_gpu_that_is_said_is_told_from_none(tmp_path):
         memplan.plan(path, gpu="h100")
     with pytest.raises(MemplanError, match="one GPU, which has nothing to share"):
         memplan.plan(path, gpu="h100", gpus=1)
+
+
+def test_a_misspelt_key_is_named_wherever_its_file_is_planned(cli, tmp_path):
+    path = tmp_path / "trl.yaml"
+    path.write_text(
+        "model_name_or_path: meta-llama/Llama-3.2-1B\nmax_length: 1024\nuse_peft: true\ngradient_acumulation_steps: 4\n"
+    )
+    ran = cli("fit", path, "--gpu", "rtx4090")
+    assert ran.exit_code == 0
+    assert "trl.yaml:4: gradient_acumulation_steps: TRL has no such key" in ran.err
+    assert ran.err.count("did you mean 'gradient_accumulation_steps'") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, printable
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, printable
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -156,6 +157,9 @@ def training_data(
         CannotAnswerError: Something of it is not modelled, or missing.
     """
     job = trainer_job(text, beside, gpus, content)
+    for one in job.keys.unknown:
+        line = f"{one.source}:{one.line}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
+        warnings.warn(UnknownKeyWarning(line), stacklevel=2)
     _refuse_unread(text, job, given)
     method = job.section("method")
     unnamed = job.reading.refusals and not {"stage", "tuning"} <= method.keys()
