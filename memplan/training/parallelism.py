@@ -45,6 +45,8 @@ def parallel_problems(parallel: Parallel) -> Problems:
             auto = "" if name == "sub_group_size" else "auto or "
             sign = "a positive number of" if least else "0 or more"
             yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
+    if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
+        yield ("parallel", "deepspeed"), f"counts with parallel.engine: deepspeed alone, not with {parallel.engine}"
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 

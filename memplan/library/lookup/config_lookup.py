@@ -107,7 +107,7 @@ def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) 
         "stack": overrides.stack,
     }
     changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
-    if overrides.gpus > 1:
+    if overrides.gpus > 1 or (overrides.counted and config.parallel.data > 1):
         changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
     return changes
 
