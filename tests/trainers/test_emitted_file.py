@@ -43,6 +43,8 @@ def test_deepspeeds_file_says_stage_precision_and_batch(tmp_path):
     parallel = {"zero_stage": 2, "engine": "deepspeed", "deepspeed": {"reduce_bucket_size": 1000}}
     assert (answer["role"], answer["training"]["parallel"]) == ("launcher", parallel)
     assert (answer["training"]["micro_batch_size"], answer["training"]["compute_dtype"]) == (3, "bf16")
+    with pytest.raises(CannotAnswerError, match="engine: torch is not what DeepSpeed's file starts"):
+        memplan.emit("llama-3.2-1b", "deepspeed", config="lora", set=["parallel.zero_stage=3", "parallel.data=8"])
 
 
 def test_what_a_trainer_has_no_keys_for_is_refused():

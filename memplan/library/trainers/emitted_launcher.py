@@ -38,6 +38,10 @@ def emit_deepspeed(options: JobOptions) -> str:
     """
     inputs = job_inputs("emit", None, options)
     config = read_config(inputs.config or DEFAULT_CONFIG, inputs.overrides(inputs.gpus), inputs.catalog)
+    if config.parallel.engine != DEEPSPEED:
+        raise CannotAnswerError(
+            f"parallel.engine: {config.parallel.engine} is not what DeepSpeed's file starts; set parallel.engine: deepspeed"
+        )
     text = json.dumps(_keys(config), indent=2) + "\n"
     job = trainer_job("ds_config.json", content=text)
     for key in SAID:
