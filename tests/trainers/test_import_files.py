@@ -619,3 +619,22 @@ def test_a_misspelt_key_is_named_wherever_its_file_is_planned(cli, tmp_path):
     assert ran.exit_code == 0
     assert "trl.yaml:4: gradient_acumulation_steps: TRL has no such key" in ran.err
     assert ran.err.count("did you mean 'gradient_accumulation_steps'") == 1
+
+
+def test_what_deepspeed_casts_is_cast_whatever_dtype_a_file_loads_weights_in(cli, tmp_path):
+    expected = set()
+    for line in ("", "dtype: bfloat16\n", "dtype: float32\n"):
+        path = tmp_path / "trl.yaml"
+        path.write_text(f"model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 1024\n{line}")
+        ran = cli("fit", path, "--with", EXAMPLES / "ds_z2.json", "--gpu", "h100", "--gpus", 8, "--json")
+        expected.add(ran.data["peak"]["requested_bytes"])
+    assert len(expected) == 1
+
+
+def test_a_file_of_several_gpus_is_planned_for_as_many_as_are_given(cli, tmp_path):
+    path = tmp_path / "torchtitan.toml"
+    text = (EXAMPLES / "torchtitan.toml").read_text()
+    path.write_text(text.replace("tensor_parallel_degree = 2", "tensor_parallel_degree = 1"))
+    ran = cli("fit", path, "--gpu", "h100", "--gpus", 4)
+    assert ran.exit_code in (0, 1)
+    assert "each of 4 h100-sxm-80gb" in ran.out

@@ -17,6 +17,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError, printable
 from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_data
 from memplan.model.model import Model
 from memplan.step.states.parallel_shards import FULLY_SHARDED
+from memplan.training.parallelism import divides_model
 from memplan.training.resolved import Path as KeyPath
 from memplan.training.resolved import TrainingSetup, config_problems, resolve
 from memplan.values import dataclass
@@ -107,7 +108,7 @@ def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) 
         "stack": overrides.stack,
     }
     changes: dict[str, Any] = {k: v for k, v in shorthands.items() if v is not None and (k,) not in given}
-    if overrides.gpus > 1 or (overrides.counted and config.parallel.data > 1):
+    if overrides.gpus > 1:
         changes["parallel"] = _shared_out(config.parallel, overrides.gpus, given)
     return changes
 
@@ -118,6 +119,8 @@ def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
     Raises:
         InvalidFileError: The config is for another number of GPUs.
     """
+    if divides_model(parallel):
+        return parallel  # its data degree is less than the GPUs by how often the model is divided
     if parallel.data not in (1, gpus):
         raise InvalidFileError(
             [f"--gpus {gpus}: the config is for parallel.data {parallel.data}; give the same number"]
