@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
-from memplan.importer.reading import DEFAULTED, MODEL, Reading, Refusal, Result, UsedKey, need_of, target
+from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.module_patterns import selected_linears
 
@@ -220,7 +220,7 @@ class _Step:
     def _state(self, name: str, value: Any, key: str | None) -> None:
         """Set a result that keys, or results of theirs, say."""
         keys = [key] if key is not None else list(self.seen)
-        rank = self.rank if keys else self.from_results
+        rank = OVERRIDDEN if self.rule.get("overrides") else self.rank if keys else self.from_results
         why = self.rule.get("why", "")
         self._set(name, value, rank, keys[0] if keys else "", why, keys)
 

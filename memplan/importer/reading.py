@@ -17,8 +17,8 @@ MODEL = "model.given"
 NEEDED = {MODEL: "the model", "micro_batch_size": "--micro-batch-size N", "sequence_length": "--sequence-length N"}
 """Results that have an argument of their own."""
 
-DEFAULTED, LAUNCHED, STATED = range(3)
-"""Ranks of a result: a default, said by a launcher's file, by the trainer's file or flags; the higher one counts."""
+DEFAULTED, LAUNCHED, STATED, OVERRIDDEN = range(4)
+"""Ranks of a result: a default, said by a launcher's file, by the trainer's file or flags, done whatever they say; the higher counts."""
 
 
 @dataclass(frozen=True, slots=True)

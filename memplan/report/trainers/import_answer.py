@@ -10,7 +10,7 @@ from memplan import __version__
 from memplan.errors import printable
 from memplan.importer.conditions import word
 from memplan.importer.imported_job import ImportedJob
-from memplan.importer.reading import DEFAULTED, UsedKey
+from memplan.importer.reading import DEFAULTED, OVERRIDDEN, UsedKey
 from memplan.report.document import Block, Document, Table
 
 HIDDEN = ("let.", "launcher.")
@@ -112,10 +112,10 @@ def _used(job: ImportedJob, key: UsedKey) -> dict[str, Any]:
 
 
 def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
-    """Return what no key says, with the key that would."""
+    """Return what no key says, with the key that would, and what is done whatever keys say."""
     rows = []
     for name, result in job.reading.results.items():
-        if result.rank == DEFAULTED and not name.startswith(HIDDEN) and result.value is not None:
+        if result.rank in (DEFAULTED, OVERRIDDEN) and not name.startswith(HIDDEN) and result.value is not None:
             short = name.removeprefix("training.")
             flag = result.key or (f"--set {short}=..." if name.startswith("training.") else "")
             rows.append({"key": short, "value": result.value, "why": result.why, "change": flag})

@@ -12,14 +12,21 @@ from memplan.model.families.vision.qwen3_vl import tower
 from memplan.model.families.vision_towers import text_inside, with_tower
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memplan.model.families.config_values import ConfigValues
     from memplan.model.spec import ModelSpec
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a config of Qwen3.5 and 3.6, dense."""
-    vision = config.part("vision_config", "qwen3_5_vision")
+    return behind_tower(config, qwen3_5_text.model_spec)
+
+
+def behind_tower(config: ConfigValues, text: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:
+    """Return the shapes of a config whose text part ``text`` reads."""
+    vision = config.part("vision_config", f"{config.family}_vision")
     parts = tower(vision)
     vision.only("deepstack_visual_indexes", [])
     config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3_5_text", qwen3_5_text.model_spec), parts)
+    return with_tower(config, text_inside(config, f"{config.family}_text", text), parts)

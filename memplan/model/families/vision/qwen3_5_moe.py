@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memplan.model.families.linear_attention import qwen3_5_moe_text
-from memplan.model.families.vision.qwen3_vl import tower
-from memplan.model.families.vision_towers import text_inside, with_tower
+from memplan.model.families.vision.qwen3_5 import behind_tower
 
 if TYPE_CHECKING:
     from memplan.model.families.config_values import ConfigValues
@@ -18,8 +17,4 @@ if TYPE_CHECKING:
 
 def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of a config of Qwen3.5 and 3.6 with experts."""
-    vision = config.part("vision_config", "qwen3_5_moe_vision")
-    parts = tower(vision)
-    vision.only("deepstack_visual_indexes", [])
-    config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3_5_moe_text", qwen3_5_moe_text.model_spec), parts)
+    return behind_tower(config, qwen3_5_moe_text.model_spec)
