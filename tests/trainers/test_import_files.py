@@ -479,7 +479,8 @@ def test_nanogpt_and_nanochat_flags():
 MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers").glob("*.yaml"))
 RULE_KEYS = {
     *("key", "to", "table", "also", "default", "why", "value", "set", "when", "unless", "append", "product"),
-    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change", "if_null", "overrides"),
+    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change", "if_null"),
+    "overrides",
 }
 
 
@@ -628,6 +629,8 @@ def test_what_deepspeed_casts_is_cast_whatever_dtype_a_file_loads_weights_in(cli
         path.write_text(f"model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 1024\n{line}")
         ran = cli("fit", path, "--with", EXAMPLES / "ds_z2.json", "--gpu", "h100", "--gpus", 8, "--json")
         expected.add(ran.data["peak"]["requested_bytes"])
+        shown = cli("import", path, "--with", EXAMPLES / "ds_z2.json", "--gpus", 8, "--json").data["assumed"]
+        assert ("weights.default", "bf16") in {(row["key"], row["value"]) for row in shown}
     assert len(expected) == 1
 
 
