@@ -152,5 +152,6 @@ def test_the_command_reads_standard_input_and_files(tmp_path):
     runner = CliRunner()
     app = make_app(["why", "fit"])
     assert json.loads(runner.invoke(app, ["why", "--json", "--message", str(log)]).stdout)["cause"] == "the job"
+    assert json.loads(runner.invoke(app, ["why", "--json", str(log)]).stdout)["cause"] == "the job"
     assert json.loads(runner.invoke(app, ["why", "--json"], input=new()).stdout)["cause"] == "the job"
     assert runner.invoke(app, ["why"], input="nothing of the kind").exception.exit_code == 2

@@ -27,6 +27,10 @@ def explain_command(
     return emit(memplan.plan(model.model, **options).explanation(output.unit), output)
 
 
+LOGS = (".log", ".txt", ".out", ".err")
+"""Endings of files that are torch's message and no model, where they stand in its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
     """Where the message stands."""
@@ -47,7 +51,11 @@ def why_command(
 ) -> int:
     """Why was it out of memory? Torch's message, read beside the plan of the job.
 
-    Without MODEL: what the message alone tells. Without --gpu: a GPU of the capacity that it names.
+    Without MODEL, or with a log in its place: what the message alone tells. Without --gpu: a GPU of the capacity
+    that it names.
     """
     options = job_options(output, training, model, device)
-    return emit(memplan.why(model.model, file=message.message, **options).document(output.unit), output)
+    job, log = model.model, message.message
+    if job is not None and log == Path("-") and job.endswith(LOGS):
+        job, log = None, Path(job)
+    return emit(memplan.why(job, file=log, **options).document(output.unit), output)

@@ -104,7 +104,7 @@ def max_command(
 ) -> int:
     """How large can it be? A model for each GPU; with --for, its batch, sequence, adapter rank or layers.
 
-    Without --gpu: every GPU of the catalog. Without --config: tier1, tier2, tier3 and bf16-adamw; with --for,
+    Without --gpu: every GPU of the catalog. Without --config: qlora, lora, bf16-adamw and tier3; with --for,
     bf16-adamw (lora for a rank). What is answered FITS, and one more does not.
     """
     what = sought.what.value

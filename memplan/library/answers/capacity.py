@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # each question imports what it alone needs
 
 Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
-CONFIGS = ("tier1", "tier2", "tier3", "bf16-adamw")
+CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
 MOST_CELLS = 100
 """Batches, or lengths, of a grid at most."""
@@ -127,7 +127,7 @@ def largest(
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.
         options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` pool
-            their memory. Without ``config``: tier1, tier2, tier3 and bf16-adamw for a model, lora for a rank, else
+            their memory. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
             bf16-adamw.
 
     Raises:
