@@ -14,8 +14,9 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
-Stage = Literal["sft", "dpo", "kto", "reward", "orpo", "cpo", "simpo"]
-"""What a step learns from: rows of tokens; pairs of answers, chosen and rejected; or answers that are said to be good or bad."""
+Stage = Literal["sft", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo"]
+"""What a step learns from: rows of tokens; pairs of answers, chosen and rejected; answers that are said to be good or bad; or
+answers that the model has generated itself, which are scored."""
 ReferenceModel = Literal["none", "resident", "adapter-off", "precomputed"]
 Place = Literal["none", "cpu"]
 """Where something is moved: nowhere, or to host memory."""
@@ -68,6 +69,28 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollout:
+    """The completions that a step learns from, and what generates them.
+
+    Attributes:
+        completion_length: Tokens of each row that are generated, the rest being its prompt.
+        micro_batches: Micro-batches whose rows are generated together; None is as many as a step accumulates.
+        iterations: Steps that learn from the same completions.
+        engine: ``transformers`` generates with the model that is trained; ``vllm`` is an engine on the same GPU, with
+            weights of its own; ``server`` one elsewhere.
+        engine_fraction: Share of the GPU that an engine on it takes.
+        sleeps: Whether that engine lets go of its memory while a step runs.
+    """
+
+    completion_length: int = 256
+    micro_batches: int | None = None
+    iterations: int = 1
+    engine: Literal["transformers", "vllm", "server"] = "transformers"
+    engine_fraction: float = 0.3
+    sleeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """What a step learns from, and the model that it is compared with.
 
@@ -75,10 +98,12 @@ class Method:
         stage: ``sft``, which pretraining is too; or a preference method, whose micro-batch counts pairs where it has pairs.
         reference_model: ``resident`` is a frozen second copy; ``adapter-off`` the model without its adapters;
             ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
+        rollout: What a method learns from that generates, which others have not.
     """
 
     stage: Stage = "sft"
     reference_model: ReferenceModel | None = None
+    rollout: Rollout | None = None
 
 
 Engine = Literal["torch", "fsdp1", "deepspeed"]

@@ -47,6 +47,7 @@ class Allowances:
         upper_nccl_bytes: The same at the upper end, which ``upper_context_bytes`` includes.
         nccl_source: Where they were measured.
         stream_bytes: Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes.
+        engine_bytes: What an engine that generates on the same device takes at the peak, which all contexts include.
     """
 
     library_bytes: int
@@ -62,6 +63,7 @@ class Allowances:
     upper_nccl_bytes: int = 0
     nccl_source: str = ""
     stream_bytes: int = 0
+    engine_bytes: int = 0
 
     def reserve_bytes(self, allocated_bytes: int) -> int:
         """Return the memory that the allocator is expected to hold beyond what it has handed out."""
@@ -134,6 +136,17 @@ def communicating(allowances: Allowances, stream_bytes: int, communicator: Commu
         upper_nccl_bytes=most,
         nccl_source=f"{communicator.note} ({', '.join(source.url for source in communicator.sources)})",
         stream_bytes=stream_bytes,
+    )
+
+
+def beside_engine(allowances: Allowances, engine_bytes: int) -> Allowances:
+    """Return the allowances of a GPU on which an engine generates that has so many bytes at the peak."""
+    return replace(
+        allowances,
+        context_bytes=allowances.context_bytes + engine_bytes,
+        upper_context_bytes=allowances.upper_context_bytes + engine_bytes,
+        least_context_bytes=allowances.least_context_bytes + engine_bytes,
+        engine_bytes=engine_bytes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from memplan.catalog.training_config import Rollout
 from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, is_whole, sent_bytes
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.training.stack_models import TEXT_ALONE
@@ -101,11 +102,33 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
     if method.stage == "sft":
         return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
-    yield f"method {method.stage}{pairs}; every token of a row is one of the answer"
+    if method.rollout is None:
+        yield f"method {method.stage}{pairs}; every token of a row is one of the answer"
+    else:
+        yield from _rollout(plan, method.rollout)
     if plan.setup.scores:
         yield "the head yields one number for each token in place of logits, and is trained"
     if method.reference_model != "none":
         yield f"reference model: {REFERENCES[str(method.reference_model)]}"
+
+
+ENGINES = {
+    "transformers": "the model itself generates, with a cache of keys and values",
+    "vllm": "vLLM generates on the same GPU and takes a stated share of it",
+    "server": "a server generates, on other GPUs",
+}
+
+
+def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:
+    """Yield what is generated, together, and by what."""
+    setup, prompt = plan.setup, plan.sequence_length - rollout.completion_length
+    rows = plan.micro_batch_size * setup.generated_micro_batches
+    yield (
+        f"method {setup.config.method.stage}: {rows} completions of {rollout.completion_length:,} tokens are generated "
+        f"together, each behind a prompt of {prompt:,}; none ends earlier"
+    )
+    asleep = ", and sleeps while a step runs" if rollout.sleeps and rollout.engine == "vllm" else ""
+    yield f"generation: {ENGINES[rollout.engine]}{asleep}; rewards are computed elsewhere"
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:

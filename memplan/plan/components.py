@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.catalog.entries import Kind
+from memplan.catalog.training_config import Rollout
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_flat, is_sharded
@@ -30,6 +31,7 @@ COMPONENTS = (
     "allocator_reserve",
     "device_context",
     "nccl_buffers",
+    "generation_engine",
 )
 """The names of DESIGN section 5, in the order of every table."""
 
@@ -37,6 +39,9 @@ TAPE = "operations of the reference model, each tensor kept until its backward h
 FULLY_SHARD_SOURCE = "torch/distributed/fsdp/_fully_shard (v2.13.0), traced on one rank"
 FLAT_SOURCE = "deepspeed/runtime/zero/stage_1_and_2.py (0.19.8), traced on its fullest ranks"
 REPLICATED_SOURCE = "torch/csrc/distributed/c10d/reducer.cpp (v2.13.0), traced on one rank"
+ENGINE_SOURCE = (
+    "gpu_memory_utilization in vllm/config/cache.py (002f10e): weights and cache of an engine, a share of the GPU"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +116,22 @@ def _outside(plan: MemoryPlan) -> Iterator[Component]:
         plan, "library_workspaces", allowances.library_bytes, "cuBLAS workspaces", allowances.library_source
     )
     yield _reserve(plan)
-    context = allowances.context_bytes - allowances.nccl_bytes
+    context = allowances.context_bytes - allowances.nccl_bytes - allowances.engine_bytes
     yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
     ranks = {"N": plan.setup.config.parallel.data}
     source = allowances.nccl_source
     yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, source, "stated")
+    rollout = plan.setup.config.method.rollout
+    if allowances.engine_bytes and rollout is not None:
+        yield _engine(plan, rollout)
+
+
+def _engine(plan: MemoryPlan, rollout: Rollout) -> Component:
+    """Return what an engine that generates on the same GPU takes."""
+    shared: dict[str, int | str] = {"engine_fraction": str(rollout.engine_fraction)}
+    shared["memory"] = plan.device.gpu.cuda_total_bytes
+    formula = "engine_fraction * memory" + (" - what a step has let go of" if rollout.sleeps else "")
+    return Component("generation_engine", plan.allowances.engine_bytes, formula, shared, ENGINE_SOURCE, "stated")
 
 
 def _reserve(plan: MemoryPlan) -> Component:

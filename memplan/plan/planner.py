@@ -15,6 +15,7 @@ from memplan.model.model import Model
 from memplan.plan.allowances import (
     Allowances,
     allowances_for,
+    beside_engine,
     communicating,
     communicator_of,
     measured_allowances,
@@ -81,6 +82,28 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
     if ranks == 1:
         return alone
     return communicating(alone, stream_bytes, communicator_of(device.gpu, ranks, setup.hardware))
+
+
+def engine_bytes(setup: TrainingSetup, device: Device, step_bytes: int) -> int:
+    """Return what an engine that generates on the same device takes at the peak.
+
+    Args:
+        setup: The training setup.
+        device: What the job has to fit on.
+        step_bytes: What a step takes at its peak beside what is always there.
+
+    Formula:
+        ``engine_fraction * memory``; less ``step_bytes`` where the engine sleeps, and a step has let go of these while it wakes
+
+    Source:
+        ``gpu_memory_utilization`` in vllm/config/cache.py (commit 002f10e): a share of the GPU, for each engine;
+        ``VLLMGeneration`` in trl/generation/vllm_generation.py (1.16.0), lines 489 to 492 and 750: it sleeps at level 2,
+        keeping nothing, and PyTorch's cache is emptied before it wakes.
+    """
+    if setup.config.method.rollout is None or setup.rollout.engine != "vllm":
+        return 0
+    share = int(device.gpu.cuda_total_bytes * setup.rollout.engine_fraction) * device.count
+    return max(0, share - step_bytes) if setup.rollout.sleeps else share
 
 
 def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
@@ -302,7 +325,7 @@ class CompiledPlan:
             whole = metrics == "accuracy" and profile.loss == "fp32"
             chunk = min(PIECE_TOKENS, batch * (length if whole else length - 1))
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
-        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row)
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, self.setup.answer_length)
 
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
@@ -348,6 +371,7 @@ class CompiledPlan:
         requested = max(sizes)
         peak = compiled.candidates[sizes.index(requested)]
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
+        allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
         total, upper = allowances.device_bytes(allocated), allowances.upper_bytes(allocated)
         usable = device.usable_bytes(self.setup.reserve_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.behind_forward import evaluation
+from memplan.step.behind_forward import evaluation, generation
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.optimizer_scratch import average_bytes
 from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
@@ -36,6 +36,8 @@ def after_backward(
     if config.weight_average != "none" and config.gradients.lifetime == "step":
         scratch = constant_form(Part.TEMPORARIES, average_bytes(inputs.setup, tensors))
         yield Instant("optimizer step", "moving average", filled + scratch)
+    if inputs.setup.answer_length:
+        yield from generation(inputs, taped, filled)
     if config.evaluation:
         yield from evaluation(inputs, taped, filled + validated)
     if config.save_checkpoint:

@@ -10,19 +10,22 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.places import last_places
-from memplan.step.step_inputs import StepInputs, tables_of_graph
+from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import BEHIND_REGION, Instant
 
-LABEL_BYTES, STATISTICS_BYTES = 8, 4 + 4 + 4 + 1
-"""What a loss over preferences still has names for: labels; log-probability, entropy, mean of logits and whether the
+STATISTICS_BYTES = 4 + 4 + 4 + 1
+"""What a loss over preferences still has names for beside labels: log-probability, entropy, mean of logits and whether the
 target came first (``FusedCausalLMOutput`` in trl/trainer/utils.py, 1.16.0)."""
 
-ENTROPY_BYTES, MASK_BYTES = 4, 8
-"""Of a token: its entropy, and whether it is of an answer, in the 64 bits that this comes in."""
+ENTROPY_BYTES = 4
+"""Of a token: its entropy."""
 
 EVALUATION = "evaluation"
 """The instant of a forward that evaluates."""
+
+GENERATION = "generation"
+"""The instant at which completions are generated and their log-probabilities computed."""
 
 EMBEDDING = -1
 """Stands for the embedding among the kinds of layers."""
@@ -50,19 +53,51 @@ def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
         yield Instant(EVALUATION, "metrics", form)
 
 
+def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moments at which completions are scored: forwards of a micro-batch each, of the model and of a reference.
+
+    Rows as they were generated are there beside those that steps have learnt from, and joined to their prompts; then in
+    another order. What forwards yield of all positions stays until the last of them is done.
+
+    Source:
+        ``_generate_and_score_completions``, ``_get_per_token_logps_and_entropies`` and ``_prepare_inputs`` in
+        trl/trainer/grpo_trainer.py (1.16.0).
+    """
+    setup, together = inputs.setup, inputs.setup.generated_micro_batches
+    rows = single_form(Part.ACTIVATIONS, Quantity.TOKENS, (ID_BYTES + MASK_BYTES) * together)
+    around += rows * 2
+    yield Instant(GENERATION, "rows in another order", around)
+    logs = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 * (together - 1))
+    last = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 + 1 if together > 1 else 0)
+    scored = around + logs + single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
+    arguments = layer_arguments(inputs.spec, setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    if setup.keeps_old_log_probabilities:
+        yield from _forward_alone(inputs, taped, scored + last, GENERATION, arguments)
+    scored += single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * together * setup.keeps_old_log_probabilities)
+    yield from _reference_moments(inputs, taped, scored, GENERATION, arguments)
+
+
 def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
     """Yield the moments of a reference model's forward, which runs before backward, beside all that forward has saved.
 
     Source:
         ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
     """
-    reference = inputs.setup.config.method.reference_model
-    if reference in ("none", "precomputed"):
-        return
+    if inputs.setup.answer_length:
+        return  # it has been compared with before
     if inputs.setup.profile.loss != "log-probabilities":
         around += single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
         around += single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    yield from _reference_moments(inputs, taped, around, name, arguments)
+
+
+def _reference_moments(
+    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form
+) -> Iterator[Instant]:
+    """Yield the moments of a forward of the reference model, where there is one that runs."""
+    if inputs.setup.config.method.reference_model in ("none", "precomputed"):
+        return
     if inputs.setup.config.adapter is not None:
         setup = replace(inputs.setup, config=replace(inputs.setup.config, adapter=None))
         base = tuple(entry for entry in inputs.states.tensors if ".lora_" not in entry.tensor.name)

@@ -35,6 +35,7 @@ class EndSettings:
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
         scores: Whether the head yields one number for each token, of which the loss takes that of the last one.
+        answers: Whether only the tokens that were generated have labels.
         metrics: What a loss's metrics copy of whole logits.
         arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     """
@@ -53,6 +54,7 @@ class EndSettings:
     embedding_dropout: float
     input_gradients: bool
     scores: bool = False
+    answers: bool = False
     metrics: Metrics = "none"
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
@@ -88,6 +90,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
         scores=setup.scores,
+        answers=setup.answer_length > 0,
         metrics=setup.stack.loop.metrics,
         arguments=_arguments(spec, block, setup),
     )

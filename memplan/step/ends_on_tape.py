@@ -202,8 +202,9 @@ def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequ
         wide = settings.loss == "token-chunks-fp32"
         bounded = settings.bounded_logits
         return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, wide=wide, bounded=bounded)
-    loss = tiled_cross_entropy if settings.loss == "fused-head" else linear_cross_entropy
-    return loss(builder, x, weights, settings.vocab_size)
+    if settings.loss == "fused-head":
+        return tiled_cross_entropy(builder, x, weights, settings.vocab_size, answers=settings.answers)
+    return linear_cross_entropy(builder, x, weights, settings.vocab_size)
 
 
 def _final_norm(

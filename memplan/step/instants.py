@@ -28,7 +28,7 @@ from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
-from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
     LATE_CHUNKS,
@@ -308,13 +308,14 @@ def _leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
     """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
-    base += _leaf_apart(inputs, taped)
+    base += _leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
     return base + kept_arguments(inputs) + tables_of_graph(inputs), base + _called_again(inputs)
 
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
     """Yield the moments of forward; ``base`` is there throughout."""
-    yield from _forward(inputs, taped, played, base + held_graph(inputs, taped), _leaf_apart(inputs, taped))
+    base += held_graph(inputs, taped) + joined_ids(inputs.setup, forward=True)
+    yield from _forward(inputs, taped, played, base, _leaf_apart(inputs, taped))
 
 
 def _forward(

@@ -159,7 +159,7 @@ def buffers(inputs: StepInputs) -> Form:
         batch = batch * 2 // 3  # no labels
     if setup.config.method.stage == "kto":
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
-    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
+    form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
     if steps_through_scores(spec) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
@@ -171,6 +171,32 @@ def buffers(inputs: StepInputs) -> Form:
         if tables_of_graph(inputs) is not ZERO
         else form + rotary_tables(spec, setup, wide=inputs.regime.wide_tables)
     )
+
+
+ID_BYTES = MASK_BYTES = LABEL_BYTES = 8
+"""Of a token: its number, whether it is padding, and its label; each in 64 bits."""
+
+
+def generated_rows(setup: TrainingSetup) -> Form:
+    """Return the completions that steps learn from, with their prompts, masks and log-probabilities.
+
+    Source:
+        ``_prepare_inputs`` and ``_compute_loss`` in trl/trainer/grpo_trainer.py (1.16.0).
+    """
+    together = setup.generated_micro_batches
+    engine, compared = setup.rollout.engine != "transformers", setup.config.method.reference_model != "none"
+    logs = 4 * (setup.keeps_old_log_probabilities + engine + compared)  # an engine tells those that it sampled by
+    rows = single_form(Part.ACTIVATIONS, Quantity.TOKENS, (ID_BYTES + MASK_BYTES) * together)
+    return rows + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, logs * together)
+
+
+def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
+    """Return what a micro-batch of completions is joined to: ids, which an embedding that is trained saves; in forward mask and labels too."""
+    if not setup.answer_length:
+        return ZERO
+    saved = ID_BYTES if setup.config.adapter is None else 0
+    kept = ID_BYTES + MASK_BYTES + LABEL_BYTES if forward else saved
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, kept)
 
 
 def tables_of_graph(inputs: StepInputs) -> Form:

@@ -11,7 +11,7 @@ from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Parallel, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Parallel, Rollout, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, match_hint
 from memplan.hardware.hardware_tables import HardwareTables, hardware_tables
 from memplan.model.inventory import ROLES, Role
@@ -36,6 +36,7 @@ from memplan.training.stack_rules import (
     unmodelled,
     with_adapters,
     with_method,
+    with_method_keys,
     with_stack_defaults,
 )
 from memplan.units import parse_bytes
@@ -144,6 +145,35 @@ class TrainingSetup:
         return 2 if self.config.method.stage in PAIRED else 1
 
     @property
+    def rollout(self) -> Rollout:
+        """What is generated, and by what."""
+        assert self.config.method.rollout is not None, "a setup's config is filled in"
+        return self.config.method.rollout
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens of each row that have a label; 0 for all that have a token before them."""
+        return 0 if self.config.method.rollout is None else self.rollout.completion_length
+
+    @property
+    def generated_micro_batches(self) -> int:
+        """Micro-batches whose rows are generated together; 0 where nothing is."""
+        if self.config.method.rollout is None:
+            return 0
+        return self.rollout.micro_batches or self.config.gradient_accumulation_steps
+
+    @property
+    def keeps_old_log_probabilities(self) -> bool:
+        """Whether the log-probabilities that completions were generated with are computed beforehand.
+
+        Source:
+            ``_generate_and_score_completions`` in trl/trainer/grpo_trainer.py (1.16.0): where steps and generations are
+            not aligned, and always where an engine generates.
+        """
+        every = self.generated_micro_batches * self.rollout.iterations
+        return self.rollout.engine != "transformers" or self.config.gradient_accumulation_steps % every != 0
+
+    @property
     def copies_logits(self) -> bool:
         """Whether metrics are made of whole logits, of which they make copies."""
         copied = self.profile.loss == "fp32" and self.stack.loop.metrics not in ("none", "fused")
@@ -219,6 +249,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
+    stack = with_method_keys(config, stack)
     profile = with_method(config, stack, profile)
     profile = with_adapters(config, profile, stack, catalog.formats[format_name(config, "hidden_matrix")])
     if profile.adapters != stack.kernels.adapters:

@@ -10,7 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Method, Parallel, ReferenceModel, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Method, Parallel, ReferenceModel, Rollout, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
@@ -19,6 +19,8 @@ Floats = Literal["fp32", "bf16", "fp16"]
 FLOATS = ("fp32", "bf16", "fp16")
 REFERRED = frozenset(("dpo", "kto"))
 """Stages whose loss compares log-probabilities with those of a reference model."""
+GENERATING = frozenset(("grpo",))
+"""Stages that learn from completions which the model generates, and may stay near a reference model."""
 
 
 def stack_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
@@ -46,7 +48,10 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         adapter = replace(adapter, dtype="fp32")
     if adapter is not None and adapter.vision is None:
         adapter = replace(adapter, vision=stack.vision == "as-language")
-    if config.method.stage != "sft":  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
+    if config.method.stage not in (
+        "sft",
+        *GENERATING,
+    ):  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
         adapter = adapter and replace(adapter, dropout=0.0)
         config = replace(config, dropout=0.0)
     return replace(
@@ -65,6 +70,8 @@ def with_reference(config: TrainingConfig) -> Method:
         trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940.
     """
     method = config.method
+    if method.stage in GENERATING and method.rollout is None:
+        method = replace(method, rollout=Rollout())
     if method.reference_model is not None:
         return method
     own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
@@ -77,12 +84,21 @@ def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) ->
     return replace(profile, loss="log-probabilities") if whole else profile
 
 
+def with_method_keys(config: TrainingConfig, stack: Stack) -> Stack:
+    """Return a stack without its keys that a config's method has not: no key says how long a prompt and its completion are."""
+    if config.method.stage not in GENERATING:
+        return stack
+    return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+
+
 def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
     """Yield what a config, filled in, says of its method that cannot be."""
     method = config.method
     path = ("method", "reference_model")
-    if method.stage not in REFERRED and method.reference_model != "none":
+    if method.stage not in REFERRED | GENERATING and method.reference_model != "none":
         yield path, f"{method.stage} has no reference model; leave it out"
+    if method.rollout is not None:
+        yield from _rollout_problems(config, method.rollout)
     if method.stage in REFERRED and method.reference_model == "none":
         yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
     if method.reference_model == "adapter-off" and config.adapter is None:
@@ -92,6 +108,24 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
             ("micro_batch_size",),
             "kto compares answers of one micro-batch with each other, of which it takes at least 2",
         )
+
+
+def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
+    """Yield what a config says of generated completions that cannot be."""
+    path, stage = ("method", "rollout"), config.method.stage
+    if stage not in GENERATING:
+        yield path, f"{stage} generates nothing; leave it out"
+    if config.method.reference_model == "precomputed":
+        yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
+    if not 0 < rollout.completion_length < config.sequence_length:
+        yield (*path, "completion_length"), f"expected 1 to sequence_length less one, {config.sequence_length - 1}"
+    if rollout.iterations < 1 or (rollout.micro_batches or 1) < 1:
+        yield path, "expected at least one micro-batch and iteration"
+    if not 0 < rollout.engine_fraction <= 1:
+        yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
+    micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
+    if config.micro_batch_size * micro_batches * config.parallel.data < 2:
+        yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
 
 
 def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
@@ -128,6 +162,10 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
         text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
         yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
+    elif config.method.rollout is not None and config.method.rollout.engine == "transformers":
+        yield ("method", "rollout", "engine"), "generation by the model itself is not modelled yet; use vllm or server"
+    elif stage in GENERATING and config.evaluation:
+        yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
     elif stage != "sft" and config.parallel != Parallel():
         yield (
             ("method", "stage"),

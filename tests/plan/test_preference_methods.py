@@ -75,7 +75,7 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("trl@1.14", {"method.stage": "reward"}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
         ("trl", {"parallel.data": 2}, ""),
-        ("trl", {"method.stage": "simpo"}, ".*reward$"),
+        ("trl", {"method.stage": "simpo"}, ".*reward, grpo$"),
     ],
 )
 def test_steps_that_nothing_follows_are_refused(stack, settings, way):
@@ -105,3 +105,47 @@ def test_log_probabilities_of_whole_logits_take_what_older_versions_copy_of_them
 def test_what_older_versions_do_otherwise_is_refused(config, keys, said):
     with pytest.raises(CannotAnswerError, match=said):
         memplan.plan("llama-3.2-1b", gpu="h100", config=config, stack="trl@0.29", set={"method.stage": "dpo", **keys})
+
+
+def rolled(**rollout):
+    engine = {"engine": "vllm", "completion_length": 1024, **rollout}
+    keys = {f"method.rollout.{key}": value for key, value in engine.items()}
+    return memplan.plan(
+        "llama-3.2-1b", gpu="h100", config="lora", stack="trl", micro_batch_size=2, set={"method.stage": "grpo", **keys}
+    )
+
+
+def test_an_engine_on_the_same_gpu_takes_the_share_that_is_stated_and_a_server_none():
+    beside, elsewhere = rolled(engine_fraction=0.25), rolled(engine="server")
+    assert part(beside, "generation_engine") == pytest.approx(beside.memory.usable_bytes / 4, rel=1e-6)
+    assert beside.memory.device_bytes - elsewhere.memory.device_bytes == part(beside, "generation_engine")
+    assert not part(elsewhere, "generation_engine")
+
+
+def test_an_engine_that_sleeps_has_what_a_step_lets_go_of():
+    awake, asleep = rolled(), rolled(sleeps=True)
+    step = sum(part(awake, name) for name in ("gradients", "activations", "logits", "temporaries"))
+    assert part(asleep, "generation_engine") == part(awake, "generation_engine") - step
+
+
+def test_only_tokens_that_were_generated_have_log_probabilities():
+    few, many = rolled(completion_length=64), rolled(completion_length=2000)
+    few, many = dict(few.instants), dict(many.instants)
+    tile = 2 * (2000 - 64) * 32_768 * 2  # two rows, in bf16
+    assert many["loss backward"] - few["loss backward"] > tile / 2
+    assert few["layer 1 backward"] < many["layer 1 backward"] < few["layer 1 backward"] + tile / 1000
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"method.rollout.completion_length": 2048}, "expected 1 to sequence_length less one"),
+        ({"micro_batch_size": 1}, "of which it takes at least 2"),
+        ({"method.rollout.engine_fraction": 1.5}, "a share of the GPU"),
+        ({"method.stage": "dpo", "method.rollout.engine": "vllm"}, "generates nothing"),
+        ({"method.reference_model": "precomputed"}, "generated as it trains"),
+    ],
+)
+def test_contradictions_of_what_is_generated_are_refused(keys, said):
+    with pytest.raises(InvalidFileError, match=said):
+        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={"method.stage": "grpo", **keys})

@@ -26,7 +26,7 @@ from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.registry import trace_stack
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
-from memplan.training.stack_rules import REFERRED
+from memplan.training.stack_rules import GENERATING, REFERRED
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
@@ -125,9 +125,22 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
     training["method"] = {"stage": stage}
     if stage in REFERRED:
         training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
+    if stage in GENERATING:
+        training["method"] |= _rollout(rng, training, own)
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))
+
+
+def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
+    """Return what is generated and compared with, and make a micro-batch of at least two rows where all else is one."""
+    length = int(training["sequence_length"])
+    rollout = {"completion_length": rng.choice((1, length // 2, length - 8)), "engine": rng.choice(("vllm", "server"))}
+    if rng.random() < 0.3:
+        rollout |= {"micro_batches": 2, "iterations": rng.choice((1, 2))}
+    if training["micro_batch_size"] * rollout.get("micro_batches", training["gradient_accumulation_steps"]) < 2:
+        training["micro_batch_size"] = 2
+    return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
 
 
 def at_version(job: StackJob, version: str) -> StackJob:

@@ -54,7 +54,7 @@ class TracedStep:
 
 def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
     """Return the requested components of a plan at its peak."""
-    outside = ("library_workspaces", "allocator_reserve", "device_context", "nccl_buffers")
+    outside = ("library_workspaces", "allocator_reserve", "device_context", "nccl_buffers", "generation_engine")
     return {c.name: c.bytes for c in plan.components if c.name not in outside}
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, printable
+from memplan.training.stack_rules import GENERATING
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -27,7 +28,15 @@ OWN_KEYS = frozenset(("description", "schema"))
 MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config"))
 """Keys of a model's ``config.json``; trainers' files have ``model_type`` too, for something else."""
 
-STAGES = {"sft": "sft", "pretraining": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto", "reward": "reward"}
+STAGES = {
+    "sft": "sft",
+    "pretraining": "sft",
+    "dpo": "dpo",
+    "ipo": "dpo",
+    "kto": "kto",
+    "reward": "reward",
+    "grpo": "grpo",
+}
 """What trainers' files call a kind of training -> the stage of a training config."""
 TUNINGS = ("full", "lora", "qlora")
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
@@ -171,6 +180,8 @@ def training_data(
     data = job.section("training")
     if (stage := STAGES[method["stage"]]) != "sft":
         data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
+        if stage in GENERATING:
+            data["method"]["rollout"] = _known(method.get("rollout", {}), Rollout)
     _refuse_unknown(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""

@@ -18,6 +18,7 @@ COLOURS: Mapping[str, str] = {
     "allocator_reserve": "#c8c8c8",
     "device_context": "#7f8fa6",
     "nccl_buffers": "#4b5d73",
+    "generation_engine": "#332288",
 }
 """Colours that remain distinct without red-green vision (Okabe and Ito, https://jfly.uni-koeln.de/color/); greys lie outside
 what tensors make up."""

@@ -130,7 +130,9 @@ def cross_entropy_in_pieces(builder: Builder, logits: Value) -> Value:
     return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING)
 
 
-def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int) -> Value:
+def tiled_cross_entropy(
+    builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int, *, answers: bool
+) -> Value:
     """Record head and cross-entropy of the tokens that have a next one, tile by tile; return the loss.
 
     Those tokens are copied out by a mask, as though each had a label. Backward forms each tile again and adds up
@@ -141,17 +143,19 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
         x: What the head is given.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.
+        answers: Whether only the tokens that were generated have labels, whose log-probabilities a policy's loss compares.
 
     Source:
         ``add_fused_lm_head`` in trl/trainer/utils.py and ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py
         (1.16.0).
     """
     tape, compute = builder.tape, builder.compute if builder.settings.autocast else x.element_bytes
-    predicted = Quantity.PREDICTED_TOKENS
+    tokens = Quantity.PREDICTED_TOKENS
+    predicted = Quantity.ANSWER_TOKENS if answers else tokens
     with tape.alive(x):
-        cut = Value(x.storage, predicted, x.coefficient, x.element_bytes)
+        cut = Value(x.storage, tokens, x.coefficient, x.element_bytes)
         tape.apply("slice", [(x, NEW)], cut, traits=SAVES_NOTHING)
-        mask = tape.value(predicted, 1, 1)
+        mask = tape.value(tokens, 1, 1)
         rows = tape.value(predicted, x.width, x.element_bytes)
         tape.apply("choose rows", [(cut, NEW)], (rows, mask), [mask])
         labels, sums = tape.make("choose labels", tape.value(predicted, 1, 8)), tape.value(predicted, 2, 4)
@@ -162,10 +166,10 @@ def tiled_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], v
             workspace=[*wide, *_wide_weight(weights[0]), *again],
             custom=True,
         )
-        logs = tape.value(predicted, 0, 4, part=Part.LOGITS)
+        logs = tape.value(tokens, 0, 4, part=Part.LOGITS)
         logs.gradient_coefficient = 4
         own = [summed_as_stored(weight) for weight in weights]
-        results = tape.value(predicted, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
+        results = tape.value(tokens, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
         tape.apply("tiles of logits", [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)

@@ -41,6 +41,7 @@ class Quantity(IntEnum):
     EARLIER_DELTA_CHUNKS = 20
     ROW_CHUNKS = 21
     PADDED_SQUARE = 22
+    ANSWER_TOKENS = 23
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -67,8 +68,9 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.EARLIER_DELTA_CHUNKS: "b*max(ceil(t/64) - 4, 0)",
     Quantity.ROW_CHUNKS: "ceil(t/r)",
     Quantity.PADDED_SQUARE: "t*ceil16(t)",
+    Quantity.ANSWER_TOKENS: "b*c",
 }
-"""Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, V the vocabulary.
+"""Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
 m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
@@ -200,7 +202,9 @@ def scratch_pieces(size: int, piece: int) -> list[Storage]:
     return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
 
 
-def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0, row: int = 0) -> tuple[int, ...]:
+def quantities(
+    batch: int, length: int, chunks: int, vocab: int, chunk: int = 0, row: int = 0, answer: int = 0
+) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
     Args:
@@ -210,6 +214,7 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0,
         vocab: Rows of the embedding.
         chunk: Tokens of a chunk, where that does not follow from their number.
         row: Tokens of one sequence in a chunk, likewise.
+        answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -223,7 +228,8 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0,
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
     predicted = tokens - batch
-    tile = min(predicted, TILE_TOKENS)
+    answered = batch * min(answer or length, length - 1)
+    tile = min(answered, TILE_TOKENS)
     sums = (many, touched, partial)
     delta = ceil_div(length, CHUNK_TOKENS)
     return (
@@ -247,4 +253,5 @@ def quantities(batch: int, length: int, chunks: int, vocab: int, chunk: int = 0,
         batch * max(delta - LATE_CHUNKS - 1, 0),
         -(-length // row),
         length * round_up(length, 16),
+        answered,
     )

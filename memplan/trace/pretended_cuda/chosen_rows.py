@@ -11,33 +11,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
-class ChosenRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ChosenRows(TorchDispatchMode):
     """Lets indexing by a mask without memory return all rows, with the indices that CUDA forms for it.
+
+    Args:
+        answer_length: Rows that a mask over tokens of sequences chooses of each sequence; 0 for all.
 
     Source:
         aten/src/ATen/native/IndexingUtils.h, ``expandTensors``: a mask becomes its ``nonzero`` (v2.13.0).
     """
 
+    def __init__(self, answer_length: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.answer_length = answer_length
+
+    def _chosen(self, mask: Tensor) -> int:
+        """Return how many elements of a mask are taken to be true."""
+        several = self.answer_length and mask.dim() == 2 and mask.shape[1] > self.answer_length
+        return mask.shape[0] * self.answer_length if several else mask.numel()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         options = kwargs or {}
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and _masks(args[1]):
-            indices = [item for mask in args[1] for item in _indices(mask)]
+            indices = [item for mask in args[1] for item in self._indices(mask)]
             return func(args[0], indices, *args[2:], **options)
         if func is aten.masked_select.default and args[0].is_meta:
-            return args[0].new_empty(args[1].numel())
+            return args[0].new_empty(self._chosen(args[1]))
         if func is aten.nonzero.default and args[0].is_meta:
-            return torch.empty((args[0].numel(), args[0].dim()), dtype=torch.long, device="meta")
+            return torch.empty((self._chosen(args[0]), args[0].dim()), dtype=torch.long, device="meta")
         return func(*args, **options)
+
+    def _indices(self, mask: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the positions of a mask's true elements, one tensor for each dimension, which share a storage."""
+        if mask is None or mask.dtype != torch.bool:
+            return (mask,)
+        found = torch.empty((self._chosen(mask), mask.dim()), dtype=torch.long, device=mask.device)
+        return tuple(found.unbind(1))
 
 
 def _masks(indices: Any) -> bool:
     return any(isinstance(item, Tensor) and item.is_meta and item.dtype == torch.bool for item in indices)
-
-
-def _indices(mask: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the positions of a mask's true elements, one tensor for each dimension, which share a storage."""
-    if mask is None or mask.dtype != torch.bool:
-        return (mask,)
-    found = torch.empty((mask.numel(), mask.dim()), dtype=torch.long, device=mask.device)
-    return tuple(found.unbind(1))

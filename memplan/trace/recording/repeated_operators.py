@@ -44,8 +44,15 @@ MOST_SHARED = 50_000
 _shared: dict[Hashable, Repeat] = {}
 """Repeats of torch's own operators, which traces of one process share."""
 
-_OVERRIDDEN = frozenset({torch.ops.aten._grouped_mm.default})
-"""Operators whose results, below autograd, hang on the trace (``cuda_kernels``)."""
+_OVERRIDDEN = frozenset(
+    (
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.nonzero.default,
+    )
+)
+"""Operators whose results, below autograd, hang on the trace (``cuda_kernels``, ``chosen_rows``)."""
 
 
 class RepeatedOperators:

@@ -119,7 +119,7 @@ def column_sum_blocks(args: tuple[Any, ...]) -> list[int]:
     """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step."""
     tensor: Tensor = args[0]
     reduced = {dim % tensor.dim() for dim in args[1] or ()}
-    if not tensor.is_contiguous() or reduced != set(range(tensor.dim() - 1)):
+    if tensor.dim() == 0 or not tensor.is_contiguous() or reduced != set(range(tensor.dim() - 1)):
         return []
     size = column_sum_bytes(tensor.numel() // max(tensor.shape[-1], 1), tensor.shape[-1])
     return [size] if size else []

@@ -24,10 +24,11 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
 from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
+from memplan.trace.stacks.huggingface.generated_rows import generating, loaded_reference, rollout_arguments
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
-from memplan.training.stack_rules import REFERRED
+from memplan.training.stack_rules import GENERATING, REFERRED
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
@@ -38,6 +39,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
 }
 """Stage -> its trainer, and that one's arguments."""
 
@@ -65,9 +67,13 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
         more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
         if reference == "precomputed":
             more["precompute_ref_log_probs"] = True
-        beside = {"ref_model": load(inputs).eval()} if reference == "resident" else {}
-        arguments: Any = arguments_class(**keywords, **more, max_length=config.sequence_length)
-        with without_memory():
+        beside = {"ref_model": load(inputs).eval()} if reference == "resident" and stage in REFERRED else {}
+        if stage in GENERATING:
+            more, beside = rollout_arguments(inputs.setup), {"reward_funcs": len}
+        else:
+            more["max_length"] = config.sequence_length
+        arguments: Any = arguments_class(**keywords, **more)
+        with without_memory(), loaded_reference(load, inputs):
             trainer: Any = trainer_class(
                 model=model,
                 args=arguments,
@@ -79,9 +85,11 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
             )
         if adapters is not None:
             _in_the_setups_dtype(trainer.model, inputs)
-        for model_beside in beside.values():
-            mark_weights(model_beside, recorder)
-        with ChosenRows():  # type: ignore[no-untyped-call]
+        if reference == "resident":
+            mark_weights(trainer.ref_model, recorder)
+        if stage in GENERATING:
+            generating(trainer, inputs, recorder)
+        with ChosenRows(inputs.setup.answer_length):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 
@@ -102,6 +110,8 @@ def _rows(inputs: StackInputs) -> Any:
     columns: dict[str, Any] = {"input_ids": row, "labels": row}
     if stage == "reward":
         columns = {"chosen_ids": row, "rejected_ids": row}
+    elif stage in GENERATING:
+        columns = {"prompt": ["-"] * count}
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}

@@ -1,0 +1,74 @@
+"""What stands for generation in a trainer that learns from completions: rows of full length, and rewards without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as grpo_trainer
+
+from memplan.trace.recording.recorder import Recorder
+from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.training.resolved import TrainingSetup
+
+GENERATION = "generation"
+"""The instant at which completions are generated and scored."""
+
+
+def rollout_arguments(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the keywords of ``GRPOConfig`` for a job."""
+    config, rollout = setup.config, setup.rollout
+    return {
+        "max_completion_length": rollout.completion_length,
+        "num_generations": config.micro_batch_size * setup.generated_micro_batches,
+        "steps_per_generation": setup.generated_micro_batches,
+        "num_iterations": rollout.iterations,
+        "beta": 0.0 if config.method.reference_model == "none" else 0.04,
+    }
+
+
+def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
+    """Let a trainer take completions of full length as generated, and say when it generates."""
+    setup = inputs.setup
+    length, rollout = setup.config.sequence_length, setup.rollout
+    prompt, completion = [1] * (length - rollout.completion_length), [1] * rollout.completion_length
+    told = rollout.engine != "transformers"  # an engine tells the log-probabilities of what it samples
+
+    def tokenized(prompts: list[Any]) -> Any:
+        return [list(prompt) for _ in prompts], None, {}
+
+    def generated(prompt_ids: list[Any], *_: Any, **__: Any) -> Any:
+        logs = [[0.0] * len(completion) for _ in prompt_ids] if told else None
+        return [list(completion) for _ in prompt_ids], logs
+
+    trainer._tokenize_prompts = tokenized
+    trainer._generate_single_turn = generated
+    trainer.use_vllm = told
+    trainer._calculate_rewards = lambda rows, *_: torch.zeros(len(rows), 1, device=trainer.accelerator.device)
+    trainer.reward_func_names = []  # what they yield is told nobody
+    own = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = _between(own, recorder)
+
+
+def _between(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def told(*args: Any) -> Any:
+        recorder.instant(GENERATION)
+        try:
+            return function(*args)
+        finally:
+            recorder.instant("forward")
+
+    return told
+
+
+@contextmanager
+def loaded_reference(load: Callable[[StackInputs], Any], inputs: StackInputs) -> Iterator[None]:
+    """Let a trainer that loads a reference model by its name get what ``load`` returns."""
+    own = grpo_trainer.create_model_from_path
+    grpo_trainer.create_model_from_path = lambda *_, **__: load(inputs).eval()
+    try:
+        yield
+    finally:
+        grpo_trainer.create_model_from_path = own
