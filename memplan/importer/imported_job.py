@@ -16,7 +16,7 @@ from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Resul
 from memplan.importer.referred_files import references
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_keys, read_source
-from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
 from memplan.importer.told_trainers import Told, betrayed_version, tell, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
@@ -287,7 +287,7 @@ def _follow_all(
     if given:
         over = given[0][0]
         for keys, _ in given[1:]:
-            over = replace(keys, under=over)
+            over = replace(with_components(keys, over), under=over)
         follow(job.reading, job.mapped.rules, over, STATED)
         for keys, _ in given:
             sort_keys(job.reading, keys, job.mapped, job.keys)

@@ -20,6 +20,9 @@ FEW = 6
 
 ARITHMETIC = ("product", "quotient", "sum")
 
+PROGRAM = "$program"
+"""The program and subcommands of a command line, which say as much as its flags do."""
+
 REFERENCE = re.compile(r"\$\{|\$[A-Za-z_(]")
 """What OmegaConf or a shell would put a value in for."""
 
@@ -49,8 +52,8 @@ class _Step:
         """Return a key's value, noting that it was looked at; with ``$`` a result's."""
         if name.startswith("$"):
             found = self.reading.results.get(target(name[1:]))
-            if found is not None:
-                self.from_results = max(self.from_results, found.rank)
+            if found is not None or (name == PROGRAM and name[1:] in self.reading.inputs):
+                self.from_results = max(self.from_results, self.rank if found is None else found.rank)
             return self.reading.result(name[1:])
         value = self.keys.value(name)
         if value is not MISSING:
@@ -101,6 +104,9 @@ class _Step:
         elif "set" in rule:
             for name, value in rule["set"].items():
                 self._state(name, value, key)
+        elif "program" in rule:
+            if word_of := re.fullmatch(rule["program"], str(self.lookup(PROGRAM))):
+                self._state(rule["to"], word_of[1], key)
         elif "value" in rule:
             self._state(rule["to"], rule["value"], key)
         elif "change" in rule:
@@ -209,7 +215,9 @@ class _Step:
         name = key or next(iter(self.seen), "")
         value = self.keys.value(name) if name else ""
         source = self.keys.source(name).name if name else self.keys.name
-        self.reading.refusals.append(Refusal(name, source, self.keys.line(name) if name else 1, value, why))
+        refusal = Refusal(name, source, self.keys.line(name) if name else 1, value, why)
+        if refusal not in self.reading.refusals:
+            self.reading.refusals.append(refusal)
 
     def _append(self, name: str, item: Any, key: str | None) -> None:
         earlier = self.reading.results.get(target(name))

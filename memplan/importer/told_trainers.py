@@ -8,12 +8,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from memplan.errors import InvalidFileError, unknown_name
+from memplan.importer.classified_keys import known_keys
 from memplan.importer.conditions import holds, version_parts
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
 PARSED = "huggingface"
 """The mapping of trainers whose files transformers' parser reads: a key that it does not know fails, without a value too."""
+
+NEGATION = "no_"
 
 NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan import --from"
 
@@ -105,7 +108,17 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         data = _placed(_without(keys.data, old.split(".")), alias.now.split("."), value)
         keys = replace(keys, data=data, lines=lines)
         renamed[alias.now] = old
-    return keys, renamed
+    return (_without_negations(keys, mapped) if keys.form == "argv" and PARSED in mapped.extends else keys), renamed
+
+
+def _without_negations(keys: GivenKeys, mapped: Mapped) -> GivenKeys:
+    """Return flags in which ``--no_KEY``, which transformers' parser takes for switches that are on by default, is ``KEY`` off."""
+    known = known_keys(mapped)
+    names = {name: name[len(NEGATION) :] for name in keys.data if name.startswith(NEGATION) and name not in known}
+    off = {name: key for name, key in names.items() if key in known and keys.data[name] is True}
+    data = {off.get(name, name): False if name in off else value for name, value in keys.data.items()}
+    lines = {(off.get(str(path[0]), path[0]), *path[1:]): line for path, line in keys.lines.items()}
+    return replace(keys, data=data, lines=lines)
 
 
 def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:

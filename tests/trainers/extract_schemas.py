@@ -42,6 +42,7 @@ PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("swift/arguments/(sft|rlhf|pretrain|tuner)_args.py", ANY, ""),
         ("swift/arguments/base_args/(base|data|model|quant|template)_args.py", ANY, ""),
         ("swift/trainers/arguments.py", ANY, ""),
+        ("swift/megatron/arguments/(megatron|sft|pretrain|rlhf)_args.py", ANY, ""),
         ("transformers/training_args.py", "TrainingArguments", ""),
     ),
     "torchtitan": tuple(

@@ -115,6 +115,73 @@ def test_axolotl_evaluates_at_steps_that_are_named(tmp_path):
     assert not evaluates("val_set_size: 0.1\neval_steps: 5\neval_strategy: 'no'\n")
 
 
+MODEL = "--model_name_or_path Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("command", "trainer", "said"),
+    [
+        (f"trl sft {MODEL} --no_gradient_checkpointing", "trl", {"training.activation_checkpointing": "none"}),
+        (f"trl reward {MODEL} --dataset_name x/ultrafeedback_binarized", "trl", {"method.stage": "reward"}),
+        (
+            f"torchrun --nproc_per_node 8 train.py {MODEL} --data_path x.json --bf16 True --model_max_length 512",
+            "transformers",
+            {"training.activation_checkpointing": "none", "training.sequence_length": 512, "packing": False},
+        ),
+        (
+            "litgpt finetune_lora microsoft/phi-2 --train.max_seq_length 256",
+            "litgpt",
+            {"model.given": "microsoft/phi-2"},
+        ),
+        (
+            "megatron sft --model Qwen/Qwen2.5-7B --micro_batch_size 1 --max_length 512",
+            "ms-swift",
+            {"training.stack": "megatron", "training.master_weights": "fp32", "training.parallel.zero_stage": 1},
+        ),
+    ],
+)
+def test_commands_say_what_their_program_and_flags_mean_together(command, trainer, said):
+    answer = memplan.import_file(command.split()).to_dict()
+    assert answer["trainer"]["name"] == trainer
+    for path, wanted in said.items():
+        value = answer
+        for part in path.split("."):
+            value = value[part]
+        assert value == wanted, path
+
+
+def test_torchtunes_components_are_overridden_by_their_name_alone():
+    words = ["tune", "run", "lora_finetune_single_device", "--config", str(EXAMPLES / "torchtune.yaml")]
+    job = memplan.import_file([*words, "model=torchtune.models.llama3_2.lora_llama3_2_3b"]).to_dict()
+    assert job["model"]["given"] == "llama3_2_3b"
+
+
+@pytest.mark.parametrize(("version", "default"), [("0.21", "none"), ("0.22", "full")])
+def test_trls_defaults_are_those_of_its_version(tmp_path, version, default):
+    training = memplan.import_file(written(tmp_path, TRL), trainer_version=version).to_dict()["training"]
+    assert training["activation_checkpointing"] == default
+
+
+@pytest.mark.parametrize(
+    ("more", "engine", "weights"),
+    [
+        ("fsdp_config: {offload_params: false}\n", None, "bf16"),
+        ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: false}\n", "fsdp1", "fp32"),
+    ],
+)
+def test_axolotls_fsdp_is_the_second_where_nothing_says_the_first(tmp_path, more, engine, weights):
+    file = written(tmp_path, (EXAMPLES / "axolotl-full.yaml").read_text() + more)
+    training = memplan.import_file(file, gpus=4).to_dict()["training"]
+    assert (training["parallel"].get("engine"), training["weights"]["default"]) == (engine, weights)
+
+
+def test_the_optimizer_that_deepspeeds_file_names_counts(tmp_path):
+    engine = written(tmp_path, '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}', "ds.json")
+    file = written(tmp_path, f"{TRL}optim: adamw_bnb_8bit\n")
+    training = memplan.import_file(file, beside=[engine], gpus=2).to_dict()["training"]
+    assert training["optimizer"] == {"default": "adamw-fp32"}
+
+
 def test_rows_that_nothing_bounds_need_a_length(tmp_path):
     text = TRL.replace("max_length: 1024", "max_length: null")
     assert memplan.import_file(written(tmp_path, text)).to_dict()["needs"][0].startswith("--sequence-length N")
@@ -480,7 +547,7 @@ MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers"
 RULE_KEYS = {
     *("key", "to", "table", "also", "default", "why", "value", "set", "when", "unless", "append", "product"),
     *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change", "if_null"),
-    "overrides",
+    *("overrides", "program"),
 }
 
 

@@ -13,6 +13,8 @@ MISSING: Any = object()
 """What stands where a key is not given."""
 UNSET = (None, "???")
 """Values of a key that is not given: an empty one, and OmegaConf's mark of one that another file has to give."""
+COMPONENT = "_component_"
+"""The key below which torchtune names a class or function."""
 REPEATED = "duplicate key"
 """What the loader says of a key that is given twice; trainers' own loaders take the last one."""
 
@@ -125,6 +127,19 @@ def with_merges(value: Any) -> Any:
         if isinstance(part, dict):
             merged = {**with_merges(part), **merged}
     return {**merged, **plain}
+
+
+def with_components(keys: GivenKeys, under: GivenKeys) -> GivenKeys:
+    """Return flags in which a component that the file below has is named in full: ``model=PATH`` is ``model._component_``.
+
+    Source:
+        torchtune 0.6.1: config/_utils.py, _merge_yaml_and_cli_args
+    """
+    nested = {key for key, value in under.data.items() if isinstance(value, Mapping) and COMPONENT in value}
+    short = {key: f"{key}.{COMPONENT}" for key in nested if isinstance(keys.data.get(key), str)}
+    data = {short.get(key, key): value for key, value in keys.data.items()}
+    lines = {(short.get(str(path[0]), path[0]), *path[1:]): line for path, line in keys.lines.items()}
+    return replace(keys, data=data, lines=lines)
 
 
 def key_paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
