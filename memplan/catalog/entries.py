@@ -164,19 +164,23 @@ class StorageFormat:
         """Bytes of one element in a full block."""
         return Fraction(self.block_bytes, self.block_elements)
 
-    def level_bytes(self, elements: int) -> int:
-        """Return the bytes of a tensor whose codes, scales and scales of scales are tensors of their own, each rounded up.
+    def level_sizes(self, elements: int) -> tuple[int, ...]:
+        """Return the bytes of codes, scales and scales of scales, tensors of their own, each rounded up.
 
         Formula:
-            ``ceil(n c / block_elements) + ceil(n / s) + 4 ceil(n / block_elements) + tensor_bytes``: ``c`` bytes of codes in
-            a block with one fp32 scale, and one byte more for every ``s`` elements where those have scales as codes.
+            ``ceil(n c / block_elements)``, ``4 ceil(n / block_elements)``, ``ceil(n / s)`` and ``tensor_bytes``: ``c`` bytes of
+            codes in a block with one fp32 scale, and one byte more for every ``s`` elements where those have scales as codes.
         """
         if self.blocking != "tensor":
-            return self.tensor_storage_bytes(elements)
+            return (self.tensor_storage_bytes(elements),)
         each = self.coded_scale_elements
         codes = self.block_bytes - 4 - (self.block_elements // each if each else 0)
-        scales = 4 * ceil_div(elements, self.block_elements) + (ceil_div(elements, each) if each else 0)
-        return ceil_div(elements * codes, self.block_elements) + scales + self.tensor_bytes
+        scales = 4 * ceil_div(elements, self.block_elements), ceil_div(elements, each) if each else 0
+        return ceil_div(elements * codes, self.block_elements), *scales, self.tensor_bytes
+
+    def level_bytes(self, elements: int) -> int:
+        """Return the bytes of a tensor that is stored by levels."""
+        return sum(self.level_sizes(elements))
 
     def tensor_storage_bytes(self, elements: int) -> int:
         """Return the bytes of a tensor: whole blocks, and what it has once.

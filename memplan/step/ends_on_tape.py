@@ -86,9 +86,10 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
     sums = [
-        (Quantity.SORTED_TOKENS, 24),
-        (Quantity.TOUCHED_ROWS, 16),
-        (Quantity.PARTIAL_SUMS, 8 + 4 * block.hidden_size),
+        *[(Quantity.SORTED_TOKENS, 8)] * 3,
+        *[(Quantity.TOUCHED_ROWS, 8)] * 2,
+        (Quantity.PARTIAL_SUMS, 8),
+        (Quantity.PARTIAL_SUMS, 4 * block.hidden_size),
     ]
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which scales where there is a scale.

@@ -165,6 +165,7 @@ def tiled_cross_entropy(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
             workspace=[*wide, *_wide_weight(weights[0]), *again],
             custom=True,
+            forms_last=bool(wide),
         )
         logs = tape.value(tokens, 0, 4, part=Part.LOGITS)
         logs.gradient_coefficient = 4

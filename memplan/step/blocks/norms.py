@@ -64,20 +64,19 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
     """Return the norm as Python code writes it: squares in fp32, then the weight."""
     tape = builder.tape
     wide = builder.cast(x, 4)
-    scratch = [(wide.quantity, 2 * wide.coefficient)]
+    full = [(wide.quantity, wide.coefficient)]
     with tape.alive(wide):
         if builder.settings.code.casts_scale:
             squares = builder.multiply(wide, wide)
         else:
-            squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
+            traits = Traits(workspace=full * 2, forms_last=True)
+            squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
         means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), traits=SAVES_NOTHING)
         shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
         inverse = builder.fresh(shifted)
         tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
-    full = [(wide.quantity, wide.coefficient)]
-    normal = tape.apply(
-        "mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], traits=Traits(workspace=full)
-    )
+    traits = Traits(workspace=full, forms_last=True)
+    normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], traits=traits)
     if not used:
         return builder.cast(normal, x.element_bytes)
     if norm.unit_offset:

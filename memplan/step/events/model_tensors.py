@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memplan.step.states.model_states import TensorStates
 from memplan.step.states.muon_scratch import codec_scratch
 from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.step_inputs import StepInputs
@@ -33,9 +34,19 @@ class ModelTensors:
         self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
 
     def weight_sizes(self) -> list[int]:
-        """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers."""
+        """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers, and their scales."""
         floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
-        return floats + [entry.weight_bytes for _, entry in self.all if entry.quantized]
+        return floats + [size for _, entry in self.all if entry.quantized for size in self._levels(entry)]
+
+    def _levels(self, entry: TensorStates) -> list[int]:
+        """Return the bytes of each tensor that codes are stored in: one, or several where a library has them apart."""
+        layout = self._inputs.setup.formats[entry.tensor.role]
+        if layout.row_bytes:
+            rows = layout.row_bytes * entry.tensor.shape[0]
+            return [entry.weight_bytes - rows, rows]
+        sizes = [size for size in layout.level_sizes(entry.tensor.elements) if size]
+        apart = self._inputs.setup.stack.projections.codes_result == "input"
+        return sizes if apart and sum(sizes) == entry.weight_bytes else [entry.weight_bytes]
 
     def buffer_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
         """Return the bytes of token ids and targets, of each table by position, and of the rest.

@@ -203,8 +203,8 @@ def _softmax(builder: Builder, scores: Value) -> Value:
 def probabilities(builder: Builder, scores: Value) -> Value:
     """Return the softmax, whose backward first forms the product of gradient and result (SoftMax.cu)."""
     softmax = builder.fresh(scores)
-    full = [(scores.quantity, scores.coefficient)]
-    return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], traits=Traits(workspace=full))
+    traits = Traits(workspace=[(scores.quantity, scores.coefficient)], forms_last=True)
+    return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], traits=traits)
 
 
 def with_sinks(builder: Builder, scores: Value, heads: int) -> tuple[Value, Value]:

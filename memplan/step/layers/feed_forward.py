@@ -56,8 +56,8 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
         half = builder.pointwise("half", x)
         with tape.alive(half):
             wide = builder.cast(x, 4) if builder.settings.autocast else x
-            scratch = [(wide.quantity, 2 * wide.coefficient)]
-            cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=Traits(workspace=scratch))
+            traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
+            cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
             inner = builder.pointwise("scale", builder.add(x, builder.pointwise("scale", cube)))
             bounded = builder.fresh(inner)
             tape.apply("tanh", [(inner, NEW)], bounded, [bounded])

@@ -157,16 +157,24 @@ def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
 
 def _rotated(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
-    tape, half = builder.tape, x.width // 2
+    tape, half, formed = builder.tape, x.width // 2, builder.settings.code.forms_tables
     width = max(x.element_bytes, _table_bytes(builder))
-    negative = builder.pointwise("neg", builder.sliced(x, half))
-    first = builder.sliced(x, half)
-    turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
-    with tape.alive(x, *(() if builder.settings.code.forms_tables else (turned,))):
-        by_cos = _by_table(builder, "mul cos", x, width, tables[:1])
-        by_sin = _by_table(builder, "mul sin", turned, width, tables[1:])
-        total = tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
-        return builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
+    with tape.alive(x):
+        by_cos = [_by_table(builder, "mul cos", x, width, tables[:1])] if formed else []
+        with tape.alive(*by_cos):
+            parts = (
+                [builder.sliced(x, half)] if formed else []
+            )  # a statement of their own, which takes the first one first
+            negative = builder.pointwise("neg", builder.sliced(x, half))
+            first = parts[0] if formed else builder.sliced(x, half)
+            turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
+        with tape.alive(*(() if formed else (turned,))):
+            by_cos = by_cos or [_by_table(builder, "mul cos", x, width, tables[:1])]
+            by_sin = _by_table(builder, "mul sin", turned, width, tables[1:])
+            total = tape.apply(
+                "add", [(by_cos[0], SAME), (by_sin, SAME)], builder.fresh(by_cos[0]), traits=SAVES_NOTHING
+            )
+            return builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
 
 
 def _table_bytes(builder: Builder) -> int:

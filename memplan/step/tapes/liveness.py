@@ -13,7 +13,7 @@ from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage,
 from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.played import BEHIND_REGION, Instant
 from memplan.step.tapes.tape import FOREVER, Tape
-from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Operation, Reduction, Value
+from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Operation, Reduction, Sizes, Value
 from memplan.step.tapes.taped_weight import Mode, Weight
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -195,7 +195,7 @@ class Player:
         named.update(operation.makes)
         if operation.traits.product:
             self.live.multiply(with_bias=len(operation.weights) > 1)
-        scratch = [(Part.TEMPORARIES, *item) for item in operation.traits.scratch]
+        scratch = _temporaries(operation.traits.scratch)
         if decoded:
             scratch += [scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2]
         self.with_scratch(instant, operation.name, scratch)
@@ -274,6 +274,9 @@ class Player:
         late = any(w.coded for w in node.weights) and not node.traits.packs
         if not late:
             self.recompute_for(node)
+        early = self.live.take(_temporaries(node.traits.workspace)) if node.traits.forms_last else []
+        if early and node.weights:
+            self.live.multiply()
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()
@@ -289,7 +292,7 @@ class Player:
         self.live.give_back(decoded)
         if late:
             self.recompute_for(node)
-        self.finish(node, arrived, formed, first or self.weight_gradients(node))
+        self.finish(node, arrived, formed, first or self.weight_gradients(node), early)
 
     def weight_gradients(self, node: Node) -> list[tuple[Weight, int]]:
         """Form the gradients of a node's weights; return them with their storages."""
@@ -330,21 +333,26 @@ class Player:
         arrived: list[int],
         formed: list[tuple[Value, int]],
         trained: list[tuple[Weight, int]],
+        early: Sequence[Storage] = (),
     ) -> None:
         """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
-        scratch: list[Storage] = [(Part.TEMPORARIES, *item) for item in node.traits.workspace]
+        reduces = node.traits.reduces
+        # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
         again = self.checkpointing != "none" and not self.recomputation.reentrant
-        uncast: list[Storage] = (
-            [(Part.TEMPORARIES, quantity, -size) for quantity, size in node.traits.casts] if again else []
-        )
-        self.with_scratch(node.instant, node.name, [*scratch, *uncast], None if again else node.traits.reduces)
+        late = again and (reduces is not None or bool(node.traits.casts))
+        taken = early or self.live.take(_temporaries(node.traits.workspace))
+        uncast = self.live.take(_temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])
+        self._note_sums(node, None if again else reduces)
+        self.live.give_back(uncast)
+        if not late:
+            self.live.give_back(taken)
         for weight, gradient in trained:
             if weight.coded:
                 self.store(node, weight, gradient)
         self.unsave(node)
-        if again and (node.traits.reduces is not None or node.traits.casts):
-            # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
-            self.with_scratch(node.instant, node.name, scratch, node.traits.reduces)
+        if late:
+            self._note_sums(node, reduces)
+            self.live.give_back(taken)
         self.live.release_all(arrived)
         for weight, gradient in trained:
             if not weight.coded:
@@ -352,15 +360,17 @@ class Player:
         for value, gradient in formed:
             self.accumulate(node, value, gradient)
 
-    def with_scratch(
-        self, instant: str, operation: str, scratch: Sequence[Storage], reduces: Reduction | None = None
-    ) -> None:
+    def with_scratch(self, instant: str, operation: str, scratch: Sequence[Storage]) -> None:
         """Note the moment at which an operation's scratch memory is there."""
         taken = self.live.take(scratch)
+        self.note(instant, operation)
+        self.live.give_back(taken)
+
+    def _note_sums(self, node: Node, reduces: Reduction | None) -> None:
+        """Note what is alive while a node forms the sum over rows that it may have."""
         if reduces is not None:
             self.live.reduce(reduces)
-        self.note(instant, operation, reduces)
-        self.live.give_back(taken)
+        self.note(node.instant, node.name, reduces)
 
     def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
@@ -405,3 +415,8 @@ class Player:
             self.live.release(previous)
             self.gradients[id(value)] = total
         self.live.release(gradient)
+
+
+def _temporaries(sizes: Sizes) -> list[Storage]:
+    """Return sizes as storages of temporaries."""
+    return [(Part.TEMPORARIES, *item) for item in sizes]

@@ -79,6 +79,7 @@ class Traits(NamedTuple):
         matrices: Whether it is the product of two matrices and nothing else (``aten.mm``).
         custom: Whether it is a function written in Python, which saves its tensors when it is done.
         escapes: Whether what it saves are attributes of its node, which hooks of checkpointing do not see.
+        forms_last: Whether its backward forms gradients when all else that it takes is there.
         made: Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     """
 
@@ -90,6 +91,7 @@ class Traits(NamedTuple):
     product: bool = False
     custom: bool = False
     matrices: bool = False
+    forms_last: bool = False
     made: tuple[Value, ...] = ()
     escapes: bool = False
 
@@ -126,7 +128,8 @@ class Node:
             derivatives.yaml (v2.13.0): a formula's results are formed in the order of their names, ``mat2`` before
             ``self``, and with a bias ``mat1``, ``mat2``, ``self``.
         """
-        return len(self.weights) == 1 and self.weights[0].is_matrix and not self.weights[0].coded
+        alone = len(self.weights) == 1 and not self.traits.custom
+        return alone and self.weights[0].is_matrix and not self.weights[0].coded
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,9 @@ from memplan.units import MIB, ceil_div, round_up
 if TYPE_CHECKING:
     from torch import Tensor
 
-MATRIX_PRODUCTS = frozenset({"mm.default", "addmm.default", "bmm.default", "baddbmm.default"})
+MATRIX_PRODUCTS = frozenset(
+    {"mm.default", "mm.out", "addmm.default", "addmm_.default", "bmm.default", "baddbmm.default"}
+)
 """Operators that run in cuBLAS."""
 
 LAST_RESULT_FIRST = frozenset({"native_dropout.default"})
