@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from memplan.allocator.settings import parse_alloc_conf
-from memplan.dryrun.kept_files import KeptFiles
 from memplan.dryrun.libraries.library_changes import known_libraries
+from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
 from memplan.dryrun.terms.answers_given import RefusedError, StepsDoneError
@@ -52,7 +52,7 @@ def run_here(request: Request) -> Outcome:
     lines = ScriptLines(script)
     values = KnownValues(lines, "worst" if request.worst else "balanced")
     cuda = request.kernels == "cuda"
-    recorder = LiveRecorder(
+    recorder = _recorder_class(request)(
         request.card,
         lines,
         parse_alloc_conf(request.alloc_conf),
@@ -67,8 +67,8 @@ def run_here(request: Request) -> Outcome:
         lines,
         (
             files.kept(),
-            pretended_machine(recorder, values, kernels=request.kernels),
-            known_libraries(request.card.compute_capability),
+            pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
+            known_libraries(request.card.compute_capability, files),
             watched.watching(),
         ),
     )
@@ -90,6 +90,14 @@ def run_here(request: Request) -> Outcome:
         seconds=seconds,
         peaks=peaks,
     )
+
+
+def _recorder_class(request: Request) -> type[LiveRecorder]:
+    if request.ranks is None:
+        return LiveRecorder
+    from memplan.dryrun.machine.pretended_ranks import RankRecorder
+
+    return RankRecorder
 
 
 def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> tuple[Ending, str]:

@@ -74,8 +74,8 @@ FAILURES = {
     "untrained": ("import torch\ntorch.zeros(9, device='cuda')\n", 3, "no optimizer was stepped"),
     "nothing": ("print('hello')\n", 3, "no tensor was on the GPU"),
     "compiles": ("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n", 3, "torch.compile"),
-    "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group"),
-    "second": ("import torch\ntorch.zeros(9, device='cuda:1')\n", 3, "only one GPU is pretended"),
+    "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group; say how many"),
+    "second": ("import torch\ntorch.zeros(9, device='cuda:1')\n", 3, "only cuda:0 is pretended"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
     "program": ("import subprocess\nsubprocess.run(['true'])\n", 3, "starts a process of its own at"),
     "operator": (
@@ -132,6 +132,35 @@ def test_a_trainer_needs_what_its_trace_says(tmp_path):
     assert ran.requested_bytes == traced.requested_bytes
     assert ran.to_spare == traced.step.replayed
     assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero_stage", "beside"), [(0, 0), (3, 64)])  # 64: positions in fp32, twice in the trace
+def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, beside, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    model = folder_of_a_model(tmp_path)
+    if zero_stage:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    ran = memplan.run(SCRIPTS / "trainer_rows.py", [str(model), "--bf16"], gpu="h100", gpus=8, quiet=True)
+    traced = memplan.trace(
+        str(model), stack="transformers", config="bf16-adamw", micro_batch_size=2, sequence_length=512, gpu="h100",
+        set={"kernels.optimizer": "foreach", "parallel.data": 8, "parallel.zero_stage": zero_stage},
+    )  # fmt: skip
+    assert traced.requested_bytes - ran.requested_bytes == beside
+    assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 11])
+@pytest.mark.parametrize("name", ["fsdp2_loop", "replicas_loop", "accelerate_fsdp2"])
+def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
+    pytest.importorskip("accelerate")
+    script, words = SCRIPTS / f"{name}.py", [str(folder_of_a_model(tmp_path))] if "accelerate" in name else []
+    ran = memplan.run(script, words, gpu="h100", gpus=16, rank=rank, quiet=True)
+    assert ran.fits
+    assert any(storage.component == "communication" for storage in ran.trace.storages)
 
 
 @pytest.mark.slow

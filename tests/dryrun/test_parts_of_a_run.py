@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.dryrun.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
+from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
 from memplan.dryrun.script_child import _fullest  # noqa: E402
 from memplan.dryrun.terms.answers_given import RefusedError  # noqa: E402
-from memplan.dryrun.terms.outcome import Card  # noqa: E402
+from memplan.dryrun.terms.outcome import Card, Ranks  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
 
@@ -92,3 +92,33 @@ def test_what_nobody_has_set_is_not_known():
         assert values.of(bare.fill_(3)).tolist() == [3] * 4
         bare += bare.new_empty(4)
         assert values.of(bare) is None
+
+
+def test_what_comes_to_the_cpu_has_the_values_that_are_known():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        assert torch.arange(5).cuda().cpu().tolist() == list(range(5))
+        assert torch.arange(5, dtype=torch.uint8).cuda().to("cpu", torch.int64).sum().item() == 10
+
+
+def test_fused_norms_and_default_devices_run(tmp_path):
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES)):
+        norm = torch.nn.RMSNorm(64).to(0)
+        norm(torch.empty(8, 64, device="cuda")).sum().backward()
+        assert norm.weight.grad.is_cuda
+        with torch.device("meta"):
+            assert torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_process_of_several_finds_what_torchrun_tells_it():
+    ranks = Ranks(16, 11)
+    assert {
+        "RANK": "11",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+    }.items() <= ranks.environment.items()
+    with (
+        pretended_machine(recorder_of(GIB), KnownValues(LINES)),
+        pytest.raises(RefusedError, match="joins a process group"),
+    ):
+        torch.distributed.init_process_group("nccl")

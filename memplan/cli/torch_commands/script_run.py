@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import memplan
+from memplan.catalog.training_config import MAXIMUM_GPUS
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, OutputOptions, option
 from memplan.cli.output import emit
@@ -33,6 +34,11 @@ class RunOptions:
     module: Annotated[
         str | None, option(_RUN, "--module", "-m", metavar="MODULE", help="A module in place of SCRIPT, as python -m.")
     ] = None
+    gpus: Annotated[
+        int | None,
+        option(_RUN, "--gpus", "-n", min=1, max=MAXIMUM_GPUS, metavar="N", help="Processes, as torchrun starts them."),
+    ] = None
+    rank: Annotated[int, option(_RUN, "--rank", min=0, metavar="R", help="Which of them runs.")] = 0
     steps: Annotated[int, option(_RUN, "--steps", min=1, max=100, metavar="N", help="Training steps to take.")] = 3
     timeline: Annotated[
         Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
@@ -71,6 +77,8 @@ def run_command(
         module=script.module is not None,
         gpu=device.gpu,
         gpu_memory=device.gpu_memory,
+        gpus=script.gpus,
+        rank=script.rank,
         steps=script.steps,
         timeout=script.timeout,
         worst=script.worst,

@@ -20,20 +20,24 @@ from torch import Tensor
 
 from memplan.dryrun.libraries.after_import import changed_when_imported
 from memplan.dryrun.machine.device_names import replaced
+from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 
 NO_FILE = "weights-without-memory.safetensors"
 
 
 @contextmanager
-def known_libraries(compute_capability: str) -> Iterator[None]:
+def known_libraries(compute_capability: str, files: KeptFiles) -> Iterator[None]:
     """Change the libraries that a script imports inside.
 
     Args:
         compute_capability: Of the card.
+        files: Counts what is saved.
     """
+    parts = {"save": files.saved_parts, "async_save": files.saved_parts}
     with ExitStack() as stack:
         changes = {
+            "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 
 GENERATOR_STATE_BYTES = 16
@@ -40,10 +41,15 @@ class Nothing:
 
 
 @contextmanager
-def pretended_runtime(recorder: LiveRecorder) -> Iterator[None]:
-    """Let ``torch.cuda`` and ``torch.accelerator`` speak of the recorder's card while what is inside runs."""
+def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Iterator[None]:
+    """Let ``torch.cuda`` and ``torch.accelerator`` speak of the recorder's card while what is inside runs.
+
+    Args:
+        recorder: Has the card, and the state of its memory.
+        ranks: Tells how many of it there are, and which one is this process's.
+    """
     saved: list[tuple[Any, str, Any, bool]] = []
-    for owner, name, value in _answers(recorder):
+    for owner, name, value in _answers(recorder, ranks or Ranks(1)):
         saved.append((owner, name, getattr(owner, name, None), hasattr(owner, name)))
         setattr(owner, name, value)
     try:
@@ -56,18 +62,19 @@ def pretended_runtime(recorder: LiveRecorder) -> Iterator[None]:
                 delattr(owner, name)
 
 
-def _answers(recorder: LiveRecorder) -> Iterator[tuple[Any, str, Any]]:
+def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, name, what it is replaced with)."""
     cuda: Any = torch.cuda
     for owner, answers in (
-        (cuda, _device_answers(recorder)),
+        (cuda, _device_answers(recorder, ranks)),
         (cuda, _memory_answers(recorder)),
         (cuda.memory, _memory_answers(recorder)),
         (cuda, _idle_answers()),
         (cuda.random, _idle_answers()),
-        (torch.accelerator, _accelerator_answers(recorder)),
+        (torch.accelerator, _accelerator_answers(recorder, ranks)),
     ):
         yield from ((owner, name, value) for name, value in answers.items())
+    yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
     yield torch.version, "cuda", CUDA_VERSION
     yield torch, "Generator", _Generator
     yield torch.backends.cuda, "is_built", lambda: True
@@ -96,7 +103,7 @@ def _is_available() -> bool:
     return not str(sys._getframe(1).f_globals.get("__name__")).startswith(NATIVE)
 
 
-def _device_answers(recorder: LiveRecorder) -> dict[str, Any]:
+def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
     card = recorder.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
     properties = SimpleNamespace(name=card.name, major=major, minor=minor, total_memory=card.total_bytes)
@@ -107,12 +114,12 @@ def _device_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "init": _nothing,
         "_lazy_init": _nothing,
         "_lazy_call": _nothing,
-        "device_count": lambda: 1,
-        "_device_count_nvml": lambda: 1,
-        "current_device": lambda: 0,
+        "device_count": lambda: ranks.per_node,
+        "_device_count_nvml": lambda: ranks.per_node,
+        "current_device": lambda: ranks.local_rank,
         "set_device": _nothing,
-        "_exchange_device": lambda _device: 0,
-        "_maybe_exchange_device": lambda _device: 0,
+        "_exchange_device": lambda _device: ranks.local_rank,
+        "_maybe_exchange_device": lambda _device: ranks.local_rank,
         "get_device_name": lambda *_: card.name,
         "get_device_capability": lambda *_: (major, minor),
         "get_device_properties": lambda *_: properties,
@@ -204,14 +211,14 @@ def _idle_answers() -> dict[str, Any]:
     }
 
 
-def _accelerator_answers(recorder: LiveRecorder) -> dict[str, Any]:
+def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
     memory = _memory_answers(recorder)
     return {
         "is_available": lambda: True,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "device_count": lambda: 1,
-        "current_device_index": lambda: 0,
-        "current_device_idx": lambda: 0,
+        "device_count": lambda: ranks.per_node,
+        "current_device_index": lambda: ranks.local_rank,
+        "current_device_idx": lambda: ranks.local_rank,
         "set_device_index": _nothing,
         "set_device_idx": _nothing,
         "synchronize": _nothing,

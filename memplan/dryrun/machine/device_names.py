@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import _device_constructors
 
 from memplan.dryrun.terms.answers_given import RefusedError
 
@@ -33,18 +34,26 @@ _FACTORIES = (
 """What makes tensors on a device that a script may name by its number alone."""
 
 
+class _Own:
+    """Number of the one GPU that is pretended."""
+
+    index = 0
+
+
 def inner_device(device: Any) -> Any:
     """Return what C++ is told in place of a device of CUDA's; other devices, and what is none, are returned as they are.
 
     Raises:
-        RefusedError: It is another GPU than the first.
+        RefusedError: It is another GPU than the one that is pretended.
     """
     named = _device(device)
     if named is None or named.type != "cuda":
         return device
-    if named.index:
-        raise RefusedError(f"the script puts something on {named}, and only one GPU is pretended; run it as on one GPU")
-    return _DEVICE("meta", FIRST_INDEX + (named.index or 0))
+    if named.index not in (None, _Own.index):
+        raise RefusedError(
+            f"the script puts something on {named}, and only cuda:{_Own.index} is pretended; run it as one process of one GPU"
+        )
+    return _DEVICE("meta", FIRST_INDEX + _Own.index)
 
 
 def outer_device(device: Any) -> Any:
@@ -84,12 +93,16 @@ _DEVICE = torch.device
 
 
 @contextmanager
-def named_devices() -> Iterator[None]:
-    """Let tensors be moved to CUDA, and be there, while what is inside runs."""
+def named_devices(index: int = 0) -> Iterator[None]:
+    """Let tensors be moved to CUDA, and be there, while what is inside runs.
+
+    Args:
+        index: Number of the one GPU that is pretended.
+    """
 
     def to_cuda(tensor: Tensor, device: Any = None, *rest: Any, **options: Any) -> Tensor:
         options.pop("memory_format", None)
-        return tensor.to(inner_device(_DEVICE("cuda", 0) if device is None else device), *rest, **options)
+        return tensor.to(inner_device(_DEVICE("cuda", index) if device is None else device), *rest, **options)
 
     properties = {
         "is_cuda": property(lambda tensor: tensor.fake_device.type == "cuda"),
@@ -97,16 +110,20 @@ def named_devices() -> Iterator[None]:
         "is_cpu": property(lambda tensor: tensor.fake_device.type == "cpu"),
         "get_device": lambda tensor: -1 if tensor.fake_device.type == "cpu" else tensor.fake_device.index or 0,
     }
+    own = {"index": index}
+    _device_constructors()  # kept, as C++ knows them: a default device is for these
     with (
+        replaced(_Own, own),
         replaced(FakeTensor, {**properties, "__new__": staticmethod(_made)}),
         replaced(
             Tensor,
             {
-                "to": _with_inner_devices(Tensor.to),
+                "to": _first_a_device(_with_inner_devices(Tensor.to)),
                 "cuda": to_cuda,
                 "_make_subclass": staticmethod(_subclassed(Tensor._make_subclass)),
             },
         ),
+        replaced(torch.nn.Module, {"to": _first_a_device(torch.nn.Module.to)}),
         replaced(torch, {"device": _Device}),
         replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
     ):
@@ -166,6 +183,17 @@ def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return named
+
+
+def _first_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that takes a bare number for a GPU's."""
+
+    def moved(target: Any, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (_DEVICE("cuda", args[0]), *args[1:])
+        return function(target, *args, **options)
+
+    return moved
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from memplan.dryrun.machine.device_names import named_devices, replaced
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_tensors import PretendedTensors
 from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
@@ -31,20 +32,23 @@ _TYPES = "_foreach_supported_types"
 
 
 @contextmanager
-def pretended_machine(recorder: LiveRecorder, values: KnownValues, *, kernels: str = "cuda") -> Iterator[None]:
+def pretended_machine(
+    recorder: LiveRecorder, values: KnownValues, *, kernels: str = "cuda", ranks: Ranks | None = None
+) -> Iterator[None]:
     """Run what is inside as on a machine that has the recorder's card.
 
     Args:
         recorder: Sees every tensor on the card.
         values: Answers what is asked of tensors without values.
         kernels: Whose operators run: ``cuda`` for those of CUDA, ``cpu`` for those of torch's CPU build.
+        ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.
     """
     mode = PretendedTensors(values)
     with ExitStack() as stack:
-        stack.enter_context(pretended_runtime(recorder))
+        stack.enter_context(pretended_runtime(recorder, ranks))
         if kernels == "cuda":
             stack.enter_context(composite_kernels(recorder.card.compute_capability))
-        stack.enter_context(named_devices())
+        stack.enter_context(named_devices(ranks.local_rank if ranks else 0))
         stack.enter_context(cuda_autocast())
         stack.enter_context(_tensor_methods(values))
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
@@ -52,7 +56,7 @@ def pretended_machine(recorder: LiveRecorder, values: KnownValues, *, kernels: s
         stack.enter_context(_data_loaders())
         stack.enter_context(replaced(torch, {"compile": _refused_compiler}))
         stack.enter_context(replaced(torch.nn.Module, {"compile": _refused_compiler}))
-        stack.enter_context(replaced(torch.distributed, {"init_process_group": _refused_group}))
+        stack.enter_context(_processes(ranks, recorder))
         if kernels == "cuda":
             for owner in (foreach, optimizer):
                 stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
@@ -66,10 +70,18 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
     """Let tensors without memory be printed, listed and converted, with the values that they are told to have."""
     data = Tensor.data
 
-    def set_data(tensor: FakeTensor, value: Tensor) -> None:
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) is not isinstance(value, FakeTensor):
+            made = (
+                torch.nn.Parameter(value, tensor.requires_grad)
+                if isinstance(tensor, torch.nn.Parameter)
+                else value.detach()
+            )
+            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+            return
         data.__set__(tensor, value)  # type: ignore[attr-defined]
         if isinstance(value, FakeTensor):
-            tensor.fake_device = value.fake_device
+            tensor.fake_device = value.fake_device  # type: ignore[attr-defined]
 
     def shown(tensor: FakeTensor, *_: Any, **__: Any) -> str:
         return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
@@ -83,16 +95,19 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         "__array__": lambda tensor, dtype=None, **_: values.values_of(tensor).numpy().astype(dtype or None),
         "__repr__": shown,
         "__format__": formatted,
-        "pin_memory": lambda tensor, *_: tensor,
         "data_ptr": lambda tensor: _address(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size(),
         "record_stream": lambda *_: None,
+    }
+    shared: dict[str, Any] = {
         "data": property(data.__get__, set_data),  # type: ignore[attr-defined]
+        "pin_memory": lambda tensor, *_: tensor,
+        "is_pinned": _no,
     }
     stored = {"data_ptr": _address}
     with (
         replaced(torch.UntypedStorage, stored),
         replaced(FakeTensor, methods),
-        replaced(Tensor, {"pin_memory": lambda tensor, *_: tensor, "is_pinned": _no}),
+        replaced(Tensor, shared),
     ):
         yield
 
@@ -124,8 +139,18 @@ _COMPILES = (
 )
 
 
+def _processes(ranks: Ranks | None, recorder: LiveRecorder) -> AbstractContextManager[None]:
+    """Return a machine on which a script is one of so many processes, or may join none."""
+    if ranks is None:
+        return replaced(torch.distributed, {"init_process_group": _refused_group})
+    from memplan.dryrun.machine.pretended_ranks import RankRecorder, pretended_ranks
+
+    assert isinstance(recorder, RankRecorder)
+    return pretended_ranks(ranks, recorder)
+
+
 def _refused_group(*_: Any, **__: Any) -> Any:
-    raise RefusedError("the script joins a process group, and only one GPU is pretended; run it as on one GPU")
+    raise RefusedError("the script joins a process group; say how many processes there are (see: --gpus)")
 
 
 def _no(*_: Any) -> bool:

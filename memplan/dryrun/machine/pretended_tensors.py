@@ -66,6 +66,8 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return func(*args, **options)
         elif func is aten._local_scalar_dense.default:
             return self.values.number(args[0])
+        elif func is aten._to_copy.default and str(options.get("device")) == "cpu":
+            return self._on_the_cpu(args[0], options.get("dtype") or args[0].dtype)
         elif any(not isinstance(one, FakeTensor) and not one.is_meta for one in written(func, args, options)):
             return func(*each_tensor(args, self.values.values_of), **each_tensor(options, self.values.values_of))
         with self:
@@ -77,7 +79,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         if result is NotImplemented:
             return result
         self.values.derive(func, args, options, result)
-        return self._on_the_cpu(result) if func is aten._to_copy.default else result
+        return result
 
     def _without_memory(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor) or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
@@ -91,13 +93,11 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.values.note(made, tensor)
         return made
 
-    def _on_the_cpu(self, copy: Tensor) -> Tensor:
-        """Return a copy that came to the CPU as a real tensor, if it is small or known."""
-        if copy.device.type != "cpu" or copy.dtype.is_complex or copy.layout is not torch.strided:
-            return copy
-        if self.values.of(copy) is None and copy.untyped_storage().nbytes() > LARGEST_REAL_BYTES:
-            return copy
-        return self.values.values_of(copy)
+    def _on_the_cpu(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy that comes to the CPU: a real tensor, if it is small or known."""
+        if self.values.of(tensor) is None and tensor.numel() * dtype.itemsize > LARGEST_REAL_BYTES:
+            return FakeTensor(self, torch.empty(tensor.shape, dtype=dtype, device="meta"), torch.device("cpu"))
+        return self.values.values_of(tensor).to(dtype)
 
 
 def _wrapped(mode: FakeTensorMode, bare: Tensor, device: torch.device, *_: Any, **__: Any) -> FakeTensor:

@@ -28,6 +28,51 @@ class Card:
     capacity_bytes: int
 
 
+GPUS_PER_NODE = 8
+"""GPUs of a machine, where a script runs on more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes of a job that runs on several GPUs, of which one runs here.
+
+    Attributes:
+        count: How many there are.
+        rank: Number of the one that runs.
+    """
+
+    count: int
+    rank: int = 0
+
+    @property
+    def per_node(self) -> int:
+        """Processes of a machine."""
+        return min(self.count, GPUS_PER_NODE)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the GPU on its machine."""
+        return self.rank % self.per_node
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that ``torchrun`` sets (torch/distributed/elastic/agent/server/local_elastic_agent.py, v2.13.0)."""
+        numbers = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "GROUP_RANK": self.rank // self.per_node,
+            "ROLE_RANK": self.rank,
+            "WORLD_SIZE": self.count,
+            "LOCAL_WORLD_SIZE": self.per_node,
+            "GROUP_WORLD_SIZE": -(-self.count // self.per_node),
+            "ROLE_WORLD_SIZE": self.count,
+            "MASTER_PORT": 29500,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        return {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in numbers.items()}}
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A script to run.
@@ -43,6 +88,7 @@ class Request:
         allow_writes: Whether files that the script writes are written.
         kernels: Whether operators run as CUDA's, or as those of torch's CPU build.
         alloc_conf: As ``PYTORCH_CUDA_ALLOC_CONF``.
+        ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.
         scratch: Folder for what the script writes.
     """
 
@@ -56,6 +102,7 @@ class Request:
     allow_writes: bool = False
     kernels: Literal["cuda", "cpu"] = "cuda"
     alloc_conf: str = ""
+    ranks: Ranks | None = None
     scratch: str = ""
 
 

@@ -203,6 +203,9 @@ class WatchedSteps:
 
     def _around_step(self, optimizer: torch.optim.Optimizer, *, begins: bool) -> None:
         if begins:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if parameter.grad is not None:
+                    self.recorder.mark(parameter.grad, "gradients")
             if self.recorder.marks[-1][1] != "optimizer step":
                 self.recorder.instant("optimizer step")
             return

@@ -47,6 +47,8 @@ class RunOptions(TypedDict, total=False):
         worst: Masks hold everything and all tokens go to the same experts, where nobody knows.
         allow_writes: Let the script write its files.
         alloc_conf: The allocator's settings, as ``PYTORCH_CUDA_ALLOC_CONF``.
+        gpus: Processes of the job, one GPU each, eight a machine; None for a script that joins no group.
+        rank: Number of the process that runs.
         largest: Tensors to list at the peak.
         quiet: Drop what the script prints, which else goes to standard error.
         catalog: Your own catalog file or folder, added to ours.
@@ -60,6 +62,8 @@ class RunOptions(TypedDict, total=False):
     worst: bool
     allow_writes: bool
     alloc_conf: str
+    gpus: int | None
+    rank: int
     largest: int
     quiet: bool
     catalog: FilePath | None
@@ -152,12 +156,13 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     """
     require_torch()
     from memplan.dryrun.script_process import run_script
-    from memplan.dryrun.terms.outcome import Card, Request
+    from memplan.dryrun.terms.outcome import Card, Ranks, Request
 
     _check(script, options)
     given = options.get("catalog")
     catalog = open_catalog(None if given is None else Path(given))
     device = _device(options, catalog)
+    gpus = options.get("gpus")
     context = context_range(device.gpu, hardware_tables(catalog.root)).expected_bytes
     card = Card(
         device.gpu.name,
@@ -175,6 +180,7 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         options.get("worst", False),
         options.get("allow_writes", False),
         alloc_conf=options.get("alloc_conf", ""),
+        ranks=None if gpus is None else Ranks(gpus, options.get("rank", 0)),
     )
     outcome = run_script(request, quiet=options.get("quiet", False))
     shown = " ".join([str(script), *arguments])
@@ -217,6 +223,11 @@ def _check(script: FilePath, options: RunOptions) -> None:
     if options.get("steps", STEPS) < 1:
         raise InvalidFileError([f"steps: expected at least 1, got {options['steps']}"])
     parse_alloc_conf(options.get("alloc_conf", ""))
+    gpus, rank = options.get("gpus"), options.get("rank", 0)
+    if gpus is not None and gpus < 1:
+        raise InvalidFileError([f"gpus: expected at least 1, got {gpus}"])
+    if not 0 <= rank < (gpus or 1):
+        raise InvalidFileError([f"rank: expected 0 to {(gpus or 1) - 1}, got {rank}"])
 
 
 def _refuse(outcome: Outcome, script: str) -> None:

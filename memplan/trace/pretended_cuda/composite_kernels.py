@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
 from memplan.trace.pretended_cuda.cuda_kernels import grouped_mm
-from memplan.trace.reference.operations import aten, rms_norm
+from memplan.trace.reference.operations import FusedRMSNorm, aten
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.units import round_up
 
@@ -161,7 +161,8 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
     if weight is not None and weight.dtype != x.dtype:
         out: Tensor = aten.rms_norm.default._op_dk(_COMPOSITE, x, normalized_shape, weight, eps)
         return out
-    return rms_norm(x, weight, eps or 1e-6, "cuda")
+    fused: Tensor = FusedRMSNorm.apply(x, weight, eps or 1e-6)  # type: ignore[no-untyped-call]
+    return fused
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

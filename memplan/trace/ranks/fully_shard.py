@@ -6,6 +6,7 @@ torch has for that, by ones that allocate what the real ones do and move nothing
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,10 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     suspended = False
 
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether a storage is on the device whose storages count."""
+        return storage.device.type == self._device
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """See storages change their size, and not see what propagating a sharding runs on stand-ins."""
@@ -79,9 +84,10 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             self._freed(storage._cdata)
             result = resize(storage, size)
-            if size and storage.device.type == self._device:
-                filled = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                self.mark(filled, "communication", "gathered")
+            if size and self._counts(storage):
+                index = self._born(size, "gathered", (size,), "communication")
+                key = storage._cdata
+                self._alive[key] = (index, weakref.ref(storage, lambda _: self._freed(key)), size)
             return result
 
         def unseen(*args: Any, **kwargs: Any) -> Any:

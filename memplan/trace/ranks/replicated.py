@@ -63,7 +63,7 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, recorder: Recorder, **options: Any) -> None:
         with _buckets(recorder):
             super().__init__(module, init_sync=False, **options)
-        self.register_comm_hook(None, _unsent)
+        self.register_comm_hook(None, unsent)
         self.logger = _NoLogger()
         self.recorder = recorder
 
@@ -100,8 +100,8 @@ def _buckets(recorder: Recorder) -> Iterator[None]:
         record.component = "communication"
 
 
-def _unsent(state: object, bucket: GradBucket) -> Future[Tensor]:
-    """Return a bucket as it is: without values there is nothing to send."""
+def unsent(state: object, bucket: GradBucket) -> Future[Tensor]:
+    """Return a bucket as it is, in the form of a hook of DistributedDataParallel: without values there is nothing to send."""
     del state
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
@@ -109,7 +109,7 @@ def _unsent(state: object, bucket: GradBucket) -> Future[Tensor]:
 
 
 # torch compares the annotations themselves, not their names.
-_unsent.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+unsent.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
 @contextmanager

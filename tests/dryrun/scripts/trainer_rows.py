@@ -25,6 +25,7 @@ arguments = TrainingArguments(
     num_train_epochs=1,
     optim="adamw_torch",
     max_grad_norm=0.0,
+    bf16="--bf16" in sys.argv,
     logging_steps=1,
     save_steps=1,
     report_to=[],

@@ -144,6 +144,13 @@ class KeptFiles:
                 pass
         self.skipped[name] = _bytes_of(thing)
 
+    def saved_parts(
+        self, state_dict: Any, *_: Any, checkpoint_id: Any = None, storage_writer: Any = None, **__: Any
+    ) -> None:
+        """Save nothing of what ``torch.distributed.checkpoint`` is given: the bytes of this rank's tensors are counted."""
+        name = checkpoint_id or getattr(storage_writer, "path", None) or "a distributed checkpoint"
+        self.skipped[str(name)] = _bytes_of(state_dict)
+
     def _refused_process(self, *_: Any, **__: Any) -> Any:
         line = self._lines.current()
         raise RefusedError(
@@ -156,6 +163,7 @@ def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
     """Return the bytes of the tensors in a checkpoint."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
+        value = getattr(value, "_local_tensor", value)
         storage = value.untyped_storage()
         if storage._cdata in seen:
             return 0

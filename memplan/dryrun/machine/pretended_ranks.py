@@ -1,0 +1,149 @@
+"""One process of a job on several GPUs: its groups send nothing, and torch's own code around them runs.
+
+A script joins its group as under ``torchrun``. Every group is torch's ``fake`` one, whose collectives leave what they
+are given as it is; buffers that FSDP2, DistributedDataParallel or the script make for them are those of a real run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.tensor import DTensor, _dispatch
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from memplan.dryrun.machine.device_names import replaced
+from memplan.dryrun.terms.outcome import Ranks
+from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.trace.ranks.fully_shard import ShardedRecorder
+from memplan.trace.ranks.replicated import unsent
+
+PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
+"""What tells where a tensor is, which C++ would answer of a distributed one."""
+NCCL_VERSION = (2, 27, 7)
+"""What is written into logs."""
+BACKENDS = "cpu:fake,cuda:fake,meta:fake"
+
+
+class RankRecorder(LiveRecorder, ShardedRecorder):  # type: ignore[no-untyped-call]
+    """A live recorder that follows the parts of distributed tensors, and storages that change their size."""
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "meta"
+
+
+@contextmanager
+def pretended_ranks(ranks: Ranks, recorder: RankRecorder) -> Iterator[None]:
+    """Let a script find itself one of several processes while it runs inside.
+
+    Args:
+        ranks: How many there are, and which one it is.
+        recorder: Sees the tensors of this one.
+    """
+    capable = dist.Backend.backend_capability["fake"]
+    capable += [device for device in ("meta",) if device not in capable]
+    with ExitStack() as stack:
+        stack.enter_context(replaced_variables(ranks.environment))
+        for module in (dist, distributed_c10d, device_mesh):
+            for name, function in _group_calls(ranks).items():
+                if hasattr(module, name):
+                    stack.enter_context(replaced(module, {name: function}))
+        stack.enter_context(replaced(DistributedDataParallel, _replica_calls(recorder)))
+        stack.enter_context(replaced(distributed, {"_verify_param_shape_across_processes": lambda *_: True}))
+        stack.enter_context(replaced(_dispatch, {"run_dtensor_rng_op": _drawn}))
+        stack.enter_context(replaced(DTensor, {name: _of_the_part(name) for name in PLACES}))
+        stack.enter_context(replaced(nccl, {"version": lambda: NCCL_VERSION}))
+        stack.enter_context(recorder.following())
+        yield
+
+
+@contextmanager
+def replaced_variables(values: dict[str, str]) -> Iterator[None]:
+    """Set variables of the environment while what is inside runs."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _group_calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+    """Return what makes groups, and tells of them."""
+    join, make = distributed_c10d.init_process_group, distributed_c10d.new_group
+    asked = ["nccl"]
+
+    def joined(backend: Any = None, *_: Any, **__: Any) -> None:
+        asked[0] = str(backend or asked[0])
+        join(BACKENDS, rank=ranks.rank, world_size=ranks.count, store=FakeStore())
+        group: Any = dist.group.WORLD
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+
+    def made(members: Any = None, *_: Any, group_desc: Any = None, **__: Any) -> Any:
+        return make(members, backend=BACKENDS, group_desc=group_desc)
+
+    return {
+        "init_process_group": joined,
+        "new_group": made,
+        "get_backend": lambda *_: asked[0],
+        "is_nccl_available": lambda: True,
+    }
+
+
+def _of_the_part(name: str) -> property:
+    return property(lambda tensor: getattr(tensor._local_tensor, name))
+
+
+def _drawn(_start: int, _end: int, operator: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run an operator that draws random numbers; the state of the generator is no memory of the GPU's."""
+    return operator(*args, **options)
+
+
+class _NoLogger:
+    """Stands for DistributedDataParallel's logger, which cannot time a device that is not there."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _replica_calls(recorder: LiveRecorder) -> dict[str, Callable[..., Any]]:
+    """Return DistributedDataParallel's own methods, which tell a recorder what their buckets are."""
+    made, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
+    hook = DistributedDataParallel.register_comm_hook
+
+    def init(replica: Any, *args: Any, **options: Any) -> None:
+        with _booked(recorder):
+            made(replica, *args, **options)
+        replica.logger = _NoLogger()
+
+    def hooked(replica: Any, state: Any, own: Any) -> None:
+        replica.sends = True
+        hook(replica, state, own)
+
+    def run(replica: Any, *args: Any, **options: Any) -> Any:
+        if not hasattr(replica, "sends"):
+            hooked(replica, None, unsent)
+        with _booked(recorder):  # torch makes its buckets anew just here
+            replica.reducer._rebuild_buckets()
+        return forward(replica, *args, **options)  # type: ignore[no-untyped-call]
+
+    return {"__init__": init, "forward": run, "register_comm_hook": hooked}
+
+
+@contextmanager
+def _booked(recorder: LiveRecorder) -> Iterator[None]:
+    before = len(recorder.records)
+    yield
+    for record in recorder.records[before:]:
+        record.component = "communication"
