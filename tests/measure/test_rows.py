@@ -100,3 +100,14 @@ def test_states_in_host_memory_are_a_row_and_the_cpus_total_has_them(catalog):
     assert rows["host"].agrees
     assert rows["optimizer_states"].measured_bytes == 0
     assert "cannot tell them from the device's" in rows["requested"].reason
+
+
+def test_each_layer_that_is_recomputed_keeps_the_cpus_random_state(catalog):
+    torch = pytest.importorskip("torch")
+    kept = 2 * torch.get_rng_state().numel()
+    for checkpointing, agrees in (("full", True), ("none", False)):
+        task = cpu_task("llama-3.2-1b", "tier1", catalog, activation_checkpointing=checkpointing)
+        prediction = predict(task, Measurement("measured"))
+        totals = {**prediction.traced_totals, "requested": prediction.traced_totals["requested"] + kept}
+        rows = rows_of(task, prediction, Measurement("measured", components=prediction.components, totals=totals))
+        assert {row.component: row.agrees for row in rows}["requested"] is agrees

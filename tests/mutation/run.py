@@ -1,176 +1,175 @@
 """Mutation testing of the formula: which small changes of a module does no test notice?
 
-    python tests/mutation/run.py memplan/step/states/model_states.py memplan/step/states/muon_scratch.py --minutes 20 --sample 60
+    python tests/mutation/run.py memplan/step/states --sample 8 --json results.json
 
 Works on a copy of the tracked files, so that the working tree is never touched. Which tests run for a
-module, and which operators mutate it, stands in ``[tool.memplan-mutation]`` of pyproject.toml; without
-a module, all of them are mutated. A sample is drawn with a seed, the same one every time. The exit
-code is 1 where a mutant survived, 3 where not all could be tried in time.
+folder or module, and which of cosmic-ray's operators mutate it, stands in ``[tool.memplan-mutation]`` of
+pyproject.toml; without a name, all that stands there is mutated. A sample of each module is drawn with a
+seed, the same one every time. Each mutant is tried in a forked process, in which third-party packages and
+the catalog are loaded already. The exit code is 1 where a mutant survived, 3 where not all could be tried in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
+import os
+import py_compile
 import random
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS_PER_MUTANT = 300
-SESSION = "session.sqlite"
-
-
-@dataclass(frozen=True)
-class Survivor:
-    """A mutant that all tests passed with."""
-
-    line: int
-    operator: str
-    change: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """How the mutants of a module fared; ``outcomes`` counts killed, survived, incompetent and untried ones."""
-
-    module: str
-    outcomes: Counter[str]
-    survivors: tuple[Survivor, ...]
+MEMORY_BYTES = 8 * 2**30
+Mutant = tuple[int, str, str, str]
+"""Line, operator, the line as it is, and the whole source as it becomes."""
 
 
 def main() -> int:
     """Mutate modules one after the other, and print what survives."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["memplan-mutation"]
-    given = _arguments(settings["tests"])
-    results = []
-    for module in given.modules or settings["tests"]:
-        with tempfile.TemporaryDirectory(prefix="memplan-mutation-") as name:
-            copy = _copied(Path(name))
-            result = _mutated(copy, module, settings, given)
-        results.append(result)
-        _say(result)
-    if given.json is not None:
-        data = [
-            {"module": r.module, "outcomes": dict(r.outcomes), "survivors": [vars(s) for s in r.survivors]}
-            for r in results
-        ]
-        given.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    total = sum((result.outcomes for result in results), Counter())
+    given = _arguments()
+    until = time.monotonic() + 60 * given.minutes
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="memplan-mutation-") as name:
+        _copy_into(Path(name))
+        os.chdir(name)
+        _load(name, list(settings["tests"]))
+        passed: set[tuple[str, ...]] = set()
+        for module in _modules(given.names or list(settings["tests"])):
+            tests = tuple(settings["tests"][max((p for p in settings["tests"] if module.startswith(p)), key=len)])
+            if tests not in passed and not _passes(tests):
+                raise SystemExit(f"{module}: its tests fail before anything is mutated: {' '.join(tests)}")
+            passed.add(tests)
+            results.append(_mutated(module, tests, settings["operators"], given, until))
+            if given.json is not None:
+                given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    total = sum((Counter(result["outcomes"]) for result in results), Counter())
+    tried = total["killed"] + total["survived"]
+    sys.stdout.write(
+        f"{total['killed']} of {tried} killed, {total['killed'] / max(1, tried):.1%}; {total['untried']} untried\n"
+    )
     return 1 if total["survived"] else 3 if total["untried"] else 0
 
 
-def _arguments(known: dict[str, list[str]]) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as memplan/step/states/model_states.py")
-    parser.add_argument("--minutes", type=float, default=60.0, help="for each module (60)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="folder or module, such as memplan/step/states")
+    parser.add_argument("--minutes", type=float, default=600.0, help="for all of them (600)")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each module, drawn at random (all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
-    parser.add_argument("--json", type=Path, help="write the results to a file")
-    given = parser.parse_args()
-    for module in given.modules:
-        if module not in known:
-            parser.error(f"{module}: no tests are named for it in pyproject.toml; there are {', '.join(known)}")
-    return given
+    parser.add_argument("--json", type=lambda text: Path(text).absolute(), help="write the results to a file")
+    return parser.parse_args()
 
 
-def _copied(folder: Path) -> Path:
-    """Copy what git tracks, as it stands in the working tree."""
+def _copy_into(folder: Path) -> None:
+    """Copy what git tracks, as it stands in the working tree; its bytecode is known by the source's hash."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
-    return folder
+    mode = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(folder / "memplan", quiet=2, invalidation_mode=mode)
 
 
-def _mutated(copy: Path, module: str, settings: dict[str, Any], given: argparse.Namespace) -> Result:
-    """Run the mutants of a module in a copy, until time is up."""
-    command = f"{sys.executable} -m pytest -q -x {' '.join(settings['tests'][module])}"
-    if subprocess.run(command.split(), cwd=copy, capture_output=True, check=False, env=_environment(copy)).returncode:
-        raise SystemExit(f"{module}: its tests fail before anything is mutated: {command}")
-    (copy / "cosmic-ray.toml").write_text(
-        f'[cosmic-ray]\nmodule-path = "{module}"\ntimeout = {SECONDS_PER_MUTANT}.0\nexcluded-modules = []\n'
-        f'test-command = {json.dumps(command)}\n[cosmic-ray.distributor]\nname = "local"\n',
-        encoding="utf-8",
+def _load(folder: str, mutated: Sequence[str]) -> None:
+    """Import what no mutant can change: packages of others, and the catalog and models under the formula."""
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    import pytest
+    import typer
+
+    from tests.jobs import shipped_catalog
+
+    catalog = shipped_catalog()
+    kinds = (catalog.gpus, catalog.formats, catalog.gradients, catalog.optimizers, catalog.configs, catalog.stacks)
+    assert all((pytest, typer, *(kind.entries for kind in kinds)))
+    prefixes = tuple(name.removesuffix(".py").replace("/", ".") for name in mutated)
+    loaded = [name for name in sys.modules if name.startswith(prefixes)]
+    assert not loaded, f"loaded before they are mutated: {loaded}"
+
+
+def _modules(names: Sequence[str]) -> list[str]:
+    """Return the modules of folders, and those named, each once."""
+    found = (
+        path for name in names for path in ([Path(name)] if name.endswith(".py") else sorted(Path(name).rglob("*.py")))
     )
-    program = [str(Path(sys.executable).parent / "cosmic-ray")]
-    subprocess.run([*program, "init", "cosmic-ray.toml", SESSION], cwd=copy, check=True, capture_output=True)
-    _drawn(copy, module, settings["operators"], given)
-    try:
-        subprocess.run(
-            [*program, "exec", "cosmic-ray.toml", SESSION],
-            cwd=copy, check=True, capture_output=True, env=_environment(copy), timeout=60 * given.minutes,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        sys.stderr.write(f"{module}: {given.minutes:g} minutes are up\n")
-    return _result(copy / SESSION, module)
+    return list(dict.fromkeys(str(path) for path in found))
 
 
-def _environment(copy: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _drawn(copy: Path, module: str, operators: list[str], given: argparse.Namespace) -> None:
-    """Leave the mutants of the named operators in a session, or a sample; a decorator's options are no arithmetic."""
-    from cosmic_ray.work_db import WorkDB, use_db
-
-    lines = (copy / module).read_text(encoding="utf-8").splitlines()
-    with use_db(copy / SESSION, WorkDB.Mode.open) as work:
-        items = [
-            item
-            for item in work.work_items
-            for mutation in item.mutations
-            if mutation.operator_name.removeprefix("core/") in operators
-            and not lines[mutation.start_pos[0] - 1].startswith("@")
-        ]
-        items.sort(key=lambda item: _place(item.mutations[0]))
-        drawn = random.Random(given.seed).sample(items, given.sample) if 0 < given.sample < len(items) else items
-        work.clear()
-        work.add_work_items(drawn)
-
-
-def _place(mutation: Any) -> tuple[Any, ...]:
-    return mutation.start_pos, mutation.operator_name, mutation.occurrence
-
-
-def _result(session: Path, module: str) -> Result:
-    from cosmic_ray.work_db import WorkDB, use_db
-
-    outcomes: Counter[str] = Counter()
-    survivors = []
-    with use_db(session, WorkDB.Mode.open) as work:
-        for item, result in work.completed_work_items:
-            outcome = result.test_outcome.value if result.test_outcome is not None else "incompetent"
-            outcomes[outcome] += 1
-            if outcome == "survived":
-                mutation = item.mutations[0]
-                operator = mutation.operator_name.removeprefix("core/")
-                survivors.append(Survivor(mutation.start_pos[0], operator, _change(result.diff or "")))
-        outcomes["untried"] = len(list(work.pending_work_items))
-    return Result(module, outcomes, tuple(sorted(survivors, key=lambda survivor: survivor.line)))
-
-
-def _change(diff: str) -> str:
-    """Return the lines that a diff takes out and puts in, side by side."""
-    lines = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    return "  ->  ".join(line[1:].strip() for line in lines)
-
-
-def _say(result: Result) -> None:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items()) if count)
-    sys.stdout.write(f"{result.module}: {counts}\n")
-    for survivor in result.survivors:
-        sys.stdout.write(f"  {result.module}:{survivor.line}: {survivor.operator}: {survivor.change}\n")
+def _mutated(module: str, tests: Sequence[str], operators: list[str], given: Any, until: float) -> dict[str, Any]:
+    """Run the mutants of a module, until time is up, and say how they fared."""
+    path, outcomes, survivors = Path(module), Counter[str](), []
+    source = path.read_text(encoding="utf-8")
+    mutants = list(_mutants(source, operators))
+    drawn = (
+        random.Random(f"{given.seed} {module}").sample(mutants, given.sample or len(mutants))
+        if 0 < given.sample < len(mutants)
+        else mutants
+    )
+    for line, operator, before, changed in sorted(drawn):
+        if time.monotonic() > until:
+            outcomes["untried"] += 1
+            continue
+        path.write_text(changed, encoding="utf-8")
+        outcome = "survived" if _passes(tests) else "killed"
+        path.write_text(source, encoding="utf-8")
+        outcomes[outcome] += 1
+        if outcome == "survived":
+            after = changed.splitlines()[line - 1].strip()
+            survivors.append({"line": line, "operator": operator, "change": f"{before.strip()}  ->  {after}"})
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    sys.stdout.write(f"{module}: {counts or 'nothing to mutate'}\n")
+    for one in survivors:
+        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}\n")
     sys.stdout.flush()
+    return {"module": module, "mutants": len(mutants), "outcomes": dict(outcomes), "survivors": survivors}
+
+
+def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
+    """Yield every mutant of a module; a decorator's options are no arithmetic."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
+    for name in operators:
+        operator = get_operator(f"core/{name}")()
+        for occurrence, (start, _) in enumerate(place for node in nodes for place in operator.mutation_positions(node)):
+            if not lines[start[0] - 1].startswith("@"):
+                yield start[0], name, lines[start[0] - 1], mutate_code(source, operator, occurrence)
+
+
+def _passes(tests: Sequence[str]) -> bool:
+    """Tell whether tests pass, in a process of their own; the first that fails ends it, and so does the time limit."""
+    process = os.fork()
+    if not process:
+        code = 70
+        try:
+            signal.alarm(SECONDS_PER_MUTANT)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            import pytest
+
+            code = int(pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -54,7 +55,10 @@ def _weights(rng: Random, catalog: Catalog, *, adapted: bool) -> Keys:
         return {"compute_dtype": compute, "weights": {"default": compute}}
     if kind < 0.6:
         return {"compute_dtype": rng.choice(("bf16", "fp16")), "weights": {"default": "fp32"}}
-    frozen = [name for name, entry in catalog.formats.entries.items() if entry.storable and name not in FLOAT_BYTES]
+    stored = {
+        name: entry for name, entry in catalog.formats.entries.items() if entry.storable and name not in FLOAT_BYTES
+    }
+    frozen = [name for name, entry in stored.items() if entry.product == "decoded" and not entry.decoding_temporaries]
     trained = [name for name in frozen if catalog.formats[name].codec is not None]
     codes = sorted(frozen if adapted else trained)
     hidden = rng.choice(codes)
@@ -72,7 +76,7 @@ def _weights(rng: Random, catalog: Catalog, *, adapted: bool) -> Keys:
 
 def _adapter(rng: Random, model: Model) -> Keys:
     """Return adapters on all projections, or on some of them."""
-    known = projections(model)
+    known = projections(replace(model, inventory=tuple(tensor for tensor in model.inventory if tensor.used)))
     some = sorted(rng.sample(known, rng.randint(1, len(known))))
     adapter: Keys = {"kind": rng.choice(("lora", "lora", "dora")), "rank": rng.choice((1, 3, 8, 16, 64))}
     if rng.random() < 0.5:

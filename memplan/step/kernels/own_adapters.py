@@ -48,10 +48,12 @@ def _refuse_codes(model: Model, setup: TrainingSetup) -> None:
     name = setup.format_names["hidden_matrix"]
     stored = setup.formats["hidden_matrix"]
     where = f"{setup.name}: weights.hidden_matrix: {name}"
+    for role, other in setup.formats.items():
+        if other.decoding_temporaries and (role != "hidden_matrix" or not stack.projections.codes_saved):
+            told = f"{setup.name}: weights.{role}: {setup.format_names[role]}"
+            raise CannotAnswerError(f"{told} is decoded by operators of torch, which is not modelled for {stack.label}")
     if adapter is None or not stored.decoding_temporaries:
         return
-    if not stack.projections.codes_saved:
-        raise CannotAnswerError(f"{where} is decoded by operators of torch, which is not modelled for {stack.label}")
     if setup.config.compute_dtype != "bf16":
         raise CannotAnswerError(f"{where} is modelled over bf16, and not over {setup.config.compute_dtype}")
     code = family_code(stack.model_code, model.spec.architecture)
