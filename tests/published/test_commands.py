@@ -132,7 +132,10 @@ def test_what_a_rule_does_not_know_is_refused(refused, arguments, said):
 
 
 def test_the_printed_figures_of_max_are_those_of_the_table(cli, judge):
-    rows = {(row["gpu"], row["config"]): row for row in cli("max", "--config", "tier1", "--gpu", "mi300x", "--json").data["rows"]}
+    rows = {
+        (row["gpu"], row["config"]): row
+        for row in cli("max", "--config", "tier1", "--gpu", "mi300x", "--json").data["rows"]
+    }
     printed = judge.library.cell("s000.t02", "MI300X 192GB", "Q4+Muon 4-bit (3 B/p)").printed
     assert printed == "50.2B"
     assert rows["mi300x", "tier1"]["notes_max_parameters"] == 50_200_000_000
