@@ -14,9 +14,11 @@ import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from memplan.errors import MemplanError
 from memplan.measure.measured import Measurement
 
 if TYPE_CHECKING:
+    from memplan.measure.measure_stack import StackTask
     from memplan.measure.task import Task
 
 
@@ -29,7 +31,7 @@ def main() -> None:
         out.write(json.dumps({kind: value}) + "\n")
         out.flush()
 
-    task: Task = pickle.load(sys.stdin.buffer)
+    task: Task | StackTask = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     send("progress", "loading torch")
     send("measurement", asdict(_measured(task, lambda text: send("progress", text))))
@@ -42,10 +44,14 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(1)
 
 
-def _measured(task: Task, progress: Any) -> Measurement:
+def _measured(task: Task | StackTask, progress: Any) -> Measurement:
     import torch
 
+    from memplan.measure.measure_stack import StackTask, measure_stack
+
     try:
+        if isinstance(task, StackTask):
+            return measure_stack(task, progress)
         if task.device == "cuda":
             from memplan.measure.measure_cuda import measure_cuda
 
@@ -53,6 +59,8 @@ def _measured(task: Task, progress: Any) -> Measurement:
         from memplan.measure.measure_cpu import measure_cpu
 
         return measure_cpu(task, progress)
+    except MemplanError as error:
+        return Measurement("failed", str(error))
     except torch.OutOfMemoryError as error:
         return _out_of_memory(str(error))
     except (RuntimeError, MemoryError) as error:

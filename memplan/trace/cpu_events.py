@@ -25,17 +25,21 @@ class Marker:
 
     def __init__(self) -> None:
         self._backward = False
-        self._instant = ""
+        self.now = ""
+
+    def next_step(self) -> None:
+        """Begin a step; the last one is reported."""
+        self.instant(NEXT_STEP)
 
     def instant(self, name: str, *, backward: bool = False) -> None:
         """Begin a part of the step."""
-        self._backward, self._instant = backward, name
+        self._backward, self.now = backward, name
         with record_function(MARK + name):
             pass
 
     def backward_reaches(self, tensor: Tensor, instant: str) -> None:
         """Begin ``instant`` when the gradient of ``tensor`` is known; a later micro-step is one instant."""
-        if tensor.requires_grad and not self._backward and self._instant != LATER_MICRO_STEP:
+        if tensor.requires_grad and not self._backward and self.now != LATER_MICRO_STEP:
             tensor.register_hook(lambda _: self.instant(instant, backward=True))  # type: ignore[no-untyped-call]
 
     def forward_begins(self) -> None:

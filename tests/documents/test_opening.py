@@ -22,6 +22,10 @@ PACKAGE = Path(memplan.__file__).parent
 
 ELSEWHERE = {
     ("trace/transformers_models.py", "from_pretrained"): "transformers reads the config that memplan has read before",
+    (
+        "trace/stacks/huggingface/built_model.py",
+        "from_pretrained",
+    ): "transformers reads the checkpoint that was just written",
     ("measure/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
     ("dryrun/script_child.py", "pickle.load"): "the request that the parent process sends through a pipe",
     ("cli/completion.py", "read_text"): "our own files' names, for a shell that waits",

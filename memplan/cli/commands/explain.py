@@ -57,5 +57,5 @@ def why_command(
     options = job_options(output, training, model, device)
     job, log = model.model, message.message
     if job is not None and log == Path("-") and job.endswith(LOGS):
-        job, log = None, Path(job)
+        log, job = Path(job), None
     return emit(memplan.why(job, file=log, **options).document(output.unit), output)

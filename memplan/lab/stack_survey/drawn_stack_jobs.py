@@ -258,14 +258,24 @@ def planned(job: StackJob, catalog: Catalog) -> MemoryPlan:
     return CompiledPlan(model, setup).evaluate(Device(card, GPU))
 
 
+def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
+    """Return what the program of a job's stack is given.
+
+    Raises:
+        MemplanError: The job is refused.
+    """
+    model, setup = stack_setup(job, catalog)
+    return StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
+
+
 def traced(job: StackJob, catalog: Catalog) -> Trace:
     """Return the trace of the stack's own code.
 
     Raises:
         MemplanError: The job is refused.
     """
-    model, setup = stack_setup(job, catalog)
-    inputs = StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
+    inputs = job_inputs(job, catalog)
+    model, setup = inputs.model, inputs.setup
     if not is_flat(setup.config.parallel):
         return trace_stack(job.stack, inputs, workspaces=False)[0]
     fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))

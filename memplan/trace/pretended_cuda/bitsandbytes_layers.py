@@ -36,33 +36,38 @@ def quantises(setup: TrainingSetup) -> bool:
     return setup.format_names["hidden_matrix"] in (*FOUR_BIT, EIGHT_BIT)
 
 
-def quantised(model: Any, setup: TrainingSetup) -> Any:
-    """Return ``model`` with its linear layers, the head aside, replaced as transformers' loading does."""
+def bitsandbytes_options(setup: TrainingSetup) -> Any:
+    """Return transformers' ``BitsAndBytesConfig`` of the format that a setup's linear layers are quantised to."""
     import transformers
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import get_keys_to_not_convert
 
     config: Any = transformers.BitsAndBytesConfig
     name = setup.format_names["hidden_matrix"]
+    if name == EIGHT_BIT:
+        return config(load_in_8bit=True)
+    kind, double = FOUR_BIT[name]
+    return config(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=TORCH_DTYPES[setup.config.compute_dtype],
+    )
+
+
+def quantised(model: Any, setup: TrainingSetup) -> Any:
+    """Return ``model`` with its linear layers, the head aside, replaced as transformers' loading does."""
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    options = bitsandbytes_options(setup)
     kept = get_keys_to_not_convert(model)
     biases = {path: module.bias for path, module in model.named_modules() if getattr(module, "bias", None) is not None}
-    if name == EIGHT_BIT:
-        options = config(load_in_8bit=True)
-    else:
-        kind, double = FOUR_BIT[name]
-        options = config(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=kind,
-            bnb_4bit_use_double_quant=double,
-            bnb_4bit_compute_dtype=TORCH_DTYPES[setup.config.compute_dtype],
-        )
     model = replace_with_bnb_linear(model, kept, options)
     for path, layer in list(model.named_modules()):
         if _is_quantised(layer):
             _fill(layer, setup)
             if path in biases:
                 layer.bias = nn.Parameter(biases[path].detach(), requires_grad=False)
-    setattr(model, "is_loaded_in_8bit" if name == EIGHT_BIT else "is_loaded_in_4bit", True)
+    setattr(model, "is_loaded_in_8bit" if options.load_in_8bit else "is_loaded_in_4bit", True)
     model.config.quantization_config = options
     return model
 

@@ -85,6 +85,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._backward = backward
         self.marks.append((len(self.events), name, backward))
 
+    @property
+    def now(self) -> str:
+        """Name of the instant that runs."""
+        return self.marks[-1][1]
+
     def forward_begins(self) -> None:
         """Note that forward begins; what is made from now on and outlives it are activations."""
         self._spans.append(len(self.events))

@@ -58,7 +58,7 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
     Raises:
         CannotAnswerError: There is no program for that stack, a package is missing, or the library cannot do the job.
     """
-    program = _program(name)
+    program = program_of(name)
     if inputs.setup.config.parallel.data > 1 and name not in ON_SEVERAL_GPUS:
         raise CannotAnswerError(f"parallel.data: the code of stack {name} is traced on one GPU only")
     cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
@@ -80,10 +80,15 @@ def _recorder(setup: TrainingSetup) -> type[Recorder]:
 
 def versions(name: str) -> dict[str, str]:
     """Return the versions of the packages that a stack's program imports, and of torch."""
-    return {package: version(package) for package in _program(name).PACKAGES} | {"torch": torch.__version__}
+    return {package: version(package) for package in program_of(name).PACKAGES} | {"torch": torch.__version__}
 
 
-def _program(name: str) -> Any:
+def program_of(name: str) -> Any:
+    """Return the module of a stack's program.
+
+    Raises:
+        CannotAnswerError: There is none, or a package that it needs is missing.
+    """
     if name not in PROGRAMS:
         known = ", ".join(PROGRAMS)
         raise CannotAnswerError(f"the code of stack {name} cannot be traced; stacks that can: {known}")

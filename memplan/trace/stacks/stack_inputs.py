@@ -58,6 +58,7 @@ class StackInputs:
         setup: How it is trained.
         compute_capability: Of the card whose kernels are chosen, such as ``8.6``.
         details: What the setup does not say.
+        device: What it runs on: ``meta`` in a trace, else a device on which it really trains.
     """
 
     model: Model
@@ -65,6 +66,12 @@ class StackInputs:
     setup: TrainingSetup
     compute_capability: str = "9.0"
     details: StackDetails = StackDetails()
+    device: str = "meta"
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether tensors have no memory."""
+        return self.device == "meta"
 
 
 class StackProgram(Protocol):

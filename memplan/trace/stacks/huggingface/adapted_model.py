@@ -7,7 +7,7 @@ from typing import Any
 import peft
 
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.built_model import without_memory
+from memplan.trace.stacks.huggingface.built_model import made_on
 from memplan.trace.stacks.stack_inputs import StackInputs
 
 ALPHA_PER_RANK = 2
@@ -58,7 +58,7 @@ def with_adapters(model: Any, inputs: StackInputs) -> Any:
     PEFT gives adapters the dtype of the weights beside them and casts 16 bits to fp32, or not
     (``autocast_adapter_dtype``); both are left out on ``meta`` (tuners_utils.py, ``_move_adapter_to_device_of_base_layer``).
     """
-    with without_memory():
+    with made_on(inputs.device):
         model = peft.get_peft_model(model, lora_config(inputs))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name:

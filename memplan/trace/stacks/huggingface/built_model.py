@@ -1,7 +1,8 @@
-"""Transformers' models on ``meta``, built from the keys of a ``config.json`` and set up as a job asks."""
+"""Transformers' models, built from the keys of a ``config.json`` and set up as a job asks: on ``meta``, or loaded on a device."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised, quantises
+from memplan.trace.pretended_cuda.bitsandbytes_layers import bitsandbytes_options, quantised, quantises
 from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
@@ -44,6 +45,13 @@ class _NoInitialisation(TorchFunctionMode):
 def without_memory() -> Iterator[None]:
     """Make every tensor on ``meta``, and initialise none."""
     with _NoInitialisation(), torch.device("meta"):
+        yield
+
+
+@contextmanager
+def made_on(device: str) -> Iterator[None]:
+    """Make every tensor on a device, and initialise none on ``meta``."""
+    with without_memory() if device == "meta" else torch.device(device):
         yield
 
 
@@ -91,6 +99,8 @@ def loaded_model(inputs: StackInputs) -> Any:
     auto: Any = AutoModelForSequenceClassification if setup.scores else whole
     if setup.scores:
         config.num_labels, config.pad_token_id = 1, 0
+    if not inputs.is_traced:
+        return _from_a_checkpoint(auto, config, dtype, inputs).train()
     with without_memory():
         try:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -104,3 +114,19 @@ def loaded_model(inputs: StackInputs) -> Any:
     with_liger(model, setup)
     with_linear_attention(model, setup)
     return model.train()
+
+
+def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: StackInputs) -> Any:
+    """Return a model of random weights as ``from_pretrained`` loads it onto the device from a checkpoint of it."""
+    profile = inputs.setup.profile
+    if "in-place" in (profile.norm, profile.rotary, profile.activation) or profile.loss == "fused-linear":
+        raise CannotAnswerError("Liger's kernels are patched into a traced model alone")
+    with tempfile.TemporaryDirectory() as folder:
+        auto.from_config(config, dtype=dtype).save_pretrained(folder)
+        options: dict[str, Any] = {"dtype": dtype, "device_map": {"": inputs.device}}
+        if quantises(inputs.setup):
+            options["quantization_config"] = bitsandbytes_options(inputs.setup)
+        try:
+            return auto.from_pretrained(folder, attn_implementation=inputs.details.attention, **options)
+        except ValueError:  # as loading decides where nothing is asked for
+            return auto.from_pretrained(folder, attn_implementation="eager", **options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +19,7 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import adapted
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
+from memplan.trace.stacks.huggingface.watched_model import mark_states, mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
@@ -34,8 +35,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     config = inputs.setup.config
     if config.loss_scaling or config.gradients.lifetime != "step" or config.master_weights != "none":
         raise CannotAnswerError("the plain loop has neither a loss scale nor master weights, and steps after backward")
-    capability = inputs.compute_capability
-    with cuda_autocast(), composite_kernels(capability), cuda_backend(capability), cuda_optimizer_paths():
+    with _kernels(inputs):
         model = loaded_model(inputs)
         if config.adapter is not None:
             model = adapted(model, inputs)
@@ -44,9 +44,20 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         model.train()
         watch(model, recorder)
         optimizer = optimizer_of(model, inputs.setup)
-        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+        with watched_by(recorder):
             _loop(model, optimizer, inputs, recorder)
     return StackRun(f"a plain loop over {type(model).__name__}", int(model.config.get_text_config().vocab_size))
+
+
+@contextmanager
+def _kernels(inputs: StackInputs) -> Iterator[None]:
+    """Let libraries choose the kernels of a card that is pretended; on a device they choose themselves."""
+    capability = inputs.compute_capability
+    if not inputs.is_traced:
+        yield
+        return
+    with cuda_autocast(), composite_kernels(capability), cuda_backend(capability), cuda_optimizer_paths():
+        yield
 
 
 def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, recorder: Recorder) -> None:
@@ -59,7 +70,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
             later = LATER_MICRO_STEP if micro_step else ""
             recorder.instant(later or "forward")
             recorder.forward_begins()
-            batch = {name: torch.ones(shape, dtype=torch.long, device="meta") for name in COLLATED}
+            batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
             with autocast_of(inputs):
                 out = model(**batch)
             recorder.forward_ends()
@@ -80,7 +91,7 @@ def autocast_of(inputs: StackInputs) -> AbstractContextManager[Any]:
     setup = inputs.setup
     if not setup.autocast:
         return nullcontext()
-    return torch.autocast("cuda", dtype=TORCH_DTYPES[setup.config.compute_dtype])
+    return torch.autocast("cpu" if inputs.device == "cpu" else "cuda", dtype=TORCH_DTYPES[setup.config.compute_dtype])
 
 
 def optimizer_of(model: Any, setup: TrainingSetup) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +23,9 @@ from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
-from memplan.trace.stacks.huggingface.built_model import loaded_model, without_memory
+from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on
 from memplan.trace.stacks.huggingface.generated_rows import generating, loaded_reference, rollout_arguments
-from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine, row_count, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 from memplan.training.stack_rules import GENERATING, REFERRED
@@ -46,7 +46,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run the trainer of the setup's stage on the model that the inputs ask for."""
-    with pretended_machine(inputs.compute_capability):
+    with machine_of(inputs):
         return run_on(loaded_model, inputs, recorder)
 
 
@@ -57,12 +57,12 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
     trainer_class, arguments_class = TRAINERS[stage]
     with (
         deepspeed_ranks(inputs.setup, inputs.details.rank),
-        _pretended_kernels(inputs),
+        _pretended_kernels(inputs) if inputs.is_traced else nullcontext(),
         tempfile.TemporaryDirectory() as folder,
     ):
         model = load(inputs)
         keywords = training_arguments(inputs, Path(folder))
-        with without_memory():
+        with made_on(inputs.device):
             adapters = lora_config(inputs) if config.adapter is not None else None
         more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
         if reference == "precomputed":
@@ -73,7 +73,7 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
         else:
             more["max_length"] = config.sequence_length
         arguments: Any = arguments_class(**keywords, **more)
-        with without_memory(), loaded_reference(load, inputs):
+        with made_on(inputs.device), loaded_reference(load, inputs):
             trainer: Any = trainer_class(
                 model=model,
                 args=arguments,
@@ -89,7 +89,7 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
             mark_weights(trainer.ref_model, recorder)
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
-        with ChosenRows(inputs.setup.answer_length):
+        with ChosenRows(inputs.setup.answer_length) if inputs.is_traced else nullcontext():
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
-from memplan.trace.stacks.huggingface.watched_model import AnyNumber, mark_states, mark_weights, watch
+from memplan.trace.stacks.huggingface.watched_model import mark_states, mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model that the inputs ask for."""
-    machine = pretended_machine(inputs.compute_capability)
+    machine = machine_of(inputs)
     ranks = deepspeed_ranks(inputs.setup, inputs.details.rank)
     with machine, ranks, tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
@@ -68,6 +68,11 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         rows = Rows(inputs.setup)
         trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
         return trained(trainer, model, recorder, "transformers' Trainer", inputs.setup)
+
+
+def machine_of(inputs: StackInputs) -> AbstractContextManager[None]:
+    """Return what libraries take for the machine: a card that is pretended, or this one."""
+    return pretended_machine(inputs.compute_capability) if inputs.is_traced else nullcontext()
 
 
 @contextmanager
@@ -138,6 +143,7 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        "use_cpu": inputs.device == "cpu",
         **({"eval_strategy": "steps", "eval_steps": 1} if config.evaluation else {}),
         "per_device_eval_batch_size": config.evaluation_batch_size or config.micro_batch_size,
     }
@@ -195,7 +201,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
     trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
     trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
-    with several_gpus(recorder, setup, trainer), AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+    with several_gpus(recorder, setup, trainer), watched_by(recorder):
         trainer.train()
     config = trainer.model.config.get_text_config()
     return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))
@@ -211,7 +217,7 @@ def _announced(function: Callable[..., Any], announce: Callable[[], None]) -> Ca
 
 def _backward_begins(recorder: Recorder) -> None:
     recorder.forward_ends()
-    later = recorder.marks[-1][1] == LATER_MICRO_STEP
+    later = recorder.now == LATER_MICRO_STEP
     recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
 
 
