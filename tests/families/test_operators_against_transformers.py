@@ -151,6 +151,7 @@ DELIBERATE = (
 WIDER = {
     "olmo": "norms and rotated positions are computed in fp32 there, in the compute dtype here",
     "olmo2": "scales of norms and rotated positions are multiplied in fp32 there, in the compute dtype here",
+    "olmo3": "scales of norms and rotated positions are multiplied in fp32 there, in the compute dtype here",
     "gpt_oss": "scales of norms are multiplied in fp32 there, in the compute dtype here",
 }
 """Families whose operators are equal but for dtypes, with the reason."""

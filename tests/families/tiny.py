@@ -82,6 +82,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "olmo-bias": ("olmo", BASE | {"attention_bias": True} | TIED),
     "olmo2": ("olmo2", GROUPED),
     "olmo2-bias": ("olmo2", BASE | {"attention_bias": True} | TIED),
+    "olmo3": ("olmo3", GROUPED),
+    "olmo3-listed": ("olmo3", GROUPED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2} | TIED),
     "stablelm": ("stablelm", GROUPED),
     "stablelm-bias": ("stablelm", GROUPED | {"use_qkv_bias": True} | TIED),
     "stablelm-parallel": ("stablelm", GROUPED | {"use_parallel_residual": True}),

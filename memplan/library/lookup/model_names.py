@@ -118,7 +118,11 @@ def _one_entry(owners: set[tuple[str, How]]) -> bool:
 def unknown_model(text: str, catalog: Catalog) -> UnknownNameError:
     """Return the error for a name that means nothing, with the nearest one."""
     known = [*catalog.models.entries, *(a for entry in catalog.models.entries.values() for a in entry.aliases)]
-    hint = match_hint(text, known) or match_hint(text.rsplit("/", 1)[-1], known)
+    from memplan.library.lookup.name_guesses import sizes
+
+    alike = [name for name in known if sizes(name) == sizes(text)] if sizes(text) else known
+    hints = (match_hint(name, names) for names in (alike, known) for name in (text, text.rsplit("/", 1)[-1]))
+    hint = next(filter(None, hints), "")
     return UnknownNameError(
         f"unknown model {printable(text)!r}{hint}{', or' if hint else ':'} give its config.json (see: memplan list models)"
     )

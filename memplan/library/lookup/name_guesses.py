@@ -42,6 +42,16 @@ def tokens(name: str) -> tuple[str, ...]:
     return tuple(_TOKEN.findall(name.rsplit("/", 1)[-1].lower().replace("_", "-")))
 
 
+def sizes(name: str) -> tuple[str, ...]:
+    """Return the sizes that a name states.
+
+    Example:
+        >>> sizes("llama3-3B"), sizes("Qwen3-30B-A3B"), sizes("gpt2")
+        (('3b',), ('30b', 'a3b'), ())
+    """
+    return tuple(word for word in tokens(name) if _SIZE.fullmatch(word))
+
+
 def guessed_name(text: str, catalog: Catalog) -> str | None:
     """Return the catalog entry whose shapes a name seems to mean, or None.
 

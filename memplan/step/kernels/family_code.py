@@ -186,6 +186,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
     "qwen3": replace(TRANSFORMERS, norms_at_once=True),
     "olmo2": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True),
+    "olmo3": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True, masks=2, masks_from=4),
     "gpt_oss": replace(TRANSFORMERS, wide_scale=True, masks=2, masks_from=2, half_tables=True),
     "gemma2": replace(TRANSFORMERS, masks=2, masks_from=2),
     "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
