@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -187,8 +187,12 @@ class CompiledPlan:
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
         _refuse_fused_adapters(setup)
+        if self.generates:
+            from memplan.step.rollouts.generated_completions import refuse_generation
+
+            refuse_generation(model.spec, setup)
         self.states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
-        self._by_regime: dict[tuple[Regime, int], Compiled] = {}
+        self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
@@ -231,10 +235,12 @@ class CompiledPlan:
         """
         config = self.setup.config
         batch, length = batch or config.micro_batch_size, length or config.sequence_length
-        key = regime_of(self.model, self.setup, batch, length), length if self.evaluates_apart else 0
+        apart = (length if self.evaluates_apart or self.generates else 0, batch if self.generates else 0)
+        key = regime_of(self.model, self.setup, batch, length), *apart
         if key not in self._by_regime:
             forms = self._forms(key[0])
             instants = self._with_evaluation(forms, length) if self.evaluates_apart else forms.candidates
+            instants = (*instants, *self._generation(batch, length)) if self.generates else instants
             candidates = tuple(dominant(instants))
             totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
             self._by_regime[key] = Compiled(forms, candidates, totals)
@@ -245,6 +251,25 @@ class CompiledPlan:
         """Whether the job evaluates another number of rows than it trains on."""
         config = self.setup.config
         return config.evaluation and config.evaluation_batch_size is not None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates the completions that it learns from."""
+        return self.setup.config.method.rollout is not None and self.setup.rollout.engine == "transformers"
+
+    def _generation(self, batch: int, length: int) -> Iterator[Instant]:
+        """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
+        from memplan.step.rollouts.generated_completions import Completions, generating_setup, generation_moments
+
+        setup = generating_setup(self.setup)
+
+        def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
+            regime = regime_of(self.model, setup, rows, tokens)
+            return *step_on_tape(self.model, setup, self.states, regime), self.values(rows, tokens)
+
+        prompt = max(1, length - self.setup.answer_length)
+        asked = Completions(batch * self.setup.generated_micro_batches, prompt, length)
+        return generation_moments(self.model.spec, setup, asked, tapes)
 
     def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
         """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""
@@ -323,7 +348,8 @@ class CompiledPlan:
             chunk = min(most, batch * (length - 1))
         elif self.setup.copies_logits:
             whole = metrics == "accuracy" and profile.loss == "fp32"
-            chunk = min(PIECE_TOKENS, batch * (length if whole else length - 1))
+            answered = self.setup.answer_length or (length if whole else length - 1)
+            chunk = min(PIECE_TOKENS, batch * answered)
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
         return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, self.setup.answer_length)
 

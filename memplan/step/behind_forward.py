@@ -46,7 +46,7 @@ def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iter
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
-    yield from _forward_alone(inputs, taped, around, EVALUATION)
+    yield from forward_alone(inputs, taped, around, EVALUATION)
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
     for form in _metrics(inputs, taped, around, graph=False):
@@ -68,11 +68,20 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     around += rows * 2
     yield Instant(GENERATION, "rows in another order", around)
     logs = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 * (together - 1))
-    last = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 + 1 if together > 1 else 0)
-    scored = around + logs + single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
     arguments = layer_arguments(inputs.spec, setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    several = 1 if together > 1 else 0
+    if setup.copies_logits:  # the last ones keep their name until the next are there
+        last = _logits(taped, Quantity.ANSWER_TOKENS) * several
+        cast = single_form(Part.LOGITS, Quantity.ANSWERED_TOKENS, (4 + setup.compute_bytes) * taped.settings.vocab_size)
+        yield Instant(GENERATION, "logits of the next rows", around + last + cast)
+        scored = around + single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * (together - 1))
+        before = last
+    else:
+        before = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 + 1) * several
+        scored = around + logs + single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
     if setup.keeps_old_log_probabilities:
-        yield from _forward_alone(inputs, taped, scored + last, GENERATION, arguments)
+        yield from forward_alone(inputs, taped, scored + before, GENERATION, arguments, head=not setup.copies_logits)
+        yield from forward_alone(inputs, taped, scored, GENERATION, arguments)
     scored += single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * together * setup.keeps_old_log_probabilities)
     yield from _reference_moments(inputs, taped, scored, GENERATION, arguments)
 
@@ -102,14 +111,23 @@ def _reference_moments(
         setup = replace(inputs.setup, config=replace(inputs.setup.config, adapter=None))
         base = tuple(entry for entry in inputs.states.tensors if ".lora_" not in entry.tensor.name)
         taped = model_on_tape(replace(inputs, setup=setup, states=replace(inputs.states, tensors=base)))
-    for moment in _forward_alone(inputs, taped, around, name, arguments):
+    for moment in forward_alone(inputs, taped, around, name, arguments):
         yield replace(moment, operation=f"reference: {moment.operation}")
 
 
-def _forward_alone(
-    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form = ZERO
+def forward_alone(
+    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form = ZERO, *, head: bool = True
 ) -> Iterator[Instant]:
-    """Yield the moments of a forward without gradients, whose loss is over all logits at once; layers are given ``arguments``."""
+    """Yield the moments of a forward without gradients, whose loss is over all logits at once.
+
+    Args:
+        inputs: What is compiled.
+        taped: The model on tape.
+        around: What is there throughout.
+        name: Of the instant.
+        arguments: What layers are given.
+        head: Whether head and loss run too.
+    """
     parts = {EMBEDDING: taped.embedding.evaluated()}
     parts |= {kind: section.evaluated() for kind, section in enumerate(taped.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
@@ -123,7 +141,7 @@ def _forward_alone(
         )  # given the embeddings themselves
         for moment in parts[kind].forward:
             yield moment.around(below + arguments + (ZERO if first else named), name)
-    for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward:
+    for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward if head else ():
         yield moment.around(alone if moment.name == BEHIND_REGION else around, name)
 
 
@@ -145,7 +163,7 @@ def _logits(taped: ModelOnTape, quantity: Quantity) -> Form:
 
 def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> Form:
     """Return the logits that a loss over log-probabilities has names for, but for those that its graph keeps."""
-    if inputs.setup.profile.loss != "log-probabilities":
+    if inputs.setup.profile.loss != "log-probabilities" or inputs.setup.answer_length:
         return ZERO
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
@@ -166,6 +184,9 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
         return
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     piece = _logits(taped, Quantity.CHUNK) * 3
+    if inputs.setup.answer_length:
+        yield around + piece + single_form(Part.TEMPORARIES, Quantity.ANSWER_TOKENS, ENTROPY_BYTES)
+        return
     copy = ZERO if inputs.regime.one_sequence else rows  # of one row, all but its last token lie in order
     if compares:
         around += _named_logits(inputs, taped, graph=graph)

@@ -153,7 +153,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         )
         return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
     with builder.tape.alive(normed):
-        logits = _logits(builder, settings, normed)
+        logits = _logits(builder, settings, _answered(builder, settings, normed))
         if block.code.returns_logits:
             logits = builder.cast(logits, 4)
         elif settings.loss not in ("fp32-pieces", "log-probabilities"):
@@ -183,7 +183,7 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         logits = builder.cast(whole or _logits(builder, settings, normed), 4)
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))  # the loop counts them
     with builder.tape.alive(normed):
-        logits = _logits(builder, settings, normed)
+        logits = _logits(builder, settings, _answered(builder, settings, normed))
         if settings.loss != "log-probabilities":
             return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
     return Section(builder.tape, entry, _compared(builder, settings, logits))
@@ -193,8 +193,22 @@ def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
     """Record a loss over log-probabilities of whole logits, which the loop has a name for in fp32; return it."""
     builder.tape.leaves_region()
     wide = builder.cast(logits, 4)
+    if settings.answers:
+        return log_probabilities(builder, wide, settings.metrics, answers=True)
     with builder.tape.alive(wide):
         return log_probabilities(builder, wide, settings.metrics)
+
+
+def _answered(builder: Builder, settings: EndSettings, x: Value) -> Value:
+    """Return what the head is given of tokens that a generated one follows, where it forms whole logits of them alone."""
+    if not settings.answers:
+        return x
+    cut = Value(x.storage, Quantity.ANSWERED_TOKENS, x.coefficient, x.element_bytes)
+    builder.tape.apply("slice", [(x, NEW)], cut, traits=SAVES_NOTHING)
+    if settings.block.regime.one_sequence:
+        return cut  # its rows lie in order
+    rows = builder.tape.value(Quantity.ANSWERED_TOKENS, x.width, x.element_bytes)
+    return builder.tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
 
 
 def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:

@@ -195,7 +195,7 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
     if not setup.answer_length:
         return ZERO
     saved = ID_BYTES if setup.config.adapter is None else 0
-    kept = ID_BYTES + MASK_BYTES + LABEL_BYTES if forward else saved
+    kept = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, kept)
 
 

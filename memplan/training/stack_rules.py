@@ -80,7 +80,7 @@ def with_reference(config: TrainingConfig) -> Method:
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
     """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
-    whole = config.method.stage in REFERRED and stack.loop.metrics != "none"
+    whole = config.method.stage in REFERRED | GENERATING and stack.loop.metrics != "none"
     return replace(profile, loss="log-probabilities") if whole else profile
 
 
@@ -142,7 +142,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         axolotl/core/trainers/dpo/trainer.py (0.21.0).
     """
     stage, full = config.method.stage, config.adapter is None
-    whole = stage in REFERRED and stack.loop.metrics != "none"
+    whole = stage in REFERRED | GENERATING and stack.loop.metrics != "none"
     narrow = stack.magnitudes == "cast" or whole
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
@@ -162,8 +162,9 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
         text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
         yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
-    elif config.method.rollout is not None and config.method.rollout.engine == "transformers":
-        yield ("method", "rollout", "engine"), "generation by the model itself is not modelled yet; use vllm or server"
+    elif whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
+        text = f"generation by the model itself is not modelled of {stack.label}; use vllm or server, or --stack trl"
+        yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
     elif stage != "sft" and config.parallel != Parallel():

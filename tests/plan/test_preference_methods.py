@@ -149,3 +149,34 @@ def test_only_tokens_that_were_generated_have_log_probabilities():
 def test_contradictions_of_what_is_generated_are_refused(keys, said):
     with pytest.raises(InvalidFileError, match=said):
         memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={"method.stage": "grpo", **keys})
+
+
+def test_a_model_that_generates_itself_caches_keys_and_values_of_all_rows_of_a_step():
+    few, many = (
+        dict(rolled(engine="transformers", completion_length=2000, micro_batches=count).instants)["generation"]
+        for count in (8, 16)
+    )
+    cached = 8 * 2 * 2047 * 16 * 2 * 512 * 2  # rows, tokens, layers, keys and values of 8 heads of 64, in bf16
+    assert cached < many - few < 1.2 * cached
+
+
+@pytest.mark.parametrize(
+    ("model", "stack", "keys"),
+    [
+        ("llama-3.2-1b", "trl", {"kernels.attention": "eager"}),
+        ("deepseek-v2-lite", "trl", {}),
+        ("llama-3.2-1b", "trl@0.29", {}),
+        ("llama-3.2-1b", "trl@1.6", {}),
+        ("llama-3.2-1b", "trl", {"evaluation": True}),
+    ],
+)
+def test_what_generation_is_not_followed_is_refused(model, stack, keys):
+    given = {"method.stage": "grpo", "micro_batch_size": 2, **keys}
+    with pytest.raises(CannotAnswerError, match="not modelled"):
+        memplan.plan(model, gpu="h100", config="lora", stack=stack, set={**given, "adapter.targets": ["q_proj"]})
+
+
+def test_whole_logits_of_completions_are_those_of_older_versions():
+    keys = {"method.stage": "grpo", "method.rollout.engine": "vllm", "method.rollout.completion_length": 1000}
+    older = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl@0.29", micro_batch_size=2, set=keys)
+    assert part(older, "logits") / (2 * 1000 * 128_256) == pytest.approx(12, abs=2)

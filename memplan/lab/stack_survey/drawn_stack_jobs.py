@@ -62,6 +62,9 @@ LIGER = {"norm": "in-place", "rotary": "in-place", "activation": "in-place", "lo
 DEEPSPEED_STAGES = (1, 2, 2)
 """Stages of ZeRO that DeepSpeed's jobs have."""
 
+GENERATED_SHARE = 0.5
+"""Share of the jobs that generate whose model does so itself."""
+
 METHODS = ("full", "full", "full", "lora", "lora", "nf4", "nf4-dq", "llm-int8")
 DTYPES = ("bf16", "bf16", "fp32", "fp16", "autocast")
 LENGTHS, EAGER_LENGTHS = (64, 65, 200, 512, 1000, 2048), (64, 65, 200, 512)
@@ -136,6 +139,8 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     """Return what is generated and compared with, and make a micro-batch of at least two rows where all else is one."""
     length = int(training["sequence_length"])
     rollout = {"completion_length": rng.choice((1, length // 2, length - 8)), "engine": rng.choice(("vllm", "server"))}
+    if rng.random() < GENERATED_SHARE:
+        rollout = {"completion_length": rng.choice((2, 6, 20)), "engine": "transformers"}  # each token takes a forward
     if rng.random() < 0.3:
         rollout |= {"micro_batches": 2, "iterations": rng.choice((1, 2))}
     if training["micro_batch_size"] * rollout.get("micro_batches", training["gradient_accumulation_steps"]) < 2:
@@ -144,8 +149,11 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
 
 
 def at_version(job: StackJob, version: str) -> StackJob:
-    """Return the same job for an older version of its stack."""
-    return replace(job, job=Job(job.job.model, {**job.job.training, "stack": f"{job.stack}@{version}"}))
+    """Return the same job for an older version of its stack, where an engine generates."""
+    training = {**job.job.training, "stack": f"{job.stack}@{version}"}
+    if rollout := training.get("method", {}).get("rollout"):
+        training["method"] = {**training["method"], "rollout": {**rollout, "engine": "vllm"}}
+    return replace(job, job=Job(job.job.model, training))
 
 
 def drawn_stack_job(

@@ -42,6 +42,7 @@ class Quantity(IntEnum):
     ROW_CHUNKS = 21
     PADDED_SQUARE = 22
     ANSWER_TOKENS = 23
+    ANSWERED_TOKENS = 24
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -69,6 +70,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.ROW_CHUNKS: "ceil(t/r)",
     Quantity.PADDED_SQUARE: "t*ceil16(t)",
     Quantity.ANSWER_TOKENS: "b*c",
+    Quantity.ANSWERED_TOKENS: "b*(c+1)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -254,4 +256,5 @@ def quantities(
         -(-length // row),
         length * round_up(length, 16),
         answered,
+        answered + batch,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
+from transformers.generation.utils import StopCheck
 
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.stack_inputs import StackInputs
@@ -39,13 +40,17 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
     def tokenized(prompts: list[Any]) -> Any:
         return [list(prompt) for _ in prompts], None, {}
 
-    def generated(prompt_ids: list[Any], *_: Any, **__: Any) -> Any:
-        logs = [[0.0] * len(completion) for _ in prompt_ids] if told else None
-        return [list(completion) for _ in prompt_ids], logs
+    def generated(prompts: list[Any], *_: Any, **__: Any) -> Any:
+        logs = [[0.0] * len(completion) for _ in prompts] if told else None
+        rows = [list(completion) for _ in prompts]
+        return (rows, logs) if apart else (tokenized(prompts)[0], rows, logs, {})
 
+    apart = hasattr(trainer, "_tokenize_prompts")
     trainer._tokenize_prompts = tokenized
-    trainer._generate_single_turn = generated
-    trainer.use_vllm = told
+    if told:
+        trainer._generate_single_turn, trainer.use_vllm = generated, True
+    else:
+        trainer.generation_config.use_cache = True  # as models have it that are loaded by their names
     trainer._calculate_rewards = lambda rows, *_: torch.zeros(len(rows), 1, device=trainer.accelerator.device)
     trainer.reward_func_names = []  # what they yield is told nobody
     own = trainer._generate_and_score_completions
@@ -61,6 +66,17 @@ def _between(function: Callable[..., Any], recorder: Recorder) -> Callable[..., 
             recorder.instant("forward")
 
     return told
+
+
+@contextmanager
+def whole_completions(setup: TrainingSetup) -> Iterator[None]:
+    """Let rows end when they are full, and not before; whether they have takes values to tell."""
+    own, length = StopCheck.__call__, setup.config.sequence_length
+    StopCheck.__call__ = lambda *given: given[-1] >= length  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StopCheck.__call__ = own  # type: ignore[method-assign]
 
 
 @contextmanager

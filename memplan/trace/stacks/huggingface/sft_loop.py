@@ -24,7 +24,12 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import lora_config
 from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on
-from memplan.trace.stacks.huggingface.generated_rows import generating, loaded_reference, rollout_arguments
+from memplan.trace.stacks.huggingface.generated_rows import (
+    generating,
+    loaded_reference,
+    rollout_arguments,
+    whole_completions,
+)
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
@@ -89,7 +94,8 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
             mark_weights(trainer.ref_model, recorder)
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
-        with ChosenRows(inputs.setup.answer_length) if inputs.is_traced else nullcontext():
+        chosen = ChosenRows(inputs.setup.answer_length) if inputs.is_traced else nullcontext()
+        with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 

@@ -1,0 +1,1 @@
+"""Generation between steps by the model that is trained."""

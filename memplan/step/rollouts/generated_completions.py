@@ -1,0 +1,121 @@
+"""A model that generates its completions itself, between steps: the forward of the prompts, and that of the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import Attention, ModelSpec
+from memplan.step.behind_forward import GENERATION, forward_alone
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.step_inputs import ID_BYTES, StepInputs, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fixed_form
+from memplan.step.tapes.played import Instant
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.values import dataclass
+
+BEFORE_CACHE = frozenset(("attention",))
+"""Operations of a layer at which what it caches is what it has just formed."""
+
+FORMED_AGAIN = 3
+"""Copies of a position's logits in fp32 beside those that the model returns: of this token and the one before, and of their probabilities."""
+
+Tapes = Callable[[int, int], tuple[StepInputs, ModelOnTape, Sequence[int]]]
+"""Returns the model on tape for so many rows and tokens of each, and the values of the quantities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """What is generated together.
+
+    Attributes:
+        rows: Completions.
+        prompt: Tokens of each prompt.
+        length: Tokens of prompt and completion.
+    """
+
+    rows: int
+    prompt: int
+    length: int
+
+
+def refuse_generation(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise where what a model caches as it generates is not followed.
+
+    Raises:
+        CannotAnswerError: Attention step by step, within a window, over compressed keys, or without keys.
+    """
+    parts = {type(run.layer.attention) for run in spec.runs}
+    within = 0 < spec.window <= setup.config.sequence_length
+    if parts != {Attention} or within or setup.profile.attention == "eager":
+        why = "a window" if within else "eager attention" if parts == {Attention} else "such attention"
+        raise CannotAnswerError(
+            f"{setup.name}: method.rollout.engine: generation by a model with {why} is not modelled; use vllm or server"
+        )
+
+
+def generating_setup(setup: TrainingSetup) -> TrainingSetup:
+    """Return a setup as it runs while a model generates: with adapters without autocast, which wraps what PEFT wraps the model in.
+
+    Source:
+        ``PeftModelForCausalLM.generate`` in peft/peft_model.py (0.21.2), which calls the model inside;
+        ``prepare_model`` in accelerate/accelerator.py (1.15.0).
+    """
+    if setup.config.adapter is None:
+        return setup
+    hidden = setup.format_names["hidden_matrix"]
+    compute = hidden if hidden in FLOAT_BYTES else setup.config.compute_dtype
+    config = replace(setup.config, compute_dtype=compute)  # type: ignore[arg-type]
+    stack = replace(setup.stack, autocast="never")
+    return replace(setup, config=config, stack=stack, compute_bytes=FLOAT_BYTES[compute])
+
+
+def generation_moments(spec: ModelSpec, setup: TrainingSetup, asked: Completions, tapes: Tapes) -> Iterator[Instant]:
+    """Yield the fullest moments of generation, with fixed sizes: prompts, the last token, and the choice of it.
+
+    Formula:
+        keys and values of ``length - 1`` tokens, of all layers; besides a forward of one token; or logits of one position,
+        as the model returns them and three times in fp32
+
+    Source:
+        ``_sample`` in transformers/generation/utils.py, ``DynamicLayer.update`` in cache_utils.py (5.23.0);
+        ``_generate_single_turn`` in trl/trainer/grpo_trainer.py (1.16.0).
+    """
+    rows, prompt, last = asked.rows, asked.prompt, asked.length - 1
+    by_layer = [2 * run.layer.attention.key_value_size for run in spec.runs for _ in range(run.count)]  # type: ignore[union-attr]
+    token = rows * max(setup.compute_bytes, setup.residual_bytes)  # keys are as wide as the tables that turn them
+    yield from _forward(
+        tapes, (rows, prompt), token * sum(by_layer) * prompt, token * by_layer[-1] * prompt, 4 * prompt
+    )
+    cached, ids = token * sum(by_layer) * last, 2 * last + 3 * prompt
+    if last > prompt:
+        old = token * by_layer[-1] // 2 * (last - 1)  # values of one layer, beside those with one more token
+        yield from _forward(tapes, (rows, 1), cached, -old, ids)
+    returned = 4 if setup.autocast else setup.compute_bytes
+    chosen = constant_form(Part.LOGITS, rows * spec.vocab_size * (returned + 4 * FORMED_AGAIN))
+    yield Instant(GENERATION, "choice of a token", chosen + _kept(cached + ID_BYTES * rows * (ids + 2)))
+
+
+def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: int) -> Iterator[Instant]:
+    """Yield the moments of a forward of prompts or of a token.
+
+    Args:
+        tapes: The model on tape.
+        shape: Rows and tokens of each.
+        cached: Keys and values of all layers.
+        own: Those of the layer that runs which its own operations have already, or less than nothing for what is there besides.
+        ids: Numbers of 64 bits for each row.
+    """
+    inputs, taped, values = tapes(*shape)
+    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
+    arguments += tables_of_graph(inputs) * shape[0]  # positions are counted row by row
+    kept = _kept(cached + ID_BYTES * shape[0] * ids)
+    for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
+        less = _kept(own if moment.operation in BEFORE_CACHE else 0)
+        yield Instant(GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + kept - less)
+
+
+def _kept(size: int) -> Form:
+    return constant_form(Part.ACTIVATIONS, size)
