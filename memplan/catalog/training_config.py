@@ -216,6 +216,7 @@ class TrainingConfig:
         save_checkpoint: The job saves checkpoints.
         reserve: Memory kept free, such as ``500 MiB`` for a desktop.
         allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        compile: What torch compiles: nothing, each layer by itself, or the model as a whole.
     """
 
     description: str
@@ -246,3 +247,4 @@ class TrainingConfig:
     save_checkpoint: bool = False
     reserve: str = "0 MiB"
     allocator: Literal["native", "expandable"] = "native"
+    compile: Literal["none", "layers", "model"] = "none"

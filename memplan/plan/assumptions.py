@@ -80,6 +80,12 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     if plan.model.spec.linear_attention:
         yield LINEAR_ATTENTION[profile.linear_attention]
     yield from plan.setup.card_notes
+    if config.compile != "none":
+        yield (
+            f"compile {config.compile}: buffers are those of the programs that torch 2.13.0's compiler writes for a Hopper card with "
+            "its defaults, read without a GPU and measured on none; the upper end has a padded copy of the logits where their width "
+            "is no multiple of 8, which the compiler decides by a timing"
+        )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:
         yield (

@@ -191,6 +191,10 @@ class CompiledPlan:
             from memplan.step.rollouts.generated_completions import refuse_generation
 
             refuse_generation(model.spec, setup)
+        if setup.config.compile != "none":
+            from memplan.step.compiled.compiled_model import refuse_compiled
+
+            refuse_compiled(model.spec, setup)
         self.states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
         self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
@@ -290,6 +294,10 @@ class CompiledPlan:
             from memplan.step.ranks.engine_step import compile_engine_step
 
             return compile_engine_step(*self._tapes(regime))
+        if self.setup.config.compile != "none":
+            from memplan.step.compiled.compiled_model import compile_compiled_step
+
+            return compile_compiled_step(*self._tapes(regime))
         if not is_sharded(self.setup.config.parallel):
             return compile_step(*self._tapes(regime))
         from memplan.step.ranks.parallel_step import compile_sharded_step
@@ -366,12 +374,21 @@ class CompiledPlan:
         It takes a third of the time of the closed forms. Nothing is said of what ranks save that hold shards.
         """
         values = self.values(batch, length)
-        if is_sharded(self.setup.config.parallel) or self.setup.checkpointing != "none":
+        config = self.setup.config
+        if is_sharded(config.parallel) or self.setup.checkpointing != "none" or config.compile != "none":
             return self.constant_bytes
         _, taped = self._tapes(regime_of(self.model, self.setup, batch, length))
         counts = taped.counts()
         saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())
         return self.constant_bytes + saved
+
+    def _doubt_bytes(self, tokens: int) -> int:
+        """Return what a compiler may take besides, which only a timing on the card decides."""
+        if self.setup.config.compile == "none":
+            return 0
+        from memplan.step.compiled.compiled_model import padded_bytes
+
+        return padded_bytes(self.model.spec, tokens)
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
@@ -399,7 +416,8 @@ class CompiledPlan:
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
         allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
-        total, upper = allowances.device_bytes(allocated), allowances.upper_bytes(allocated)
+        total = allowances.device_bytes(allocated)
+        upper = allowances.upper_bytes(allocated + self._doubt_bytes(batch * length))
         usable = device.usable_bytes(self.setup.reserve_bytes)
         parts = list(peak.form.part_bytes(values))
         parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication

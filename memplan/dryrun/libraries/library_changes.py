@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from memplan.dryrun.libraries.after_import import changed_when_imported
-from memplan.dryrun.machine.device_names import replaced
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
+from memplan.trace.pretended_cuda.fake_devices import replaced
 
 NO_FILE = "weights-without-memory.safetensors"
 

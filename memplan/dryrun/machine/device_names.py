@@ -1,8 +1,6 @@
 """What a pretended GPU is called: ``cuda`` by all of Python, and a device of type ``meta`` by torch's own C++.
 
-A build of torch without CUDA can neither move a tensor to CUDA nor run backward there. Its fake tensors ask Python
-where they are, so that both can be told what they can work with. The index tells these devices from the plain ``meta`` of
-scripts.
+Its fake tensors are told apart by :mod:`memplan.trace.pretended_cuda.fake_devices`; here is what a script calls devices.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
 from memplan.dryrun.terms.answers_given import RefusedError
-
-FIRST_INDEX = 64
-"""Index under which C++ knows ``cuda:0``; no script has so many devices of type ``meta``."""
+from memplan.trace.pretended_cuda.fake_devices import PROPERTIES, below, fake_tensor_of, replaced
 
 _PLAIN = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _FACTORIES = (
@@ -53,14 +49,7 @@ def inner_device(device: Any) -> Any:
         raise RefusedError(
             f"the script puts something on {named}, and only cuda:{_Own.index} is pretended; run it as one process of one GPU"
         )
-    return _DEVICE("meta", FIRST_INDEX + _Own.index)
-
-
-def outer_device(device: Any) -> Any:
-    """Return the device that Python is told, of one that C++ names."""
-    if isinstance(device, _DEVICE) and device.type == "meta" and (device.index or 0) >= FIRST_INDEX:
-        return _DEVICE("cuda", (device.index or 0) - FIRST_INDEX)
-    return device
+    return below(_DEVICE("cuda", _Own.index))
 
 
 def _device(value: Any) -> torch.device | None:
@@ -104,17 +93,12 @@ def named_devices(index: int = 0) -> Iterator[None]:
         options.pop("memory_format", None)
         return tensor.to(inner_device(_DEVICE("cuda", index) if device is None else device), *rest, **options)
 
-    properties = {
-        "is_cuda": property(lambda tensor: tensor.fake_device.type == "cuda"),
-        "is_meta": property(lambda tensor: tensor.fake_mode.in_kernel_invocation),
-        "is_cpu": property(lambda tensor: tensor.fake_device.type == "cpu"),
-        "get_device": lambda tensor: -1 if tensor.fake_device.type == "cpu" else tensor.fake_device.index or 0,
-    }
+    bare = property(lambda tensor: tensor.fake_mode.in_kernel_invocation)
     own = {"index": index}
     _device_constructors()  # kept, as C++ knows them: a default device is for these
     with (
         replaced(_Own, own),
-        replaced(FakeTensor, {**properties, "__new__": staticmethod(_made)}),
+        replaced(FakeTensor, {**PROPERTIES, "is_meta": bare, "__new__": staticmethod(fake_tensor_of)}),
         replaced(
             Tensor,
             {
@@ -128,32 +112,6 @@ def named_devices(index: int = 0) -> Iterator[None]:
         replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
     ):
         yield
-
-
-def _made(
-    cls: type[FakeTensor],
-    mode: Any,
-    bare: Tensor,
-    device: torch.device,
-    *_: Any,
-    requires_grad: bool | None = None,
-    **__: Any,
-) -> FakeTensor:
-    """Return a fake tensor whose operators are those of ``meta`` tensors, which every build of torch has.
-
-    torch would take CUDA's, and break up what a build without CUDA knows no kernel for.
-    """
-    wanted = bare.requires_grad if requires_grad is None else requires_grad
-    tensor: Any = Tensor._make_subclass(cls, bare, wanted, dispatch_device=True, device_for_backend_keys=_BARE)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor.fake_device, tensor.fake_mode = device, mode
-    tensor.constant = tensor.pytype = tensor.dispatch_keys = tensor.real_tensor = None
-    tensor.nonzero_memo = tensor.item_memo = tensor.unique_memo = None
-    tensor.unique_consecutive_memo = tensor.nested_int_memo = None
-    return tensor  # type: ignore[no-any-return]
-
-
-_BARE = torch.device("meta")
 
 
 def _subclassed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,20 +152,3 @@ def _first_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(target, *args, **options)
 
     return moved
-
-
-@contextmanager
-def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a class or module while what is inside runs."""
-    own = vars(owner)
-    saved = {name: own[name] for name in values if name in own}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in saved:
-                setattr(owner, name, saved[name])
-            else:
-                delattr(owner, name)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.dryrun.machine.device_names import replaced
 from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.trace.pretended_cuda.fake_devices import replaced
 
 _WRITES = frozenset("wax+")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, _dispatch
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memplan.dryrun.machine.device_names import replaced
 from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.ranks.replicated import unsent
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memplan.dryrun.machine.chosen_shapes import answered
-from memplan.dryrun.machine.device_names import inner_device, outer_device
+from memplan.dryrun.machine.device_names import inner_device
 from memplan.dryrun.machine.known_values import KnownValues, written
+from memplan.trace.pretended_cuda.fake_devices import outer_device
 
 LARGEST_REAL_BYTES = 2**20
 """Floats made on the CPU beyond this are without memory, so that weights that are later moved need none."""

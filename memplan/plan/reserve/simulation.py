@@ -141,6 +141,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what metrics copy of whole logits is not told as events"
     if config.method.reference_model in ("resident", "adapter-off"):
         return "a reference model's forward is not told as events"
+    if config.compile != "none":
+        return "a compiled program's buffers are not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)
     if layers * config.gradient_accumulation_steps * 400 > MOST_EVENTS:
         return "layers times micro-steps are too many to be played"

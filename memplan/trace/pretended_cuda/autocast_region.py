@@ -124,13 +124,21 @@ class _Region:
     def switch(self, enabled: bool) -> None:
         """Put the key above autograd, or take it away."""
         self.enabled = enabled
+        torch.set_autocast_enabled("cuda", enabled)  # Dynamo compares it before and after
+        torch.set_autocast_dtype("cuda", self.dtype)
         _included(enabled)
 
     def cast(self, value: Any) -> Any:
         """Return a float tensor in the narrow dtype; copies of fp32 leaves that are trained are kept until the region ends."""
         if not _eligible(value) or value.dtype == self.dtype:
             return value
-        caches = self.caches and value.dtype == torch.float32 and value.requires_grad and value.is_leaf
+        caches = (
+            self.caches
+            and torch.is_autocast_cache_enabled()
+            and value.dtype == torch.float32
+            and value.requires_grad
+            and value.is_leaf
+        )
         if not caches or value._is_view():
             return value.to(self.dtype)
         known = self.copies.get(id(value))
@@ -268,8 +276,16 @@ def _replaced() -> list[tuple[Any, str, Any]]:
     own = torch.autocast
     mode: Any = torch.amp.autocast_mode
 
-    def autocast(device_type: str = "cuda", *args: Any, **options: Any) -> Any:
-        return (_Autocast if device_type in OURS else own)(device_type, *args, **options)
+    class Either(type):
+        """Makes a region of ours or torch's own, and takes both for one of its class, as Dynamo asks."""
+
+        def __call__(cls, device_type: str = "cuda", *args: Any, **options: Any) -> Any:
+            return (_Autocast if device_type in OURS else own)(device_type, *args, **options)
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, _Autocast | own)
+
+    autocast = Either("autocast", (), {})
 
     def replaced(original: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
         return lambda device="cuda": answer() if device in OURS else original(device)

@@ -1,0 +1,233 @@
+"""torch's compiler on a machine without its GPU: Dynamo, AOTAutograd, the partitioner and Inductor, each torch's own.
+
+What is compiled are modules on ``meta``. Graphs are traced there, and are graphs of ``cuda`` from the partitioner on, so that
+what is saved for backward, what is fused and which buffer is used again are what Inductor decides for that card. It writes
+its programs as ever; nothing compiles their kernels, and they run on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memplan.trace.compiled.program import Program, program
+from memplan.trace.pretended_cuda.fake_devices import fake_cuda, replaced
+
+CUDA = torch.device("cuda", 0)
+COMPILED_NOTE = (
+    "compiled: the programs are those that Inductor writes for a Hopper card, with its defaults; what it times on a card "
+    "before it decides, such as padding of matrices, it is told to be no faster"
+)
+_STEPS = ("partition_fn", "_recursive_joint_graph_passes")
+"""What Inductor does with a graph before it is lowered: with gradients, and in front of a forward without."""
+_MODE_CHECKS = ("any_torch_dispatch_mode_on_stack", "is_in_any_mode_without_ignore_compile_internals")
+"""What Dynamo asks before it compiles: under a mode, such as a recorder, it would run a module as it is."""
+
+
+@contextmanager
+def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterator[None]:
+    """Let ``torch.compile`` compile for a card that is not there, and its programs run without memory.
+
+    Args:
+        compute_capability: Of the card, such as ``9.0``.
+        device: Where the tensors are that modules are called with.
+    """
+    import torch._dynamo.convert_frame as frames
+
+    inductor: Any = import_module("torch._inductor.compile_fx")
+    torch._dynamo.reset()
+
+    def of_cuda(step: Callable[..., Any]) -> Callable[..., Any]:
+        def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
+            with _of_cuda(compute_capability):
+                return step(_on_cuda(graph), *args, **options)
+
+        return on_cuda
+
+    def lowered(graph: Any, inputs: Sequence[Any], **options: Any) -> Program:
+        del inputs
+        with _disable_current_modes(), _of_cuda(compute_capability):
+            return program(_source(_on_cuda(graph), **options), device)
+
+    def backend(graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
+        return inductor.compile_fx(graph, inputs, inner_compile=lowered)
+
+    own: Any = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        return own(model, **{**options, "backend": backend, "mode": None})
+
+    with ExitStack() as stack:
+        for owner, values in (
+            (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
+            (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
+            (torch, {"compile": compiled}),
+        ):
+            stack.enter_context(replaced(owner, values))
+        stack.enter_context(_composite_losses())
+        stack.enter_context(_guards_under_modes())
+        yield
+    torch._dynamo.reset()
+
+
+class _Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _guards_under_modes() -> Iterator[None]:
+    """Let guards expect the dispatch keys that a mode adds, under which modules are called: else each call compiles again."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    build = CheckFunctionManager.__init__
+
+    def built(*args: Any, **options: Any) -> None:
+        with _Through():  # type: ignore[no-untyped-call]
+            build(*args, **options)
+
+    with replaced(CheckFunctionManager, {"__init__": built}):
+        yield
+
+
+@contextmanager
+def _composite_losses() -> Iterator[None]:
+    """Let the gradient of ``nll_loss`` reach its input on ``meta``, where Python's own form of it has none."""
+    loss, key = torch.ops.aten.nll_loss.default, torch._C.DispatchKey.Meta
+    from torch._inductor import decomposition  # noqa: F401  (it imports what registers that form)
+
+    own = loss.py_kernels.pop(key, None)
+    loss._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        if own is not None:
+            loss.py_kernels[key] = own
+            loss._dispatch_cache.clear()
+
+
+def _on_cuda(graph: Any) -> Any:
+    """Return a graph of tensors on ``meta`` as the same of tensors on ``cuda``."""
+    from torch.fx.node import map_aggregate
+    from torch.utils._pytree import tree_map
+
+    def moved(value: Any) -> Any:
+        return CUDA if isinstance(value, torch.device) and value.type == "meta" else value
+
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(_moved, node.meta["val"])
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    graph.recompile()
+    return graph
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, FakeTensor) or value.fake_device.type != "meta":
+        return value
+    with _disable_current_modes():
+        bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, bare, CUDA)
+
+
+def _source(graph: Any, **options: Any) -> str:
+    """Return the program that Inductor writes for a graph: what ``_InProcessFxCompile.codegen_and_compile`` does up to there."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    inductor: Any = import_module("torch._inductor.compile_fx")
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    inference, backward = options.get("is_inference", False), options.get("is_backward", False)
+    inductor.view_to_reshape(graph)
+    with torch.no_grad():
+        mode = inductor.fake_tensor_prop(graph, inputs)
+    inductor._recursive_record_original_output_strides(graph)
+    with V.set_fake_mode(mode), DebugContext():
+        inductor._recursive_post_grad_passes(graph, is_inference=inference)
+        lowering = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=inductor.shape_env_from_inputs(inputs),
+            graph_id=options.get("graph_id"),
+            cpp_wrapper=False,
+            aot_mode=False,
+            is_inference=inference,
+            is_backward=backward,
+            inputs_to_check=(),
+            get_decomp_fn=options["get_decomp_fn"],
+        )
+        lowering.freeze_runtime_asserts()
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            wrapper, _ = lowering.codegen()
+    return str(getattr(wrapper, "value", wrapper))
+
+
+@contextmanager
+def _of_cuda(compute_capability: str) -> Iterator[None]:
+    """Let tensors without memory be on ``cuda``, and answer what the compiler asks of the card."""
+    import torch._inductor.fx_passes.joint_graph as joint
+    import torch._inductor.fx_passes.pad_mm as padding
+    import torch._inductor.scheduler as scheduler
+    import torch.utils._triton as triton
+    from torch._dynamo.device_interface import CudaInterface
+
+    major, minor = (int(part) for part in compute_capability.split("."))
+    properties = _properties(major, minor)
+    patterns, constant = joint.lazy_init, joint.UniformValueConstantFolder._deduce_value
+
+    def folded(folder: Any, node: Any) -> Any:
+        own = node.kwargs
+        if "device" not in own:
+            return constant(folder, node)
+        node.kwargs = {**own, "device": torch.device("cpu")}
+        try:
+            return constant(folder, node)
+        finally:
+            node.kwargs = own
+
+    answers = {
+        "get_device_properties": staticmethod(lambda _=None: properties),
+        "current_device": staticmethod(lambda: 0),
+    }
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (torch.cuda, {"get_device_properties": lambda _=None: properties, "current_device": lambda: 0}),
+        (torch.cuda, {"get_device_capability": lambda _=None: (major, minor)}),
+        (CudaInterface, answers),
+        (CudaInterface.Worker, answers),
+        (scheduler, {"has_triton": lambda *_: True}),
+        (triton, {"triton_hash_with_backend": lambda: ""}),
+        (joint, {"lazy_init": lambda *_: patterns(torch.device("cpu"))}),
+        (joint.UniformValueConstantFolder, {"_deduce_value": folded}),
+        (padding, {"_should_pad": lambda *_, **__: False}),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(fake_cuda())
+        for owner, values in asked:
+            stack.enter_context(replaced(owner, values))
+        yield
+
+
+def _properties(major: int, minor: int) -> SimpleNamespace:
+    """Return what the compiler asks of a card: a Hopper's counts, which decide how a reduction is split."""
+    return SimpleNamespace(
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        total_memory=80 * 2**30,
+    )
