@@ -13,11 +13,11 @@ from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.conditions import version_parts
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Result
-from memplan.importer.referred_files import references
+from memplan.importer.referred_files import references, without_given
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
-from memplan.importer.told_trainers import Told, betrayed_version, tell, with_new_names
+from memplan.importer.told_trainers import Told, betrayed_version, is_told, other_kind, tell, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]
@@ -158,6 +158,9 @@ def _joined(
     heads = question.mappings.heads()
     jobs, launchers = _told(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
+    if command is not None and command.config and main.kind:  # the file that it names says what a command is
+        below = jobs[0].keys if len(jobs) > 1 else None
+        main = replace(main, kind=other_kind(replace(main.keys, under=below), main.head) if below else "")
     if jobs and len({told.head.trainer for told in jobs}) > 1:
         names = " and ".join(dict.fromkeys(f"{told.head.trainer} ({told.keys.name})" for told in jobs))
         raise InvalidFileError([f"files of {names}: give one trainer's and its launcher's"])
@@ -219,9 +222,7 @@ def _told(
     jobs: list[Told] = []
     launchers: list[Told] = []
     for keys in sources:
-        launching = question.trainer is not None and any(
-            head.role == "launcher" and _fits(keys, head) for head in heads
-        )
+        launching = question.trainer is not None and is_told(keys, [one for one in heads if one.role == "launcher"])
         told = _told_beside(keys, sources[-1], heads, None if launching else question.trainer)
         (launchers if told.head.role == "launcher" else jobs).append(told)
     return jobs, launchers
@@ -237,13 +238,6 @@ def _told_beside(keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHea
         return tell(keys, heads, tell(command, heads, named).head.trainer)
 
 
-def _fits(keys: GivenKeys, head: TrainerHead) -> bool:
-    try:
-        return tell(keys, [head]).head is head
-    except InvalidFileError:
-        return False
-
-
 def _role(main: Told) -> Role:
     if main.kind:
         return "not_training"
@@ -254,10 +248,10 @@ def _launched(job: ImportedJob, command: CommandLine, question: Question) -> Non
     """Take up what the launcher of a command line says."""
     counted = processes(command.launched, command.job.environment or {})
     if counted is not None:
-        job.reading.results["launcher.processes"] = Result(counted[1], LAUNCHED, counted[0], command.job.name)
+        job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
     if command.launcher == "accelerate" and command.launched.data:
         mapped = question.mappings.body("accelerate")
-        follow(job.reading, mapped.rules, command.launched, LAUNCHED)
+        follow(job.reading, mapped.rules, command.launched, STATED)  # over what its file says
         sort_keys(job.reading, command.launched, mapped, job.keys)
 
 
@@ -270,7 +264,15 @@ def _follow_all(
     names = {new: old for _, renamed in given for new, old in renamed.items()}
     job.renamed = names
     referred = [
-        pair for keys, _ in given for pair in references(job.reading, job.mapped, keys, folders, bool(launchers))
+        pair
+        for place, (source, _) in enumerate(given)
+        for pair in references(
+            job.reading,
+            without_given(job.mapped, [keys for keys, _ in given[place + 1 :]]),
+            source,
+            folders,
+            bool(launchers),
+        )
     ]
     beside = [(told.keys, told.head.trainer) for told in launchers]
     for keys, trainer in (*beside, *referred):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memplan.documents.opening import is_file, usable_path
@@ -37,6 +38,12 @@ def references(
         elif value is not MISSING and word(value) not in ("", "false", "none"):
             found += _named_file(reading, str(value), reference, keys, folders, given)
     return found
+
+
+def without_given(mapped: Mapped, later: Sequence[GivenKeys]) -> Mapped:
+    """Return a mapping without the references that later sources give, which count over earlier ones."""
+    kept = [one for one in mapped.references if all(keys.value(one.key) is MISSING for keys in later)]
+    return replace(mapped, references=tuple(kept))
 
 
 def _named_file(

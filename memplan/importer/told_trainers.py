@@ -51,7 +51,7 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
         chosen = next((head for head in heads if _alike(head.trainer, named)), None)
         if chosen is None:
             raise unknown_name("trainer", named, [head.trainer for head in heads])
-        return Told(keys, chosen, _other_kind(keys, chosen))
+        return Told(keys, chosen, other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
@@ -60,7 +60,7 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])
-    return Told(keys, told[0], _other_kind(keys, told[0]))
+    return Told(keys, told[0], other_kind(keys, told[0]))
 
 
 def is_told(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
@@ -86,7 +86,8 @@ def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
     return max(map(len, patterns), default=0)
 
 
-def _other_kind(keys: GivenKeys, head: TrainerHead) -> str:
+def other_kind(keys: GivenKeys, head: TrainerHead) -> str:
+    """Return what a source is that has a trainer's keys and is no training job; nothing where it is one."""
     return next((other.kind for other in head.other_files if holds(other.when, keys.value)), "")
 
 

@@ -150,6 +150,22 @@ def test_commands_say_what_their_program_and_flags_mean_together(command, traine
         assert value == wanted, path
 
 
+def test_a_command_is_what_its_file_says_and_its_flags_count_over_that(tmp_path):
+    file = str(EXAMPLES / "llama-factory.yaml")
+    job = memplan.import_file(["llamafactory-cli", "train", file, "model_name_or_path=Qwen/Qwen2.5-3B"]).to_dict()
+    assert (job["role"], job["model"]["given"]) == ("job", "Qwen/Qwen2.5-3B")
+    launching = str(EXAMPLES / "accelerate.yaml")
+    words = f"accelerate launch --config_file {launching} --num_processes 2 sft.py {MODEL}".split()
+    assert memplan.import_file(words).to_dict()["training"]["parallel"]["data"] == 2
+
+
+def test_what_is_set_besides_is_not_refused(tmp_path):
+    file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "cut_cross_entropy: true\n")
+    with pytest.raises(CannotAnswerError, match=r"--set kernels\.loss=VALUE"):
+        memplan.plan(str(file), gpu="h100")
+    assert memplan.plan(str(file), gpu="h100", set={"kernels.loss": "fused-linear"})
+
+
 def test_torchtunes_components_are_overridden_by_their_name_alone():
     words = ["tune", "run", "lora_finetune_single_device", "--config", str(EXAMPLES / "torchtune.yaml")]
     job = memplan.import_file([*words, "model=torchtune.models.llama3_2.lora_llama3_2_3b"]).to_dict()

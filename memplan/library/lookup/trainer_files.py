@@ -177,7 +177,7 @@ def training_data(
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.reading.refusals:
         _refuse_first(job)
-    data = job.section("training")
+    data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
         data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
         if stage in GENERATING:
@@ -230,6 +230,15 @@ def _stack(job: ImportedJob, catalog: Catalog) -> str:
 
 
 # ------------------------------------------------------------------ keys that no plan has
+def _without(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
+    """Return nested keys without those at some dotted paths."""
+    kept = {key: value for key, value in data.items() if f"{above}{key}" not in paths}
+    return {
+        key: _without(value, paths, f"{above}{key}.") if isinstance(value, Mapping) else value
+        for key, value in kept.items()
+    }
+
+
 def _refuse_unknown(text: str, data: Mapping[str, Any], kind: type, above: str = "") -> None:
     """Refuse keys and values of DESIGN's vocabulary that nothing models yet.
 
@@ -251,7 +260,9 @@ def _refuse_unknown(text: str, data: Mapping[str, Any], kind: type, above: str =
         ]
         others = tuple(one for one in get_args(hints[key]) if isinstance(one, type))
         if allowed and value not in allowed and value is not None and not isinstance(value, others):
-            raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
+            raise CannotAnswerError(
+                f"{text}: {path}: {printable(str(value))} is not modelled yet; --set {path}=VALUE plans another"
+            )
 
 
 def _known(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
