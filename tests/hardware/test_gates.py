@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import Kernels
@@ -297,3 +298,10 @@ def test_a_trace_on_a_card_runs_the_kernels_that_are_planned_there(cli, config):
     pytest.importorskip("torch")
     ran = cli("trace", "pythia-160m", "--gpu", "t4", "--config", config, "--set", "sequence_length=64")
     assert "the formula agrees to the byte" in ran.out
+
+
+@pytest.mark.parametrize(("weights", "said"), [("fp16", True), ("fp32", False)])
+def test_weights_that_torchs_loss_scale_refuses_are_said(weights, said):
+    settings = {"compute_dtype": "fp16", "weights.default": weights, "loss_scaling": True}
+    plan = memplan.plan("llama-3.2-1b", gpu="rtx3090", config="bf16-adamw", stack="transformers", set=settings)
+    assert any("unscale FP16" in text for text in plan.memory.setup.card_notes) == said

@@ -40,7 +40,7 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     Source:
         configs/hardware/capabilities.yaml; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (v2.13.0).
     """
-    notes = tuple(_notes(setup, gpu))
+    notes = (*_notes(setup, gpu), *_scaler_notes(setup))
     kernel, reason = _attention(setup, model, gpu)
     if reason:
         notes = (*notes, reason)
@@ -86,6 +86,23 @@ def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
             seen.add(feature)
             better = f"; better {row.instead}" if row.instead else ""
             yield f"{key} {value} on {card_label(gpu)}: {row.text}{better}"
+
+
+def _scaler_notes(setup: TrainingSetup) -> Iterator[str]:
+    """Yield why a step ends in an error though its memory is planned: torch's loss scale takes no gradients in fp16.
+
+    Source:
+        torch/amp/grad_scaler.py (v2.13.0), ``_unscale_grads_``: "Attempting to unscale FP16 gradients."; seen with
+        transformers 5.23's Trainer (memplan/lab/stack_survey/measured_jobs.py).
+    """
+    if not (setup.config.loss_scaling and setup.autocast and setup.config.master_weights == "none"):
+        return
+    trained = {setup.adapter_dtype} if setup.config.adapter is not None else set(setup.format_names.values())
+    if "fp16" in trained:
+        yield (
+            "loss_scaling with trained weights in fp16: torch's GradScaler ends such a step with 'Attempting to unscale "
+            "FP16 gradients'; train weights in fp32 under autocast"
+        )
 
 
 def _dtype_needs(setup: TrainingSetup) -> Iterator[Need]:
