@@ -154,10 +154,10 @@ class Library:
         if wanted in self.tables:
             return [self.tables[wanted]]
         documents = {name.split(".")[0] for name in self.tables}
-        if wanted and wanted not in documents:
+        if text is not None and wanted not in documents:
             hint = match_hint(wanted, [*self.tables, *sorted(documents)])
             raise UnknownNameError(f"unknown table {text!r}{hint} (see: memplan tables)")
-        return [table for name, table in self.tables.items() if not wanted or name.startswith(f"{wanted}.")]
+        return [table for name, table in self.tables.items() if text is None or name.startswith(f"{wanted}.")]
 
     def origin(self, table: PublishedTable, cell: Cell) -> Origin:
         """Return all that is said of a cell: by the table, its column, its row, and the cell itself."""

@@ -97,6 +97,10 @@ def test_a_surplus_word_of_nothing_is_a_usage_error(refused, word):
     assert "unexpected extra argument" in refused("recommend", word)
 
 
+def test_an_empty_name_is_not_all_tables(refused):
+    assert "unknown table ''" in refused("tables", "")
+
+
 def test_more_gpus_than_any_published_run_had_are_refused(refused):
     assert "16384" in refused(*ONE, "--gpus", "16385")
 

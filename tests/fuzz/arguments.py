@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import typer
@@ -53,6 +54,13 @@ SET_VALUES = (
 
 SECTIONS = ("gpus", "models", "formats", "gradients", "optimizers", "configs", "stacks")
 Words = tuple[str, ...]
+EXAMPLES = tuple(map(str, sorted((Path(__file__).parent.parent / "trainers" / "examples").glob("*"))))
+LAUNCHERS = (
+    "torchrun", "accelerate", "launch", "deepspeed", "python", "-m", "train.py", "--nproc_per_node", "8", "trl", "dpo", "tune", "run",
+    "--model_name_or_path", "gpt2", "--bf16", "true", "litgpt", "finetune_lora", "swift", "sft", "--seq-length", "&&", "|", "$X", "A=1",
+    "--a=", "=", "--config", "x.yaml", "pretrain_gpt.py", "--num-layers", "2", "nan", "--hidden-size", "64",
+)  # fmt: skip
+BAD_PORTS = ("-1", "65536", "nan", "", "1.5", "9" * 30, "x")
 OPTIONS: Mapping[str, Words] = {
     "--gpu": GPUS, "--gpu-memory": SIZES, "--gpus": NUMBERS, "--config": CONFIGS, "--micro-batch-size": NUMBERS,
     "--sequence-length": NUMBERS, "--set": SETTINGS, "--checkpointing": ("none", "selective", "full", "Full"),
@@ -65,6 +73,9 @@ OPTIONS: Mapping[str, Words] = {
     "--baseline": ("x.json", "-"), "--json": (), "--quiet": (), "--strict": (), "--tied": (), "--experimental": (),
     "--qlora": (), "--lora": (), "--full": (), "--lora-rank": NUMBERS, "--optimizer": SET_VALUES,
     "--batch-size": NUMBERS, "--seq-len": (*NUMBERS, "4k", "128K", "k"), "--no-such-option": NUMBERS,
+    "--as": ("trl", "axolotl", "llama-factory", "torchtitan", "deepspeed", "unsloth"), "--with": (*EXAMPLES, "-", "x"),
+    "--from": ("trl", "axolotl", "megatron", "torchtune", "litgpt", "accelerate"), "--trainer-version": ("0.29", "1.16.0", *NUMBERS),
+    "--message": ("-", "x.log", "/dev/null"), "--steps": NUMBERS, "--largest": NUMBERS, "--timeout": NUMBERS,
     **dict.fromkeys(("--tp", "--pp", "--vp", "--cp", "--ep", "--etp", "--zero", "--hsdp", "--nodes", "--rank"), NUMBERS),
 }  # fmt: skip
 """Options and their words; none of them writes a file or starts torch."""
@@ -75,11 +86,12 @@ COMMANDS: Mapping[str, tuple[Words, ...]] = {
     "explain": (MODELS,), "recommend": (), "show": (NAMES,), "list": (SECTIONS,), "doctor": (),
     "tables": (("s000", "s004.t1"),), "schema": (("plan", "check", "config"),),
     "check": (("memplan-budget.yaml", "-", "/dev/stdin"),), "diff": (("a.json", "-"), ("a.json", "-")),
+    "import": (EXAMPLES,), "emit": (MODELS,), "why": (MODELS,), "report": (MODELS,), "ui": (), "run": (("x.py", "x", "-h", ""),),
     "lab": (("show",), ("tier1", "orthogonality")), "no-such-command": (NAMES,),
 }  # fmt: skip
 """Commands and their words."""
 
-STDIN = (b"", b"", b"{}", b"a: 1", b"\xff", b"[" * 10_000)
+STDIN = (b"", b"CUDA out of memory. Tried to allocate 2.00 GiB", b"{}", b"a: 1", b"\xff", b"[" * 10_000)
 
 
 OF_EVERY_GPU = ("max", "recommend")
@@ -90,6 +102,10 @@ def command_line(random: Random) -> tuple[list[str], bytes]:
     """Return arguments, most of them good, and what standard input holds."""
     name = random.choice(sorted(COMMANDS))
     arguments = [name, *(_word(random, words) for words in COMMANDS[name])]
+    if name == "ui":
+        arguments += ["--port", random.choice(BAD_PORTS)]
+    if name == "import" and random.randrange(2):
+        arguments[1:] = ["--", *random.choices(LAUNCHERS, k=random.randint(1, 12))]
     if name in OF_EVERY_GPU:
         arguments += ["--gpu", _option_word(random, "--gpu")]
     for _ in range(random.randrange(5)):

@@ -20,12 +20,15 @@ from memplan.model.families import model_spec
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import events_of, shares_reason
+from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
+from memplan.plan.reserve.step_timeline import step_timeline
 from memplan.training.resolved import resolve
 
 FILE = Path(__file__).with_name("plans.json")
 PLANS = json.loads(FILE.read_text(encoding="utf-8"))
 GPU = "h100-sxm-80gb"
+SIMULATED_EVERY = 4
+"""Of so many plans one is played through the simulated allocator too, and drawn as a timeline, which takes as long as ten plans."""
 TOTALS = ("requested", "allocated", "reserved", "device", "upper", "least", "lower", "persistent", "host", "rounding")
 
 
@@ -40,10 +43,19 @@ def planned(job: dict[str, object], catalog) -> MemoryPlan:
     return CompiledPlan(model, setup).evaluate(Device(card, GPU))
 
 
-def figures(plan: MemoryPlan) -> dict[str, object]:
+def totals(plan: MemoryPlan) -> dict[str, object]:
+    """Return the sums of a plan."""
+    return {name: getattr(plan, f"{name}_bytes") for name in TOTALS}
+
+
+def figures(plan: MemoryPlan, *, played: bool) -> dict[str, object]:
     """Return what a plan says in numbers, and a digest of its run's events where these are told."""
-    found: dict[str, object] = {name: getattr(plan, f"{name}_bytes") for name in TOTALS}
+    found = totals(plan)
     found |= {"instants": dict(plan.instants), "components": {line.name: line.bytes for line in plan.components}}
+    if played:
+        tight = replace(plan, usable_bytes=plan.device_bytes)
+        timeline = sha256(repr(step_timeline(plan)).encode()).hexdigest()[:16]
+        found |= {"played": totals(simulated(plan)), "verdict": simulated(tight).verdict, "timeline": timeline}
     if not shares_reason(plan):
         events = events_of(plan, steps=1)
         found["events"] = sha256(f"{list(events.sizes)} {list(events.codes)}".encode()).hexdigest()[:16]
@@ -53,7 +65,7 @@ def figures(plan: MemoryPlan) -> dict[str, object]:
 @pytest.mark.parametrize("number", range(len(PLANS)))
 def test_a_plan_has_the_figures_that_were_reviewed(number, catalog, request):
     plan = PLANS[number]
-    found = figures(planned(plan["job"], catalog))
+    found = figures(planned(plan["job"], catalog), played=not number % SIMULATED_EVERY)
     if request.config.getoption("--update-golden"):
         plan["figures"] = found
         FILE.write_text("\n".join(["[", ",\n".join(json.dumps(one) for one in PLANS), "]", ""]), encoding="utf-8")

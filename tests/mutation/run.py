@@ -32,8 +32,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 SECONDS_PER_MUTANT = 300
 MEMORY_BYTES = 8 * 2**30
-Mutant = tuple[int, str, str, str]
-"""Line, operator, the line as it is, and the whole source as it becomes."""
+Mutant = tuple[int, str, int]
+"""Line, operator, and which of its occurrences in the module."""
 
 
 def main() -> int:
@@ -46,13 +46,14 @@ def main() -> int:
         _copy_into(Path(name))
         os.chdir(name)
         _load(name, list(settings["tests"]))
+        drawn = _drawn(_modules(given.names or list(settings["tests"])), settings["operators"], given)
         passed: set[tuple[str, ...]] = set()
-        for module in _modules(given.names or list(settings["tests"])):
+        for module, mutants in drawn.items():
             tests = tuple(settings["tests"][max((p for p in settings["tests"] if module.startswith(p)), key=len)])
             if tests not in passed and not _passes(tests):
                 raise SystemExit(f"{module}: its tests fail before anything is mutated: {' '.join(tests)}")
             passed.add(tests)
-            results.append(_mutated(module, tests, settings["operators"], given, until))
+            results.append(_mutated(module, mutants, tests, until))
             if given.json is not None:
                 given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     total = sum((Counter(result["outcomes"]) for result in results), Counter())
@@ -68,6 +69,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="folder or module, such as memplan/step/states")
     parser.add_argument("--minutes", type=float, default=600.0, help="for all of them (600)")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each module, drawn at random (all)")
+    parser.add_argument(
+        "--total", type=int, default=0, help="mutants of all these modules together, drawn at random (all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
     parser.add_argument("--json", type=lambda text: Path(text).absolute(), help="write the results to a file")
     return parser.parse_args()
@@ -110,39 +114,24 @@ def _modules(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(str(path) for path in found))
 
 
-def _mutated(module: str, tests: Sequence[str], operators: list[str], given: Any, until: float) -> dict[str, Any]:
-    """Run the mutants of a module, until time is up, and say how they fared."""
-    path, outcomes, survivors = Path(module), Counter[str](), []
-    source = path.read_text(encoding="utf-8")
-    mutants = list(_mutants(source, operators))
-    drawn = (
-        random.Random(f"{given.seed} {module}").sample(mutants, given.sample or len(mutants))
-        if 0 < given.sample < len(mutants)
-        else mutants
-    )
-    for line, operator, before, changed in sorted(drawn):
-        if time.monotonic() > until:
-            outcomes["untried"] += 1
-            continue
-        path.write_text(changed, encoding="utf-8")
-        outcome = "survived" if _passes(tests) else "killed"
-        path.write_text(source, encoding="utf-8")
-        outcomes[outcome] += 1
-        if outcome == "survived":
-            after = changed.splitlines()[line - 1].strip()
-            survivors.append({"line": line, "operator": operator, "change": f"{before.strip()}  ->  {after}"})
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    sys.stdout.write(f"{module}: {counts or 'nothing to mutate'}\n")
-    for one in survivors:
-        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}\n")
-    sys.stdout.flush()
-    return {"module": module, "mutants": len(mutants), "outcomes": dict(outcomes), "survivors": survivors}
+def _drawn(modules: Sequence[str], operators: list[str], given: argparse.Namespace) -> dict[str, list[Mutant]]:
+    """Return the mutants to try of each module, a sample where one is asked for."""
+    found = {module: list(_mutants(Path(module).read_text(encoding="utf-8"), operators)) for module in modules}
+    for module, mutants in found.items():
+        if 0 < given.sample < len(mutants):
+            found[module] = sorted(random.Random(f"{given.seed} {module}").sample(mutants, given.sample))
+    pairs = [(module, mutant) for module, mutants in found.items() for mutant in mutants]
+    sys.stdout.write(f"{len(pairs)} mutants of {len(modules)} modules\n")
+    if 0 < given.total < len(pairs):
+        pairs = sorted(random.Random(given.seed).sample(pairs, given.total))
+    return {
+        module: [mutant for owner, mutant in pairs if owner == module] for module in dict.fromkeys(m for m, _ in pairs)
+    }
 
 
 def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
     """Yield every mutant of a module; a decorator's options are no arithmetic."""
     from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
@@ -150,7 +139,33 @@ def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
         operator = get_operator(f"core/{name}")()
         for occurrence, (start, _) in enumerate(place for node in nodes for place in operator.mutation_positions(node)):
             if not lines[start[0] - 1].startswith("@"):
-                yield start[0], name, lines[start[0] - 1], mutate_code(source, operator, occurrence)
+                yield start[0], name, occurrence
+
+
+def _mutated(module: str, mutants: Sequence[Mutant], tests: Sequence[str], until: float) -> dict[str, Any]:
+    """Run mutants of a module, until time is up, and say how they fared."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    path, outcomes, survivors = Path(module), Counter[str](), []
+    source = path.read_text(encoding="utf-8")
+    for line, operator, occurrence in mutants:
+        if time.monotonic() > until:
+            outcomes["untried"] += 1
+            continue
+        changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
+        path.write_text(changed, encoding="utf-8")
+        outcome = "survived" if _passes(tests) else "killed"
+        path.write_text(source, encoding="utf-8")
+        outcomes[outcome] += 1
+        if outcome == "survived":
+            before, after = (text.splitlines()[line - 1].strip() for text in (source, changed))
+            survivors.append({"line": line, "operator": operator, "change": f"{before}  ->  {after}"})
+    sys.stdout.write(f"{module}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(outcomes.items()))}\n")
+    for one in survivors:
+        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}\n")
+    sys.stdout.flush()
+    return {"module": module, "outcomes": dict(outcomes), "survivors": survivors}
 
 
 def _passes(tests: Sequence[str]) -> bool:
