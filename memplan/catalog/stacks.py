@@ -213,6 +213,7 @@ class Stack:
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
         adapted_loss: Its loss where there are adapters, if it is another.
+        divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -252,6 +253,7 @@ class Stack:
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     adapted_loss: LossKernel | None = None
+    divides: tuple[Literal["tensor", "sequence"], ...] = ()
     name: str = ""
     version: str = ""
 

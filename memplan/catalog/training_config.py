@@ -174,6 +174,11 @@ class Parallel:
     vocabulary_multiple: int = 128
     deepspeed: DeepSpeed = DeepSpeed()
 
+    @property
+    def gpus(self) -> int:
+        """GPUs whose steps are planned together: data parallel ones, each of them as many as share its matrices."""
+        return self.data * self.tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Offload:

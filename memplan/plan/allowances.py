@@ -5,11 +5,13 @@ Each is a named line of its own in every answer, with its source; none is hidden
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import ReserveShare
+from memplan.catalog.training_config import Parallel
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.values import dataclass
@@ -118,15 +120,16 @@ def measured_allowances(allowances: Allowances, profile: MachineProfile, count: 
     )
 
 
-def communicating(allowances: Allowances, stream_bytes: int, communicator: Communicator) -> Allowances:
+def communicating(allowances: Allowances, stream_bytes: int, communicators: Sequence[Communicator]) -> Allowances:
     """Return the allowances of one of several GPUs that communicate.
 
     Args:
         allowances: Those of the GPU alone.
         stream_bytes: Buffers of collectives that no other stream can use.
-        communicator: What the library that they communicate through keeps on each.
+        communicators: What the library that they communicate through keeps on each, one for each group of GPUs.
     """
-    expected, most = communicator.expected_bytes, communicator.most_bytes
+    expected, most = (sum(getattr(one, name) for one in communicators) for name in ("expected_bytes", "most_bytes"))
+    communicator = communicators[0]
     return replace(
         allowances,
         context_bytes=allowances.context_bytes + expected,
@@ -171,6 +174,11 @@ def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTa
         library_source=f"{workspace.source}; one workspace per handle and stream, two handles",
         context_source=context.source,
     )
+
+
+def communicators_of(gpu: Gpu, parallel: Parallel, tables: HardwareTables) -> list[Communicator]:
+    """Return what that library keeps for each group that a GPU is in: of data parallel ones, and of those that share matrices."""
+    return [communicator_of(gpu, ranks, tables) for ranks in (parallel.data, parallel.tensor) if ranks > 1]
 
 
 def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicator:

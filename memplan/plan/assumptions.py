@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import Rollout
-from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_sharded, is_whole, sent_bytes
+from memplan.step.divided.divided_model import divided
+from memplan.step.states.parallel_shards import (
+    divided_sent_bytes,
+    is_accelerated,
+    is_flat,
+    is_sharded,
+    is_whole,
+    sent_bytes,
+)
 from memplan.step.states.update_kernels import unproven_updates
 from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
@@ -149,15 +157,21 @@ def _states(plan: MemoryPlan) -> Iterator[str]:
 
 def _parallel(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of several GPUs."""
-    ranks = plan.setup.config.parallel.data
+    parallel = plan.setup.config.parallel
+    ranks = parallel.gpus
     if ranks == 1:
         return
     yield from _sharing(plan)
-    yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per GPU"
+    yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per {'group that shares matrices' if parallel.tensor > 1 else 'GPU'}"
     formed = sum(entry.formed_bytes * entry.tensor.count for entry in plan.states.tensors if entry.trainable)
-    sent = format_bytes(sent_bytes(plan.setup, plan.model.inventory, formed))
+    sent = format_bytes(sent_bytes(plan.setup, divided(plan.model, plan.setup).inventory, formed))
     when = "in the last micro-step alone" if _reduces_last(plan.setup) else "in every micro-batch"
-    yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
+    if parallel.data > 1:
+        yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
+    if parallel.tensor > 1:
+        tokens = plan.micro_batch_size * plan.sequence_length
+        sent = format_bytes(divided_sent_bytes(plan.setup, plan.model.spec, tokens))
+        yield f"each GPU sends {sent} at least to those that it shares matrices with in one forward and backward"
     stream = plan.allowances.stream_bytes
     keeps = (
         f", and {format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
@@ -178,6 +192,13 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
     """Yield how weights and gradients are shared out, and in which dtypes they pass between GPUs."""
     config = plan.setup.config
     ranks = config.parallel.data
+    if config.parallel.tensor > 1:
+        between = "the sequence too between them" if config.parallel.sequence else "all else is whole on each"
+        yield (
+            f"parallel.tensor {config.parallel.tensor}: torch's DTensor divides heads, feed-forward parts and vocabulary, and "
+            f"{between}; the loss is formed over the divided vocabulary; parallelism.spmd_backend: partial_dtensor (torchtitan's "
+            "default, spmd_types, does not run under torch 2.13.0)"
+        )
     if is_flat(config.parallel):
         zero = config.parallel.deepspeed
         size = zero.reduce_bucket_size
@@ -262,8 +283,10 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     yield "memory of other processes and of the desktop (set reserve for it)"
     yield "scratch of the sort in the embedding's backward"
     yield from unproven_updates((e.optimizer_name, e.optimizer, e.stepper) for e in plan.states.tensors)
-    if plan.setup.config.parallel.data > 1:
-        yield "other kinds of parallelism, links between nodes, and NCCL with more than one communicator"
+    parallel = plan.setup.config.parallel
+    if parallel.gpus > 1:
+        more = "more communicators than one for each group" if parallel.tensor > 1 else "more than one communicator"
+        yield f"other kinds of parallelism, links between nodes, and NCCL with {more}"
     stack = plan.setup.stack
     if is_flat(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"

@@ -97,7 +97,7 @@ def _step(plan: MemoryPlan) -> Iterator[Component]:
 def _communication(plan: MemoryPlan) -> Iterator[Component]:
     """Yield the line of what is gathered and reduced, where there are several GPUs."""
     parallel = plan.setup.config.parallel
-    if parallel.data == 1 and not is_flat(parallel):
+    if parallel.gpus == 1 and not is_flat(parallel):
         return
     if is_flat(parallel):
         formula, source = "DeepSpeed's buckets of gradients, and the copy that is reduced", FLAT_SOURCE
@@ -118,9 +118,9 @@ def _outside(plan: MemoryPlan) -> Iterator[Component]:
     yield _reserve(plan)
     context = allowances.context_bytes - allowances.nccl_bytes - allowances.engine_bytes
     yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
-    ranks = {"N": plan.setup.config.parallel.data}
-    source = allowances.nccl_source
-    yield Component("nccl_buffers", allowances.nccl_bytes, "one NCCL communicator", ranks, source, "stated")
+    parallel, source = plan.setup.config.parallel, allowances.nccl_source
+    number = "two NCCL communicators" if parallel.data > 1 < parallel.tensor else "one NCCL communicator"
+    yield Component("nccl_buffers", allowances.nccl_bytes, number, {"N": parallel.gpus}, source, "stated")
     rollout = plan.setup.config.method.rollout
     if allowances.engine_bytes and rollout is not None:
         yield _engine(plan, rollout)

@@ -287,5 +287,5 @@ def _first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int |
 
 
 def _refuse_parallel(setup: TrainingSetup) -> None:
-    if setup.config.parallel.data > 1:
+    if setup.config.parallel.gpus > 1:
         raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")

@@ -187,7 +187,7 @@ class MemoryPlan:
     @property
     def gpu_count(self) -> int:
         """GPUs that the plan is about: those of its parallel setup, or those whose memory is pooled."""
-        return max(self.device.count, self.setup.config.parallel.data)
+        return max(self.device.count, self.setup.config.parallel.gpus)
 
     @property
     def training(self) -> dict[str, Any]:

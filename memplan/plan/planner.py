@@ -17,7 +17,7 @@ from memplan.plan.allowances import (
     allowances_for,
     beside_engine,
     communicating,
-    communicator_of,
+    communicators_of,
     measured_allowances,
 )
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
@@ -26,6 +26,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
 from memplan.step.blocks.fused_linear_loss import linear_chunk
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
+from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
@@ -51,7 +52,7 @@ def devices_for(setup: TrainingSetup, devices: Sequence[Device]) -> list[Device]
     Raises:
         CannotAnswerError: None is left, or memory is pooled for a setup that says how it shares out.
     """
-    ranks = setup.config.parallel.data
+    ranks = setup.config.parallel.gpus
     if ranks > 1 and any(device.count > 1 for device in devices):
         raise CannotAnswerError(
             f"parallel.data: {ranks} plans one GPU of {ranks}; leave it out where memory of several GPUs is pooled"
@@ -78,10 +79,8 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
     devices_for(setup, [device])
     alone = allowances_for(device.gpu, device.count, setup.reserve_share, setup.hardware)
     alone = alone if device.profile is None else measured_allowances(alone, device.profile, device.count)
-    ranks = setup.config.parallel.data
-    if ranks == 1:
-        return alone
-    return communicating(alone, stream_bytes, communicator_of(device.gpu, ranks, setup.hardware))
+    communicators = communicators_of(device.gpu, setup.config.parallel, setup.hardware)
+    return communicating(alone, stream_bytes, communicators) if communicators else alone
 
 
 def engine_bytes(setup: TrainingSetup, device: Device, step_bytes: int) -> int:
@@ -177,12 +176,17 @@ class CompiledPlan:
         model: The model.
         setup: The training setup; its batch and sequence length are the defaults.
 
+    Attributes:
+        model: The model as its stack builds it.
+        own: The same as a rank has it.
+
     Raises:
         CannotAnswerError: A part of the model whose memory is not modelled.
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
-        self.model = model = built_by(model, setup)
+        self.model = built_by(model, setup)
+        self.own = model = divided(self.model, setup)
         self.setup = setup
         _refuse_wide_tables(model, setup)
         _refuse_adapted_experts(model, setup)
@@ -240,7 +244,7 @@ class CompiledPlan:
         config = self.setup.config
         batch, length = batch or config.micro_batch_size, length or config.sequence_length
         apart = (length if self.evaluates_apart or self.generates else 0, batch if self.generates else 0)
-        key = regime_of(self.model, self.setup, batch, length), *apart
+        key = regime_of(self.own, self.setup, batch, length), *apart
         if key not in self._by_regime:
             forms = self._forms(key[0])
             instants = self._with_evaluation(forms, length) if self.evaluates_apart else forms.candidates
@@ -279,7 +283,7 @@ class CompiledPlan:
         """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""
         rows = self.setup.config.evaluation_batch_size
         assert rows is not None
-        own = self._forms(regime_of(self.model, self.setup, rows, length))
+        own = self._forms(regime_of(self.own, self.setup, rows, length))
         values = self.values(rows, length)
         more = own.buffers.total_bytes(values) - forms.buffers.total_bytes(self.values(1, length))
         evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
@@ -302,11 +306,11 @@ class CompiledPlan:
             return compile_step(*self._tapes(regime))
         from memplan.step.ranks.parallel_step import compile_sharded_step
 
-        return compile_sharded_step(self.model, self.setup, self.states, regime)
+        return compile_sharded_step(self.own, self.setup, self.states, regime)
 
     def _tapes(self, regime: Regime) -> tuple[StepInputs, ModelOnTape]:
         if regime not in self._on_tape:
-            self._on_tape[regime] = step_on_tape(self.model, self.setup, self.states, regime)
+            self._on_tape[regime] = step_on_tape(self.own, self.setup, self.states, regime)
         return self._on_tape[regime]
 
     @property
@@ -344,11 +348,11 @@ class CompiledPlan:
         Raises:
             InvalidFileError: The model has fewer learned positions than ``length``.
         """
-        positions = self.model.spec.learned_positions
+        positions = self.own.spec.learned_positions
         if 0 < positions < length:
             name = self.model.spec.name
             raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
-        spec, profile = self.model.spec, self.setup.profile
+        spec, profile = self.own.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
         metrics = self.setup.stack.loop.metrics
@@ -359,7 +363,8 @@ class CompiledPlan:
             answered = self.setup.answer_length or (length if whole else length - 1)
             chunk = min(PIECE_TOKENS, batch * answered)
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
-        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, self.setup.answer_length)
+        answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks)
 
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
@@ -377,7 +382,7 @@ class CompiledPlan:
         config = self.setup.config
         if is_sharded(config.parallel) or self.setup.checkpointing != "none" or config.compile != "none":
             return self.constant_bytes
-        _, taped = self._tapes(regime_of(self.model, self.setup, batch, length))
+        _, taped = self._tapes(regime_of(self.own, self.setup, batch, length))
         counts = taped.counts()
         saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())
         return self.constant_bytes + saved

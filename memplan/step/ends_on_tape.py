@@ -22,6 +22,8 @@ from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
+from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
+from memplan.step.divided.divided_products import whole_rows
 from memplan.step.end_settings import EndSettings, head_weights
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import Section
@@ -84,13 +86,15 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)
         weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
     entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
-    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
     sums = [
         *[(Quantity.SORTED_TOKENS, 8)] * 3,
         *[(Quantity.TOUCHED_ROWS, 8)] * 2,
         (Quantity.PARTIAL_SUMS, 8),
         (Quantity.PARTIAL_SUMS, 4 * block.hidden_size),
     ]
+    if block.divided:
+        return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
+    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which scales where there is a scale.
     x.needs_gradient = x.needs_gradient or (settings.input_gradients and not settings.embedding_scale)
@@ -227,11 +231,12 @@ def _final_norm(
 ) -> tuple[Value, Value]:
     """Return the residual stream after the last layer, and its norm."""
     block = settings.block
-    entry = builder.tape.given(TOKENS, block.hidden_size, element_bytes, needs_gradient)
+    entry = builder.tape.given(block.stream, block.hidden_size, element_bytes, needs_gradient)
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     if block.code.caps_hidden:
         normed = _capped(builder, normed)
+    normed = whole_rows(builder, normed)
     builder.tape.ends(*arguments)
     if settings.names_logits or settings.loss in IN_PIECES:
         builder.tape.ends(entry)
@@ -276,6 +281,8 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
         return _last_score(builder, given)
     logits = builder.cast(given, 4) if wide else given
     with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
+        if settings.block.divided:
+            return divided_cross_entropy(builder, logits, settings.loss_bytes)
         return cross_entropy(builder, logits, shifted=settings.shifts_labels, loss_bytes=settings.loss_bytes)
 
 

@@ -92,6 +92,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             or profile.loss in ("chunked-backward", "chunked-logits", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
             or learned
+            or setup.config.parallel.sequence
             or steps_through_scores(spec)
         ),
         one_token=length == 1,

@@ -12,7 +12,7 @@ from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Pa
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 or 2 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), and what ranks keep of a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 or 2 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -74,9 +74,11 @@ def parallel_refusals(
     parallel = config.parallel
     for name in Parallel.__dataclass_fields__:
         given, default = getattr(parallel, name), getattr(Parallel(), name)
-        if name not in ("data", "zero_stage", "engine", "deepspeed") and given != default:
+        if name not in ("data", "zero_stage", "engine", "deepspeed", *stack.divides) and given != default:
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
+    if parallel.sequence and parallel.tensor == 1 and "sequence" in stack.divides:
+        yield ("parallel", "sequence"), "true counts where parallel.tensor is more than 1"
     if parallel.engine == "deepspeed" and not parallel.zero_stage:
         text = (
             "0 is not supported under DeepSpeed, whose own optimizer then keeps fp32 copies of all bf16 weights "
@@ -93,13 +95,39 @@ def parallel_refusals(
         yield ("parallel", "engine"), text
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
-    elif parallel.zero_stage == 3 and parallel.data == 1:
+    elif parallel.zero_stage == 3 and parallel.data == parallel.tensor == 1:
         text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
         yield ("parallel", "zero_stage"), text
-    elif parallel.data > 1:
+    elif parallel.gpus > 1:
+        yield from _when_divided(config, profile, stack)
         yield from _when_parallel(config, formats, floats)
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
+
+
+def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) -> Problems:
+    """Yield what GPUs that share each layer's matrices are not modelled with."""
+    parallel = config.parallel
+    if parallel.tensor == 1:
+        return
+    if parallel.zero_stage != 3:
+        text = f"{parallel.zero_stage} is not how {stack.name} divides a model, whose parts it wraps in fully_shard on every rank; use 3"
+        yield ("parallel", "zero_stage"), text
+    if profile.loss not in ("fp32", "chunked-backward"):
+        yield (
+            ("kernels", "loss"),
+            f"{profile.loss} over a divided vocabulary is not modelled; use fp32 or chunked-backward",
+        )
+    said = {
+        ("adapter",): config.adapter is not None,
+        ("evaluation",): config.evaluation,
+        ("weight_average",): config.weight_average != "none",
+        ("compile",): config.compile != "none",
+        ("dropout",): bool(config.dropout),
+    }
+    for path, given in said.items():
+        if given:
+            yield path, "it is not modelled with parallel.tensor; leave it out"
 
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
+from memplan.lab.stack_survey.drawn_grids import divided_job
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     if options.deepspeed and not options.job:
         jobs = [under_deepspeed(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.divided and not options.job:
+        jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]
     jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
     jobs = [job for job in jobs if not options.family or job.family in options.family]
@@ -87,6 +90,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
     parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
     parser.add_argument("--deepspeed", action="store_true", help="jobs as DeepSpeed runs them, on ranks that are drawn")
+    parser.add_argument(
+        "--divided", action="store_true", help="jobs whose matrices GPUs share, on degrees that are drawn"
+    )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

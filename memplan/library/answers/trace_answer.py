@@ -82,7 +82,7 @@ def trace_document(traced: TracedStep, unit: str) -> Document:
 
 def _heading(traced: TracedStep) -> tuple[str, str]:
     config = traced.setup.config
-    of = f" of one GPU of {config.parallel.data}" if config.parallel.data > 1 else ""
+    of = f" of one GPU of {config.parallel.gpus}" if config.parallel.gpus > 1 else ""
     return (
         f"{traced.title}, {traced.setup.name}, {stack_words([traced.setup])}: one steady-state step{of}, traced on tensors without memory",
         f"micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, accumulation "

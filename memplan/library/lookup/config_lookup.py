@@ -16,6 +16,7 @@ from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, InvalidFileError, printable
 from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_data
 from memplan.model.model import Model
+from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.parallelism import divides_model
 from memplan.training.resolved import Path as KeyPath
@@ -120,7 +121,8 @@ def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
         InvalidFileError: The config is for another number of GPUs.
     """
     if divides_model(parallel):
-        return parallel  # its data degree is less than the GPUs by how often the model is divided
+        stage = FULLY_SHARDED if ("parallel", "zero_stage") not in given else parallel.zero_stage
+        return replace(parallel, data=grid_of(parallel, gpus).data, zero_stage=parallel.zero_stage or stage)
     if parallel.data not in (1, gpus):
         raise InvalidFileError(
             [f"--gpus {gpus}: the config is for parallel.data {parallel.data}; give the same number"]
@@ -137,7 +139,7 @@ def parallels(parallel: Parallel, gpus: int, *, fixed: bool) -> tuple[Parallel, 
         gpus: ``--gpus``, or 1.
         fixed: Whether the stage was set on the command line.
     """
-    if gpus == 1 or fixed or parallel.data > 1:
+    if gpus == 1 or fixed or parallel.data > 1 or divides_model(parallel):
         given: set[KeyPath] = {("parallel", "zero_stage")} if fixed else set()
         return (parallel if gpus == 1 else _shared_out(parallel, gpus, given),)
     return tuple(replace(parallel, data=gpus, zero_stage=stage) for stage in (FULLY_SHARDED, 0))
@@ -149,7 +151,7 @@ def require_one_gpu(setup: TrainingSetup, command: str) -> TrainingSetup:
     Raises:
         CannotAnswerError: It is for several.
     """
-    if setup.config.parallel.data > 1:
+    if setup.config.parallel.gpus > 1:
         raise CannotAnswerError(
             f"parallel.data: {command} runs on one device; memplan trace follows one GPU of several"
         )

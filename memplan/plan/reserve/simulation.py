@@ -125,7 +125,7 @@ def shares_reason(plan: MemoryPlan) -> str:
     config = plan.setup.config
     if plan.device.count > 1:
         return "memory of several GPUs is pooled"
-    if config.parallel.data > 1:
+    if config.parallel.gpus > 1:
         return "the events of several GPUs' collectives are not told"
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"

@@ -90,7 +90,7 @@ def _as_options(settings: Sequence[str]) -> str:
 def _sentence(plans: Sequence[MemoryPlan], unit: str, settings: Mapping[str, Sequence[str]]) -> str:
     """Return the answer in one sentence."""
     model, device = plans[0].model, device_name(plans[0])
-    ranks = plans[0].setup.config.parallel.data
+    ranks = plans[0].setup.config.parallel.gpus
     several = ["--gpus", str(ranks)] if ranks > 1 else []
 
     def named(plan: MemoryPlan) -> str:

@@ -79,12 +79,12 @@ def _edge_data(key: str, edge: Edge, what: str) -> dict[str, Any]:
 
 
 def _gpus(grid: Frontier) -> int:
-    return max(grid.device.count, grid.plan.setup.config.parallel.data)
+    return max(grid.device.count, grid.plan.setup.config.parallel.gpus)
 
 
 def _heading(grid: Frontier) -> str:
     plan, config = grid.plan, grid.plan.setup.config
-    ranks = config.parallel.data
+    ranks = config.parallel.gpus
     name = f"each of {ranks} {grid.device.name}" if ranks > 1 else grid.device.counted_name
     return (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name}, {stack_words([plan.setup])}, on "

@@ -114,8 +114,8 @@ def _own(suggestion: Suggestion) -> str:
 
 def device_name(plan: MemoryPlan) -> str:
     """Return the device as people say it."""
-    if plan.setup.config.parallel.data > 1:
-        return f"each of {plan.setup.config.parallel.data} {plan.device.name}"
+    if plan.setup.config.parallel.gpus > 1:
+        return f"each of {plan.setup.config.parallel.gpus} {plan.device.name}"
     return plan.device.name if plan.device.count == 1 else f"{plan.device.counted_name} (memory pooled)"
 
 

@@ -104,7 +104,7 @@ def _words(plans: Sequence[MemoryPlan]) -> list[str]:
 
 def _command(plan: MemoryPlan) -> str:
     """Return the command that shows one method in full."""
-    ranks = plan.setup.config.parallel.data
+    ranks = plan.setup.config.parallel.gpus
     several = ["--gpus", str(ranks)] if ranks > 1 else []
     job = [plan.model.source.removeprefix("catalog:"), *plan.device.options, *several, "--config", plan.setup.name]
     return f"memplan fit {join(job)}"

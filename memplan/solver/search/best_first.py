@@ -18,7 +18,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
-from memplan.plan.allowances import Allowances, allowances_for, communicating, communicator_of
+from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
 from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan, devices_for
@@ -179,10 +179,8 @@ class Search:
         """Return the allowances, without the communication streams, which depend on the plan."""
         share, tables = self.catalog.tables.reserve_share(allocator, coded), hardware_tables(self.catalog.root)
         allowances = allowances_for(self.device.gpu, self.device.count, share, tables)
-        ranks = self.space.base.parallel.data
-        if ranks == 1:
-            return allowances
-        return communicating(allowances, 0, communicator_of(self.device.gpu, ranks, tables))
+        communicators = communicators_of(self.device.gpu, self.space.base.parallel, tables)
+        return communicating(allowances, 0, communicators) if communicators else allowances
 
     def _codes(self, state: StateChoice) -> bool:
         return state.weights.coded and self.space.base.adapter is None

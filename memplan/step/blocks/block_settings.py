@@ -9,6 +9,7 @@ from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
@@ -64,6 +65,8 @@ class BlockSettings:
         regime: What batch and length decide.
         gathered_rows: Whether each layer gathers the rows of rotary tables that it needs.
         copies_fused: Whether query, key and value are copied out of the result of one projection.
+        divided: Whether GPUs share each layer's matrices.
+        sequence: Whether they share the sequence too between these.
     """
 
     names: TensorNames
@@ -83,6 +86,13 @@ class BlockSettings:
     regime: Regime
     gathered_rows: bool
     copies_fused: bool
+    divided: bool
+    sequence: bool
+
+    @property
+    def stream(self) -> Quantity:
+        """What the residual stream is proportional to."""
+        return Quantity.SHARD_TOKENS if self.sequence else Quantity.TOKENS
 
 
 def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> BlockSettings:
@@ -116,4 +126,6 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         regime=regime,
         gathered_rows=setup.stack.rotary_tables.gathered,
         copies_fused=setup.stack.models.fused_qkv == "copies",
+        divided=setup.config.parallel.tensor > 1,
+        sequence=setup.config.parallel.tensor > 1 and setup.config.parallel.sequence,
     )

@@ -7,6 +7,7 @@ from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
+from memplan.step.divided.divided_products import row_product
 from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
 from memplan.step.layers.rotation import rotary, turned
@@ -47,7 +48,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
                 if fuses(builder, (name,)):
                     return fused_linears(builder, out, ((name, hidden),))[0]
-                return linear(builder, out, name, hidden)
+                return row_product(builder, out, name, hidden)
 
 
 def _scaled(builder: Builder, query: Value) -> Value:

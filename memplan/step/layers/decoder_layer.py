@@ -8,9 +8,10 @@ from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
 from memplan.step.blocks.block_settings import BlockSettings
-from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
+from memplan.step.divided.divided_products import whole_rows
 from memplan.step.layers.attention import attention
 from memplan.step.layers.feed_forward import mlp
 from memplan.step.layers.latent_attention import latent_attention
@@ -42,7 +43,7 @@ def layer_section(
     """
     builder = Builder(settings, dict(weights))
     builder.tape.instant = "layer"
-    entry = builder.tape.given(TOKENS, settings.hidden_size, element_bytes, needs_gradient)
+    entry = builder.tape.given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     output = layer_output(builder, entry, layer)
     builder.tape.touch(*builder.held)
     return Section(builder.tape, entry, output)
@@ -174,6 +175,11 @@ def _both(builder: Builder, fed: Value, attended: Value) -> Value:
 
 def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return a layer's attention."""
+    with builder.tape.alive(*((x,) if builder.settings.divided else ())):
+        return _attention(builder, whole_rows(builder, x), layer)
+
+
+def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
     if isinstance(layer.attention, LatentAttention):
         return latent_attention(builder, x, layer.attention, builder.settings.names.attention)
     if isinstance(layer.attention, GatedDeltaNet):
@@ -183,6 +189,11 @@ def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:
 
 def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return a layer's feed-forward part."""
+    with builder.tape.alive(*((x,) if builder.settings.divided else ())):
+        return _feed_forward(builder, whole_rows(builder, x), layer)
+
+
+def _feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     if isinstance(layer.feed_forward, MixtureOfExperts):
         return mixture(builder, x, layer.feed_forward, builder.settings.names.mlp)
     return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

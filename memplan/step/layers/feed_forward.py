@@ -6,6 +6,7 @@ from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
+from memplan.step.divided.divided_products import row_product
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
 
@@ -21,7 +22,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
             tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
             with tape.alive(both):
                 hidden = gated(builder, gate, up)
-                return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+                return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
         elif fuses(builder, mlp_names(builder, prefix)):
             return fused_mlp(builder, x, prefix, inner)
         elif builder.profile.activation != "composite":
@@ -34,12 +35,12 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
                 up = linear(builder, x, f"{prefix}.{names.up}", inner)
             with tape.alive(gate, up):
                 hidden = builder.multiply(activated(builder, gate), up)
-                return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+                return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
         else:
             gate = activated(builder, linear(builder, x, f"{prefix}.{names.gate}", inner))
             with tape.alive(gate):
                 hidden = builder.multiply(gate, linear(builder, x, f"{prefix}.{names.up}", inner))
-        return linear(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+        return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
 
 
 def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:

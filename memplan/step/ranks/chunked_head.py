@@ -36,7 +36,7 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     alone, chunk, head, inputs = step.head, step.taped.head.chunk, step.taped.head, step.inputs
     if alone is None or chunk is None:
         raise CannotAnswerError("kernels.loss: chunked-backward over shards of a tied head is not modelled; use fp32")
-    tail, ahead = step.tail.gathered_bytes, step.last.gathered_bytes
+    tail, ahead = step.tail.gathered_bytes, step.last.buffer_bytes
     around += played.head.saved
     several = inputs.setup.profile.loss_chunks > 1
     formed = sum(weight.formed_bytes for weight in head.weights)
@@ -53,7 +53,7 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     yield with_gathered("head backward", "reduction of the head", form + kept, tail + alone.reduced_bytes)
     arrived = single_form(Part.TEMPORARIES, head.section.output.quantity, head.section.output.coefficient)
     yield with_gathered(
-        "head backward", "copy of norm and head", around + kept + arrived, alone.reduced_bytes + 2 * tail
+        "head backward", "copy of norm and head", around + kept + arrived, alone.reduced_bytes + step.tail.copied_bytes
     )
     for instant in played.head.backward:
         communication = tail + ahead + alone.reduced_bytes

@@ -31,12 +31,10 @@ from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import buffers, kept_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
-
-TOKENS = Quantity.TOKENS
 
 
 def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
@@ -152,15 +150,15 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
     head, tail = step.taped.head, step.tail.gathered_bytes
     at_once = step.root_again or head.logits is None
     if step.root_again:
-        yield with_gathered("loss backward", "copy of the root", around + played.head.saved, 2 * tail)
+        yield with_gathered("loss backward", "copy of the root", around + played.head.saved, step.tail.copied_bytes)
     if (step.apart or step.loss_inside) and not at_once:
         assert head.logits is not None
-        logits = single_form(Part.LOGITS, TOKENS, head.logits.coefficient)
-        communication = tail + step.last.gathered_bytes + step.last.cast_bytes
+        logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
+        communication = tail + step.last.buffer_bytes + step.last.cast_bytes
         form = around + rows_of_head(step) + logits
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
-        ahead = step.last.gathered_bytes if at_once or instant.name != "loss backward" else 0
+        ahead = step.last.buffer_bytes if at_once or instant.name != "loss backward" else 0
         yield _with(instant, tail + ahead)
 
 
@@ -173,8 +171,8 @@ def _tail_unit(step: ShardedStep, around: Form, whole: int, of: _Pass) -> Iterat
         whole: Their gradients as they are formed.
         of: What becomes of gradients.
     """
-    arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.head.section.entry.coefficient)
-    communication = step.tail.reduced_bytes + step.last.gathered_bytes
+    arrived = step.arrived
+    communication = step.tail.reduced_bytes + step.last.buffer_bytes
     for size in (of.formed(whole), of.scattered(step.tail, whole)):
         form = around + arrived + constant_form(Part.GRADIENTS, size)
         yield with_gathered(step.head_instant, "reduction of norm and head", form, communication)
@@ -231,10 +229,10 @@ def _layer_unit(
     if step.apart:
         over, under = over or step.tail, under or step.first
     root, waiting = step.held_bytes, over.reduced_bytes if over and of.reduces else 0
-    next_gathered = under.gathered_bytes if under else 0
+    next_gathered = under.buffer_bytes if under else 0
     ahead = next_gathered + (under.cast_bytes if under else 0)
-    arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.head.section.entry.coefficient)
-    gathered = root + waiting + own.gathered_bytes + max(own.gathered_bytes, ahead)
+    arrived = step.arrived
+    gathered = root + waiting + own.gathered_bytes + max(own.copying_bytes, ahead)
     yield with_gathered(before, "copy out of the gathered buffer", around + played.saved + arrived, gathered)
     for instant in played.backward:
         yield _with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
@@ -266,8 +264,8 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     formed = around
     around += leaf_kept(step)
     if step.apart:
-        arrived = single_form(Part.TEMPORARIES, TOKENS, step.taped.embedding.output.coefficient)
-        gathered = communication + step.first.gathered_bytes
+        arrived = step.arrived
+        gathered = communication + step.first.copying_bytes
         yield with_gathered(step.end_instant, "copy of the embedding", around + arrived, gathered)
     else:
         formed += constant_form(Part.GRADIENTS, whole)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan.step.behind_forward import behind_forward
+from memplan.step.divided.divided_ends import FORWARD_BYTES
 from memplan.step.ends_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.instants import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import kept_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.played import Instant
-
-TOKENS = Quantity.TOKENS
 
 
 def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:
@@ -52,24 +51,24 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     """
     played, runs = step.played, step.taped.runs
     held, stream = step.held_bytes, step.taped.embedding.output
-    x = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient)
+    x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
     around = base + arguments_of(step)
-    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
+    first = held + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("forward", "copy of the first layer", around + x, first)
     if step.apart:
-        yield with_gathered("forward", "copy of the embedding", around, 2 * step.first.gathered_bytes)
+        yield with_gathered("forward", "copy of the embedding", around, step.first.copied_bytes)
         for moment in played.embedding.forward:
-            yield with_gathered("forward", moment.operation, around + moment.form, 2 * step.first.gathered_bytes)
+            yield with_gathered("forward", moment.operation, around + moment.form, step.first.copied_bytes)
     entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
     around += entered
     if step.apart:
-        ends = 2 * step.tail.gathered_bytes + step.last.gathered_bytes
+        ends = step.tail.copied_bytes + step.last.buffer_bytes
         yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
     yield from _layers(step, around + played.embedding.saved, entered)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
-        gathered = held + 2 * step.last.gathered_bytes + under.gathered_bytes
+        gathered = held + step.last.copied_bytes + under.buffer_bytes
         yield with_gathered("forward", "copy of the last layer", form, gathered)
     if step.loss_inside or step.chunked:
         yield from _head_inside(step, base + leaf_of(step) + played.saved)
@@ -87,7 +86,7 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
     """
     for run, kind, own in zip(step.taped.runs, step.taped.kinds, step.units, strict=True):
         part = step.played.layers[kind]
-        gathered = step.held_bytes + 2 * own.gathered_bytes
+        gathered = step.held_bytes + own.copied_bytes
         for position in dict.fromkeys((0, run.count - 1)):
             below = around + part.saved * position
             if run is step.taped.runs[0] and position == 0:
@@ -102,7 +101,7 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
     buffer = step.tail if step.apart and not step.head_by_hand else step.last
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
-        gathered = step.tail.gathered_bytes + buffer.gathered_bytes
+        gathered = step.tail.gathered_bytes + buffer.buffer_bytes
         yield with_gathered("forward", moment.operation, moment.form, gathered)
     for moment in behind_forward(step.inputs, step.taped, around + step.played.head.saved):
         yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes)
@@ -115,29 +114,31 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
     read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
     form = around + head.section.tape.saved_form() + read + constant_form(Part.LOGITS, settings.loss_bytes)
-    form = form if settings.loss == "bf16" else form + logits
+    form = form + logits if head.logits is not None and inputs.storage != head.logits.storage else form
+    if settings.block.divided:
+        form += single_form(Part.LOGITS, inputs.quantity, inputs.coefficient + FORWARD_BYTES)
     yield with_gathered("forward", "log_softmax", form, tail)
-    buffer = tail if step.apart else step.last.gathered_bytes
+    buffer = step.tail.buffer_bytes if step.apart else step.last.buffer_bytes
     yield with_gathered("forward", "head", around + rows_of_head(step) + logits, tail + buffer)
 
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
     held, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
-    x, around = single_form(Part.ACTIVATIONS, TOKENS, stream.coefficient), around + arguments_of(step)
-    first = held + step.first.gathered_bytes + 2 * step.units[0].gathered_bytes
+    x, around = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around + arguments_of(step)
+    first = held + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("evaluation", "copy of the first layer", around + x, first)
-    runs, last = step.taped.runs, step.last.gathered_bytes
+    runs, last = step.taped.runs, step.last.buffer_bytes
     if step.apart:
-        yield with_gathered("evaluation", "copy of norm and head", around + x, 2 * tail + last)
+        yield with_gathered("evaluation", "copy of norm and head", around + x, step.tail.copied_bytes + last)
     if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
-        gathered = held + 2 * last + under.gathered_bytes
+        gathered = held + step.last.copied_bytes + under.buffer_bytes
         yield with_gathered("evaluation", "copy of the last layer", around + x, gathered)
-    own = dict(zip(step.taped.kinds, (2 * unit.gathered_bytes for unit in step.units), strict=True))
+    own = dict(zip(step.taped.kinds, (unit.copied_bytes for unit in step.units), strict=True))
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
             yield with_gathered("evaluation", moment.operation, around + moment.form, held + own[kind])
     for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
-        buffer = 0 if outside else tail if step.apart else last
+        buffer = 0 if outside else step.tail.buffer_bytes if step.apart else last
         yield with_gathered("evaluation", moment.operation, around + moment.form, tail + buffer)

@@ -13,12 +13,10 @@ from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
 from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, reduced_width, unit
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.linear_forms import Form, Part, single_form
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.adapters import adapter_tensors, libraries_inventory
 from memplan.training.resolved import TrainingSetup
-
-TOKENS = Quantity.TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,12 @@ class ShardedStep:
         return self.rest.gathered_bytes if self.rest else 0
 
     @property
+    def arrived(self) -> Form:
+        """The gradient of the residual stream between two layers."""
+        entry = self.taped.head.section.entry
+        return single_form(Part.TEMPORARIES, entry.quantity, entry.coefficient)
+
+    @property
     def last(self) -> Unit:
         """The unit of the last layer."""
         return self.units[-1]
@@ -139,8 +143,8 @@ class ShardedStep:
 
         Two are alive at a time: the root's and the first layer's, or those of two layers.
         """
-        first, *layers = [self.first.gathered_bytes, *(unit.gathered_bytes for unit in self.units)]
-        tail = layers[-1] + self.tail.gathered_bytes if self.apart else 0
+        first, *layers = [self.first.buffer_bytes, *(unit.buffer_bytes for unit in self.units)]
+        tail = layers[-1] + self.tail.buffer_bytes if self.apart else 0
         return max(first + layers[0], 2 * max(layers), tail)
 
     @property

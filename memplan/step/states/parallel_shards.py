@@ -14,6 +14,7 @@ from fractions import Fraction
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import Inventory, ParameterTensor
+from memplan.model.spec import ModelSpec
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -26,8 +27,8 @@ FULLY_SHARDED = 3
 
 
 def is_sharded(parallel: Parallel) -> bool:
-    """Tell whether ranks hold shards; without, each holds everything."""
-    return parallel.data > 1 and parallel.zero_stage == FULLY_SHARDED
+    """Tell whether ranks hold shards, be it one in each group of those that divide a model; without, each holds everything."""
+    return (parallel.data > 1 or parallel.tensor > 1) and parallel.zero_stage == FULLY_SHARDED
 
 
 def is_accelerated(setup: TrainingSetup) -> bool:
@@ -80,7 +81,7 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
 
 def share(parallel: Parallel) -> Fraction:
     """Return what one rank holds of a tensor that divides evenly."""
-    return Fraction(1, parallel.data if is_sharded(parallel) else 1)
+    return Fraction(1, (parallel.data if is_sharded(parallel) else 1) * parallel.tensor)
 
 
 def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
@@ -99,7 +100,9 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     return replace(
         setup,
         stack=replace(setup.stack, autocast="never", kbit_floats="as-is"),
-        config=replace(config, parallel=Parallel(), evaluation=False, adapter=adapter),
+        config=replace(
+            config, parallel=replace(config.parallel, data=1, zero_stage=0), evaluation=False, adapter=adapter
+        ),
         format_names={role: dtype if floats[role] else name for role, name in setup.format_names.items()},
         formats={role: plain if floats[role] else entry for role, entry in setup.formats.items()},
         gradient=None,
@@ -112,20 +115,30 @@ class Unit:
 
     Attributes:
         gathered_bytes: All of them whole, in the compute dtype, padding included.
+        buffer_bytes: What they are gathered into before they are copied out; one rank has none.
+        copying_bytes: What is there besides while they are copied: that buffer, or what one rank casts of its own, one by one.
         reduced_bytes: Their gradients as they go into the reduction, likewise.
         kept_bytes: The rank's share of these gradients, in the weights' dtype.
-        narrow_bytes: The same as it comes out of the reduction, where that is in another dtype, or 0.
+        narrow_bytes: The same as it comes out of the reduction, where that is in another dtype, or is formed by one rank
+            alone; or 0.
         cast_bytes: Its share of the weights, cast to the compute dtype before they are gathered; 0 for none.
-        last_bytes: The whole gradient of the last matrix, which a loop's variable holds until the end
-            of the reduction.
+        last_bytes: The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds
+            until the end of the reduction.
     """
 
     gathered_bytes: int
+    buffer_bytes: int
+    copying_bytes: int
     reduced_bytes: int
     kept_bytes: int
     narrow_bytes: int
     cast_bytes: int
     last_bytes: int
+
+    @property
+    def copied_bytes(self) -> int:
+        """What is there while they are copied out of their buffer."""
+        return self.copying_bytes + self.gathered_bytes
 
 
 def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
@@ -148,14 +161,26 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
     reduced = reduced_width(setup)
+    gathered = ranks * sum(elements for elements, _, _ in shards) * compute
     return Unit(
-        gathered_bytes=ranks * sum(elements for elements, _, _ in shards) * compute,
+        gathered_bytes=gathered,
+        buffer_bytes=gathered if ranks > 1 else 0,
+        copying_bytes=gathered if ranks > 1 else 0 if own == compute else _cast_alone(tensors) * compute,
         reduced_bytes=ranks * trained * reduced,
         kept_bytes=trained * own,
-        narrow_bytes=trained * reduced if reduced != own else 0,
-        cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute,
-        last_bytes=_last_elements(tensors, setup) * compute,
+        narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
+        cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute * (ranks > 1),
+        last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
     )
+
+
+def _cast_alone(tensors: Sequence[ParameterTensor]) -> int:
+    """Return the most elements that are there beyond all of a unit's, where each tensor is cast and then copied."""
+    done, most, total = 0, 0, sum(tensor.elements for tensor in tensors)
+    for tensor in sorted(tensors, key=lambda tensor: len(tensor.shape) == 1):  # norms come last
+        done += tensor.elements
+        most = max(most, done + tensor.elements)
+    return most - total
 
 
 def reduced_width(setup: TrainingSetup) -> int:
@@ -174,12 +199,13 @@ def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
 
 
 def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> int:
-    """Return the elements of a unit's last matrix; layers of transformers' models end with a norm or a bias."""
+    """Return the elements of a unit's last matrix; layers of transformers' and torchtitan's models end with a norm or a bias."""
     if setup.config.adapter is not None:
         return 0
     matrices = [tensor.elements for tensor in tensors if len(tensor.shape) > 1]
     layer = any("{}" in tensor.name for tensor in tensors)
-    return matrices[-1] if matrices and not (layer and setup.stack.model_code == "transformers") else 0
+    ends_with_vector = setup.stack.model_code == "transformers" or setup.stack.sharded_units == "ends-apart"
+    return matrices[-1] if matrices and not (layer and ends_with_vector) else 0
 
 
 def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:
@@ -193,6 +219,26 @@ def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:
     """
     replicated = parallel.data > 1 and not is_sharded(parallel) and not is_flat(parallel)
     return gradient_bytes if replicated else 0
+
+
+def divided_sent_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes that each rank sends, at least, to those that it shares matrices with, for one forward and backward.
+
+    Formula:
+        ``(8 layers + 4) (T - 1) / T`` times the residual stream: of each layer attention and feed-forward part gather rows and
+        reduce and scatter sums, or reduce them everywhere, which is as much; backward mirrors it; so do embedding and head.
+
+    Args:
+        setup: The training setup.
+        spec: The model.
+        tokens: Of a micro-batch.
+
+    Source:
+        What passes between ranks: :mod:`memplan.step.divided.divided_products`; ring algorithms as below.
+    """
+    ranks = setup.config.parallel.tensor
+    stream = tokens * spec.hidden_size * setup.residual_bytes
+    return (8 * spec.num_hidden_layers + 4) * stream * (ranks - 1) // ranks
 
 
 def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:

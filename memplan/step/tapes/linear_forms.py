@@ -43,6 +43,7 @@ class Quantity(IntEnum):
     PADDED_SQUARE = 22
     ANSWER_TOKENS = 23
     ANSWERED_TOKENS = 24
+    SHARD_TOKENS = 25
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -71,10 +72,11 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.PADDED_SQUARE: "t*ceil16(t)",
     Quantity.ANSWER_TOKENS: "b*c",
     Quantity.ANSWERED_TOKENS: "b*(c+1)",
+    Quantity.SHARD_TOKENS: "b*t/tp",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
-m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
+tp is the number of GPUs that share matrices. m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 """
 
@@ -205,7 +207,14 @@ def scratch_pieces(size: int, piece: int) -> list[Storage]:
 
 
 def quantities(
-    batch: int, length: int, chunks: int, vocab: int, chunk: int = 0, row: int = 0, answer: int = 0
+    batch: int,
+    length: int,
+    chunks: int,
+    vocab: int,
+    chunk: int = 0,
+    row: int = 0,
+    answer: int = 0,
+    ranks: int = 1,
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -217,6 +226,7 @@ def quantities(
         chunk: Tokens of a chunk, where that does not follow from their number.
         row: Tokens of one sequence in a chunk, likewise.
         answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
+        ranks: GPUs that share each sequence between the matrices that they share.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -257,4 +267,5 @@ def quantities(
         length * round_up(length, 16),
         answered,
         answered + batch,
+        tokens // ranks,
     )

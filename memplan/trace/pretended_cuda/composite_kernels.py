@@ -161,8 +161,20 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
     if weight is not None and weight.dtype != x.dtype:
         out: Tensor = aten.rms_norm.default._op_dk(_COMPOSITE, x, normalized_shape, weight, eps)
         return out
+    if hasattr(x, "placements"):
+        return _divided_norm(x, weight, eps or 1e-6)
     fused: Tensor = FusedRMSNorm.apply(x, weight, eps or 1e-6)  # type: ignore[no-untyped-call]
     return fused
+
+
+def _divided_norm(x: Any, weight: Any, eps: float) -> Tensor:
+    """Return the fused norm of a rank's part of a distributed tensor (``aten._fused_rms_norm`` in torch/distributed/tensor/_ops/_math_ops.py)."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    placements = [Partial() if place.is_shard() else Replicate() for place in x.placements]
+    own = weight.to_local(grad_placements=placements)
+    out = FusedRMSNorm.apply(x.to_local(), own, eps)  # type: ignore[no-untyped-call]
+    return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

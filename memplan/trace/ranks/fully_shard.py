@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
@@ -27,9 +28,14 @@ from memplan.trace.recording.recorder import Recorder
 META = torch.device("meta")
 
 
+_WAIT, _WRAP = torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional._wrap_tensor_autograd.default
+"""Operators whose results are their inputs, but on ``meta`` (torch/distributed/_functional_collectives.py, v2.13.0)."""
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a distributed tensor that this rank holds, and any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 class Allocates:
@@ -62,9 +68,11 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Leave distributed tensors to their own dispatch, which comes back with local ones."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        """Leave distributed tensors to their own dispatch, which comes back with local ones; waiting forms no tensor."""
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented
+        if func is _WAIT or func is _WRAP:
+            return args[0] if func is _WAIT else AsyncCollectiveTensor(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _see(self, tensor: Tensor, operation: str) -> int | None:
@@ -154,7 +162,7 @@ def sharding(owner: Any, ranks: int, recorder: ShardedRecorder) -> Iterator[Devi
     with process_group(ranks) as mesh:
 
         def sharded(module: Any, **options: Any) -> Any:
-            result = made(module, **{**options, "mesh": mesh})
+            result = made(module, **{**options, "mesh": options.get("mesh") or mesh})
             on_meta(module, collective)
             return result
 

@@ -18,11 +18,14 @@ import torchtitan.distributed.fsdp
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.trainer import Trainer
 
 from memplan.errors import CannotAnswerError
@@ -46,6 +49,8 @@ NOTES = (
     "flex attention is a Triton kernel; what it allocates is stated from torch/_inductor/kernel/flex/flex_attention.py",
 )
 META = torch.device("meta")
+BACKEND = "partial_dtensor"
+"""``parallelism.spmd_backend``: the one that divides a model under torch 2.13.0, whose ``fully_shard`` refuses what others give it."""
 
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
@@ -53,14 +58,14 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     logging.getLogger().setLevel(logging.ERROR)
     setup = inputs.setup
     refuse_settings(setup, "torchtitan")
-    ranks = setup.config.parallel.data
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
             around.enter_context(one)
         model = _built(inputs.model.spec, setup)
         if isinstance(recorder, ShardedRecorder):
-            mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, ranks, recorder))
-            _sharded(model, setup, mesh)
+            _on_ranks(model, setup, recorder, around)
+        else:
+            _checkpointed(model, setup)
         trainer = _Trainer(model, setup, recorder)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
@@ -71,7 +76,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
 
 # -------------------------------------------------------------------- model
 def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
-    """Return torchtitan's Llama 3 of these shapes, checkpointed as the setup says, without memory."""
+    """Return torchtitan's Llama 3 of these shapes, without memory."""
     dtype = setup.format_names["hidden_matrix"]
     gathered = is_sharded(setup.config.parallel)  # in the compute dtype
     plain = (gathered or dtype == setup.config.compute_dtype) and setup.config.adapter is None
@@ -81,21 +86,37 @@ def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
     torch.set_default_dtype(TORCH_DTYPES[dtype])
     try:
         with META:
-            model: Any = _config(spec, setup).build()
+            config = _config(spec, setup)
+            set_llama3_sharding_config(config, enable_sp=setup.config.parallel.sequence)
+            model: Any = config.build()
     finally:
         torch.set_default_dtype(default)
-    kind: Any = {"none": None, "full": FullAC, "selective": _Selective}[setup.checkpointing]
-    if kind is not None:
-        kind(kind.Config()).apply(model)
     model.train()
     return model  # type: ignore[no-any-return]
 
 
-def _sharded(model: Any, setup: TrainingSetup, mesh: Any) -> None:
-    """Shard a model as ``parallelize_llama`` does."""
-    compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
-    dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
-    torchtitan.distributed.fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=False)
+def _on_ranks(model: Any, setup: TrainingSetup, recorder: ShardedRecorder, around: ExitStack) -> None:
+    """Divide and shard a model as ``parallelize_llama`` does, over a group that lasts as long as ``around``."""
+    parallel, fsdp = setup.config.parallel, torchtitan.distributed.fsdp
+    mesh = around.enter_context(sharding(fsdp, parallel.data * parallel.tensor, recorder))
+    if parallel.tensor > 1:
+        set_spmd_backend(BACKEND)
+        parallel_dims.device_type = "cpu"
+        dims = ParallelDims(1, parallel.data, 1, parallel.tensor, 1, 1, mesh.size(), BACKEND)
+        model.parallelize(dims)
+        mesh = dims.get_mesh("fsdp")
+    _checkpointed(model, setup)
+    if is_sharded(parallel):
+        compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
+        dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
+        fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=False)
+
+
+def _checkpointed(model: Any, setup: TrainingSetup) -> None:
+    """Let a model checkpoint activations as the setup says."""
+    kind: Any = {"none": None, "full": FullAC, "selective": _Selective}[setup.checkpointing]
+    if kind is not None:
+        kind(kind.Config()).apply(model)
 
 
 class _Selective(SelectiveAC):  # type: ignore[misc]

@@ -1,0 +1,79 @@
+"""A model as each of several GPUs has it that share its matrices: fewer heads, narrower feed-forward parts, fewer words.
+
+Norms and what is added to the residual stream are as wide as before, so that parameters, states, gradients and what products
+yield follow from these shapes alone.
+
+Source:
+    torchtitan/models/common/decoder_sharding.py (0.3.0): ``wq``, ``wkv``, ``w1``, ``w3``, embedding and head by rows, ``wo``
+    and ``w2`` by columns, norms whole; ``Decoder.Config.update_from_config`` in decoder.py: degrees that divide heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.inventory import inventory_of
+from memplan.model.model import Model
+from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
+from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
+
+
+def divided(model: Model, setup: TrainingSetup) -> Model:
+    """Return a model as the first rank has it: itself, where nothing divides it.
+
+    Args:
+        model: As its stack builds it.
+        setup: The training setup.
+
+    Raises:
+        InvalidFileError: A degree that does not divide what it has to, which is named with the nearest that does.
+        CannotAnswerError: A part that no stack here divides.
+    """
+    parallel = setup.config.parallel
+    if parallel.tensor == 1:
+        return model
+    if model.spec.tie_word_embeddings:
+        raise CannotAnswerError(
+            f"parallel.tensor: {setup.stack.label} divides the embedding and the head of {model.spec.name} one by one, which "
+            "makes two tensors of the one that they were; what becomes of these is not modelled"
+        )
+    length = setup.config.sequence_length
+    if parallel.sequence and length % parallel.tensor:
+        raise InvalidFileError(
+            [f"parallel.sequence: {parallel.tensor} GPUs do not share a sequence of {length} tokens evenly"]
+        )
+    spec = _divided_spec(model.spec, parallel.tensor)
+    return replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+@lru_cache(maxsize=128)
+def _divided_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
+    runs = tuple([_divided_run(spec, run, ranks) for run in spec.runs])
+    return replace(spec, vocab_size=ceil_div(spec.vocab_size, ranks), runs=runs)
+
+
+def _divided_run(spec: ModelSpec, run: LayerRun, ranks: int) -> LayerRun:
+    heads, part = run.layer.attention, run.layer.feed_forward
+    if not isinstance(heads, Attention) or not isinstance(part, Mlp):
+        raise CannotAnswerError(f"parallel.tensor: {spec.name} has layers that are not modelled divided; use 1")
+    sizes = {
+        "attention heads": heads.num_heads,
+        "key and value heads": heads.num_key_value_heads,
+        "columns of the feed-forward part": part.intermediate_size,
+    }
+    for what, size in sizes.items():
+        if size % ranks:
+            near = max(n for n in range(1, ranks) if all(number % n == 0 for number in sizes.values()))
+            raise InvalidFileError(
+                [f"parallel.tensor: {ranks} GPUs do not share {size} {what} of {spec.name} evenly; {near} do"]
+            )
+    attention = replace(
+        heads, num_heads=heads.num_heads // ranks, num_key_value_heads=heads.num_key_value_heads // ranks
+    )
+    layer = replace(
+        run.layer, attention=attention, feed_forward=replace(part, intermediate_size=part.intermediate_size // ranks)
+    )
+    return replace(run, layer=layer)
