@@ -724,3 +724,44 @@ def test_a_file_of_several_gpus_is_planned_for_as_many_as_are_given(cli, tmp_pat
     ran = cli("fit", path, "--gpu", "h100", "--gpus", 4)
     assert ran.exit_code in (0, 1)
     assert "each of 4 h100-sxm-80gb" in ran.out
+
+
+GENERATED = """model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+per_device_train_batch_size: 4
+reward_funcs: [accuracy]
+max_completion_length: 512
+vllm_max_model_length: 1024
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "rollout"),
+    [
+        ("", {"engine": "transformers"}),
+        ("use_vllm: true\n", {"engine": "vllm", "engine_fraction": 0.3}),
+        ("use_vllm: true\nvllm_mode: server\n", {"engine": "server"}),
+        ("use_vllm: true\ntorch_dtype: bfloat16\n", {"engine": "server"}),  # a key of TRL 0.26 and older
+        ("use_vllm: true\nvllm_gpu_memory_utilization: 0.5\n", {"engine": "vllm", "engine_fraction": 0.5}),
+        ("steps_per_generation: 8\nnum_iterations: 2\n", {"micro_batches": 8, "iterations": 2}),
+        ("generation_batch_size: 16\n", {"micro_batches": 4}),
+    ],
+)
+def test_a_file_for_grpo_says_what_generates_and_how_much_together(tmp_path, keys, rollout):
+    (tmp_path / "grpo.yaml").write_text(GENERATED + keys, encoding="utf-8")
+    found = memplan.plan(tmp_path / "grpo.yaml", gpu="a100-80gb").training["method"]["rollout"]
+    assert found["completion_length"] == 512
+    assert {key: found[key] for key in rollout} == rollout
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "use_transformers_continuous_batching: true",
+        "cache_implementation: static",
+        "torch_dtype: bfloat16\nuse_vllm: true\nuse_liger_kernel: true",
+    ],
+)
+def test_what_of_generation_is_not_modelled_is_refused_by_its_key(tmp_path, key):
+    (tmp_path / "grpo.yaml").write_text(GENERATED + key + "\n", encoding="utf-8")
+    with pytest.raises(CannotAnswerError, match=key.rpartition("\n")[2].partition(":")[0]):
+        memplan.plan(tmp_path / "grpo.yaml", gpu="a100-80gb")
