@@ -32,6 +32,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.shards": {1, 3, 22},
     "transformers.deepspeed": {2},
     "trl": {27, 48},
+    "trl.grpo": {17, 23, 33},
 }
 """Records, drawn at random and none left out, that the formula does not follow yet. One that it follows must leave the list."""
 
@@ -54,6 +55,7 @@ NEAR = {
     "transformers.shards": 1.0,
     "trl": 0.98,
     "trl.0-29": 0.98,
+    "trl.grpo": 0.92,
     "trl.preferences": 0.98,
     "trl.vision": 1.0,
 }
