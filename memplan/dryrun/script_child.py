@@ -19,6 +19,7 @@ from typing import Any
 
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.dryrun.libraries.library_changes import known_libraries
+from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
@@ -68,6 +69,7 @@ def run_here(request: Request) -> Outcome:
         (
             files.kept(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
+            data_loaders(request.synthetic),
             known_libraries(request.card.compute_capability, files),
             watched.watching(),
         ),

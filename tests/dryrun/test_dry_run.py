@@ -154,7 +154,7 @@ def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 11])
-@pytest.mark.parametrize("name", ["fsdp2_loop", "replicas_loop", "accelerate_fsdp2"])
+@pytest.mark.parametrize("name", ["fsdp2_loop", "replicas_loop", "accelerate_fsdp2", "titan_trainer"])
 def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
     pytest.importorskip("accelerate")
     script, words = SCRIPTS / f"{name}.py", [str(folder_of_a_model(tmp_path))] if "accelerate" in name else []
@@ -181,7 +181,21 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "updates"),
-    [("attention_accumulated", 3), ("averaged_weights", 3), ("custom_function", 3), ("adversarial", 6)],
+    [
+        ("attention_accumulated", 3),
+        ("averaged_weights", 3),
+        ("custom_function", 3),
+        ("adversarial", 6),
+        ("adapters_by_hand", 3),
+        ("chosen_labels", 3),
+        ("contrastive_pairs", 3),
+        ("distilled", 3),
+        ("evaluated_epochs", 3),
+        ("gradient_penalty", 3),
+        ("recipe_class", 3),
+        ("stepped_in_backward", 18),  # one optimizer for each of six weights
+        ("vision_language", 3),
+    ],
 )
 def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp_path):
     from memplan.dryrun.script_process import run_script
@@ -197,7 +211,9 @@ def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["classifier", "bundled_muon", "adversarial", "averaged_weights", "custom_function"])
+@pytest.mark.parametrize(
+    "name", ["classifier", "bundled_muon", "denoiser", "mixture_of_experts", "recipe_class", "gradient_penalty"]
+)
 def test_scripts_run_unchanged(name, tmp_path):
     ran = memplan.run(SCRIPTS / f"{name}.py", gpu="rtx4090", quiet=True)
     assert ran.fits
@@ -206,7 +222,7 @@ def test_scripts_run_unchanged(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["accelerate_loop", "trl_dpo"])
+@pytest.mark.parametrize("name", ["accelerate_loop", "trl_dpo", "trainer_callbacks", "reward_pairs"])
 def test_scripts_of_libraries_run_unchanged(name, tmp_path):
     for package in ("accelerate", "trl", "peft"):
         pytest.importorskip(package)

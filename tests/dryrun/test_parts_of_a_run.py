@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
+from memplan.dryrun.machine.data_loaders import data_loaders  # noqa: E402
 from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
@@ -18,6 +20,8 @@ from memplan.dryrun.terms.answers_given import RefusedError  # noqa: E402
 from memplan.dryrun.terms.outcome import Card, Ranks  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
+from memplan.errors import UnknownNameError  # noqa: E402
+from memplan.library.runs.dry_run_budget import budgeted_job, findings  # noqa: E402
 
 LINES = ScriptLines(__file__)
 GIB = 2**30
@@ -100,7 +104,16 @@ def test_what_comes_to_the_cpu_has_the_values_that_are_known():
         assert torch.arange(5, dtype=torch.uint8).cuda().to("cpu", torch.int64).sum().item() == 10
 
 
-def test_fused_norms_and_default_devices_run(tmp_path):
+def test_a_deep_copy_has_one_storage_which_its_views_share():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        layer = torch.nn.Linear(4, 4).cuda()
+        copied = copy.deepcopy(layer).weight
+        assert isinstance(copied, torch.nn.Parameter)
+        assert copied.requires_grad
+        assert layer.weight.data_ptr() != copied.data_ptr() == copied.detach().data_ptr()
+
+
+def test_fused_norms_and_default_devices_run():
     with pretended_machine(recorder_of(GIB), KnownValues(LINES)):
         norm = torch.nn.RMSNorm(64).to(0)
         norm(torch.empty(8, 64, device="cuda")).sum().backward()
@@ -122,3 +135,31 @@ def test_a_process_of_several_finds_what_torchrun_tells_it():
         pytest.raises(RefusedError, match="joins a process group"),
     ):
         torch.distributed.init_process_group("nccl")
+
+
+def test_rows_of_a_loader_are_as_long_as_asked_for():
+    rows = [{"input_ids": torch.arange(5), "pixels": torch.zeros(3, 2), "label": torch.tensor(1)} for _ in range(3)]
+    with data_loaders(8):
+        (batch,) = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=2)
+    assert {name: tuple(part.shape) for name, part in batch.items()} == {
+        "input_ids": (4, 8),
+        "pixels": (3, 3, 2),
+        "label": (3,),
+    }
+    assert batch["input_ids"][3].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+BUDGET = "version: 1\ndefaults: {model: llama-8b, gpu: h100, config: qlora}\nbudgets:\n"
+
+
+def test_a_run_is_held_against_the_job_of_its_name(tmp_path):
+    file = tmp_path / "budget.yaml"
+    file.write_text(
+        BUDGET + "  - {name: train, limit: 2 GiB, components: {weights: 1 MiB}}\n  - {name: other, limit: 1 GiB}\n"
+    )
+    job = budgeted_job(file, "scripts/train.py")
+    assert not findings(job, "h100", GIB, 80 * GIB, {"weights": 2**20}, fits=True)
+    over = findings(job, "h100", 3 * GIB, 80 * GIB, {"weights": 2**21}, fits=True)
+    assert [finding.rule for finding in over] == ["limit", "component"]
+    with pytest.raises(UnknownNameError, match="did you mean 'train'"):
+        budgeted_job(file, "trains.py")

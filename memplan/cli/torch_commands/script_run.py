@@ -39,6 +39,14 @@ class RunOptions:
         option(_RUN, "--gpus", "-n", min=1, max=MAXIMUM_GPUS, metavar="N", help="Processes, as torchrun starts them."),
     ] = None
     rank: Annotated[int, option(_RUN, "--rank", min=0, metavar="R", help="Which of them runs.")] = 0
+    synthetic: Annotated[
+        int | None,
+        option(_RUN, "--synthetic", min=1, metavar="TOKENS", help="Rows of so many tokens in place of the loader's."),
+    ] = None
+    check: Annotated[
+        Path | None,
+        option(_RUN, "--check", metavar="FILE", help="A budget, one of whose jobs bears the script's name."),
+    ] = None
     steps: Annotated[int, option(_RUN, "--steps", min=1, max=100, metavar="N", help="Training steps to take.")] = 3
     timeline: Annotated[
         Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
@@ -77,6 +85,8 @@ def run_command(
         module=script.module is not None,
         gpu=device.gpu,
         gpu_memory=device.gpu_memory,
+        synthetic=script.synthetic,
+        check=script.check,
         gpus=script.gpus,
         rank=script.rank,
         steps=script.steps,

@@ -37,7 +37,11 @@ class Nothing:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_args, **_options: True if name == "query" else 0.0 if name == "elapsed_time" else None
+        return lambda *_args, **_options: _NOTHINGS[name]() if name in _NOTHINGS else None
+
+
+_NOTHINGS: dict[str, Callable[[], Any]] = {"query": lambda: True, "elapsed_time": float, "record_event": Nothing}
+"""What of a stream or an event returns something."""
 
 
 @contextmanager

@@ -54,13 +54,14 @@ def pretended_machine(
         stack.enter_context(_tensor_methods(values))
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
-        stack.enter_context(_data_loaders())
         stack.enter_context(replaced(torch, {"compile": _refused_compiler}))
         stack.enter_context(replaced(torch.nn.Module, {"compile": _refused_compiler}))
         stack.enter_context(_processes(ranks, recorder))
         if kernels == "cuda":
             for owner in (foreach, optimizer):
                 stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
+            grouped = [*foreach._get_foreach_kernels_supported_devices(), "meta"]  # as C++ calls the GPU
+            stack.enter_context(replaced(foreach, {"_get_foreach_kernels_supported_devices": lambda: grouped}))
         stack.enter_context(mode)
         stack.enter_context(recorder)
         yield
@@ -91,6 +92,7 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         return format(tensor.item(), form) if tensor.dim() == 0 else shown(tensor)
 
     methods: dict[str, Any] = {
+        "__deepcopy__": _deep_copy,
         "tolist": lambda tensor: values.values_of(tensor).tolist(),
         "numpy": lambda tensor, **_: values.values_of(tensor).numpy(),
         "__array__": lambda tensor, dtype=None, **_: values.values_of(tensor).numpy().astype(dtype or None),
@@ -111,6 +113,21 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
         replaced(Tensor, shared),
     ):
         yield
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a copy with a storage of its own; torch's would have two, of which its views share the other."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        trained = isinstance(tensor, torch.nn.Parameter)
+        made = (
+            torch.nn.Parameter(copied, tensor.requires_grad) if trained else copied.requires_grad_(tensor.requires_grad)
+        )
+        if tensor.grad is not None:
+            made.grad = _deep_copy(tensor.grad, memo)
+        memo[id(tensor)] = made
+    copy: Tensor = memo[id(tensor)]
+    return copy
 
 
 def _address(storage: torch.UntypedStorage) -> int:
@@ -195,17 +212,3 @@ def _move(parameter: Tensor, function: Any) -> None:
             parameter.data = moved
         if gradient is not None:
             parameter.grad = function(gradient)
-
-
-@contextmanager
-def _data_loaders() -> Iterator[None]:
-    """Load data in this process, into ordinary memory: workers and pinned pages are no memory of the GPU's."""
-    original = torch.utils.data.DataLoader.__init__
-
-    def made(loader: Any, *args: Any, **options: Any) -> None:
-        options |= {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
-        options.pop("multiprocessing_context", None)
-        original(loader, *args, **options)
-
-    with replaced(torch.utils.data.DataLoader, {"__init__": made}):
-        yield

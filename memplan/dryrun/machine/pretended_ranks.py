@@ -76,19 +76,19 @@ def replaced_variables(values: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _group_calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
     """Return what makes groups, and tells of them."""
     join, make = distributed_c10d.init_process_group, distributed_c10d.new_group
     asked = ["nccl"]
 
     def joined(backend: Any = None, *_: Any, **__: Any) -> None:
         asked[0] = str(backend or asked[0])
-        join(BACKENDS, rank=ranks.rank, world_size=ranks.count, store=FakeStore())
+        join(BACKENDS, rank=processes.rank, world_size=processes.count, store=FakeStore())
         group: Any = dist.group.WORLD
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
-    def made(members: Any = None, *_: Any, group_desc: Any = None, **__: Any) -> Any:
-        return make(members, backend=BACKENDS, group_desc=group_desc)
+    def made(ranks: Any = None, *_: Any, group_desc: Any = None, **__: Any) -> Any:
+        return make(ranks, backend=BACKENDS, group_desc=group_desc)
 
     return {
         "init_process_group": joined,

@@ -89,6 +89,7 @@ class Request:
         kernels: Whether operators run as CUDA's, or as those of torch's CPU build.
         alloc_conf: As ``PYTORCH_CUDA_ALLOC_CONF``.
         ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.
+        synthetic: Tokens of the rows that data loaders give in the place of their own, or nothing for their own.
         scratch: Folder for what the script writes.
     """
 
@@ -103,6 +104,7 @@ class Request:
     kernels: Literal["cuda", "cpu"] = "cuda"
     alloc_conf: str = ""
     ranks: Ranks | None = None
+    synthetic: int | None = None
     scratch: str = ""
 
 

@@ -19,6 +19,7 @@ from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU,
 from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
 from memplan.library.runs.dry_run_answer import dry_run_document, fits
+from memplan.library.runs.dry_run_budget import budgeted_job, findings
 from memplan.plan.memory_plan import Device
 from memplan.report.document import Document
 from memplan.report.pictures.step_figure import Limits, step_figure
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from memplan.allocator.results import AllocatorResult
+    from memplan.budget.budget_jobs import Job
+    from memplan.budget.evaluation import Finding
     from memplan.dryrun.terms.outcome import Outcome
     from memplan.trace.recording.trace_result import Trace
 
@@ -47,6 +50,8 @@ class RunOptions(TypedDict, total=False):
         worst: Masks hold everything and all tokens go to the same experts, where nobody knows.
         allow_writes: Let the script write its files.
         alloc_conf: The allocator's settings, as ``PYTORCH_CUDA_ALLOC_CONF``.
+        check: A budget file, one of whose jobs bears the script's name.
+        synthetic: Tokens of the rows that data loaders give in the place of their own.
         gpus: Processes of the job, one GPU each, eight a machine; None for a script that joins no group.
         rank: Number of the process that runs.
         largest: Tensors to list at the peak.
@@ -62,6 +67,8 @@ class RunOptions(TypedDict, total=False):
     worst: bool
     allow_writes: bool
     alloc_conf: str
+    check: FilePath | None
+    synthetic: int | None
     gpus: int | None
     rank: int
     largest: int
@@ -81,6 +88,7 @@ class DryRun(Answer):
         on_device: What it does on the GPU.
         context_bytes: Memory outside the allocator.
         most_listed: Tensors at the peak to list.
+        job: Of the budget file that it is held against.
     """
 
     script: str
@@ -90,6 +98,7 @@ class DryRun(Answer):
     on_device: AllocatorResult
     context_bytes: int
     most_listed: int
+    job: Job | None = None
 
     @property
     def trace(self) -> Trace:
@@ -106,6 +115,15 @@ class DryRun(Answer):
     def fits(self) -> bool:
         """Whether the allocator gets by on the GPU."""
         return fits(self)
+
+    @property
+    def over_budget(self) -> tuple[Finding, ...]:
+        """What is over the budget of its job, worst first."""
+        if self.job is None:
+            return ()
+        sizes = {str(name): size for name, size in self.trace.peak.components.items()}
+        needs, usable = self.to_spare.reserved_peak_bytes + self.context_bytes, self.device.usable_bytes(0)
+        return findings(self.job, self.device.name, needs, usable, sizes, fits=self.fits)
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan run``."""
@@ -159,6 +177,8 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     from memplan.dryrun.terms.outcome import Card, Ranks, Request
 
     _check(script, options)
+    budget = options.get("check")
+    job = None if budget is None else budgeted_job(Path(budget), str(script))
     given = options.get("catalog")
     catalog = open_catalog(None if given is None else Path(given))
     device = _device(options, catalog)
@@ -180,6 +200,7 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         options.get("worst", False),
         options.get("allow_writes", False),
         alloc_conf=options.get("alloc_conf", ""),
+        synthetic=options.get("synthetic"),
         ranks=None if gpus is None else Ranks(gpus, options.get("rank", 0)),
     )
     outcome = run_script(request, quiet=options.get("quiet", False))
@@ -193,6 +214,7 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         on_device=_replayed(outcome, request.alloc_conf, card.capacity_bytes),
         context_bytes=context,
         most_listed=options.get("largest", MOST_LISTED),
+        job=job,
     )
 
 
@@ -220,6 +242,8 @@ def _check(script: FilePath, options: RunOptions) -> None:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
     if not options.get("module", False) and not Path(script).is_file():
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
+    if (options.get("synthetic") or 1) < 1:
+        raise InvalidFileError([f"synthetic: expected at least 1, got {options['synthetic']}"])
     if options.get("steps", STEPS) < 1:
         raise InvalidFileError([f"steps: expected at least 1, got {options['steps']}"])
     parse_alloc_conf(options.get("alloc_conf", ""))

@@ -43,7 +43,8 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
     if run.outcome.skipped:
         blocks.append(_written(run, unit))
     blocks.append(_sentence(run))
-    return Document(_data(run), tuple(blocks), 0 if fits(run) else 1)
+    blocks += [f"Over the budget of {run.job.name}: {finding.message}." for finding in run.over_budget if run.job]
+    return Document(_data(run), tuple(blocks), 1 if run.over_budget or not fits(run) else 0)
 
 
 def _heading(run: DryRun) -> tuple[str, str]:
@@ -162,6 +163,7 @@ def _data(run: DryRun) -> dict[str, Any]:
         "events": len(trace.events),
         "survives": fits(run),
         "runs_out": None if outcome.runs_out is None else asdict(outcome.runs_out),
+        "over_budget": [asdict(finding) for finding in run.over_budget],
         "largest": [tensor_data(one) for one in trace.largest_at_peak(run.most_listed)],
         "answers": [asdict(answer) for answer in outcome.answers],
         "not_written": [{"file": name, "bytes": size} for name, size in outcome.skipped],
