@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from memplan.dryrun.machine.device_names import replaced
+from memplan.trace.pretended_cuda.fake_devices import replaced
 
 
 @contextmanager
