@@ -178,10 +178,23 @@ def _some(rng: Random, **choices: tuple[Any, ...]) -> Keys:
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.3}
 
 
+def nanogpt_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as nanoGPT trains it: compiled, which takes half a minute and more."""
+    heads, width, length = rng.choice((2, 4, 8, 12)), rng.choice((32, 64, 128)), rng.choice((64, 256, 512, 1024))
+    model: Keys = {"model_type": "gpt2", "n_embd": heads * width, "n_head": heads, "n_positions": length}
+    model |= {"vocab_size": rng.choice((65, 512, 8000, 50257, 50304)), "n_layer": rng.choice((1, 2, 3))}
+    training: Keys = {"description": "drawn at random", "stack": "nanogpt", "weights": {"default": "fp32"}}
+    training |= {"compute_dtype": rng.choice(("bf16", "bf16", "fp16")), "dropout": rng.choice((0.0, 0.0, 0.1))}
+    training |= {"sequence_length": length, "micro_batch_size": rng.choice((1, 2, 4, 12)), "compile": "model"}
+    training |= {"gradient_accumulation_steps": rng.choice((1, 1, 2)), "clip_gradients": rng.random() < 0.5}
+    return model | {"activation_function": "gelu"}, training
+
+
 OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
     "torchtitan": torchtitan_job,
     "torchtune": torchtune_job,
     "litgpt": litgpt_job,
+    "nanogpt": nanogpt_job,
 }
 """Stack -> what draws a job for it."""
 

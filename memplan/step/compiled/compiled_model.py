@@ -27,6 +27,7 @@ from memplan.step.tapes.played import Instant
 from memplan.step.tapes.section import SavedTensor
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
+from memplan.units import round_up
 
 KERNELS = ("flash", "cudnn", "efficient")
 ALIGNED = 8
@@ -202,7 +203,15 @@ class CompiledModel:
         weights = width * (width + 2 * inner)
         formed = constant_form(Part.GRADIENTS, 4 * weights)
         copies = constant_form(Part.TEMPORARIES, 2 * (3 * width * width + width * width + width * inner))
-        return saved + gradients + formed + copies
+        return saved + gradients + formed + copies + self._workspace()
+
+    def _workspace(self) -> Form:
+        """Return what the kernel of flash attention's backward allocates inside itself: sums, and a gradient in fp32."""
+        if self.kernel != "flash":
+            return ZERO
+        width = round_up(self.heads.head_dim, 32 if self.heads.head_dim <= 128 else 64)
+        size = 4 * self.heads.num_heads * (1 + width)
+        return single_form(Part.TEMPORARIES, Quantity.PADDED_TOKENS, size)
 
     def evaluation(self, held: Form) -> Iterator[Instant]:
         """Yield the fullest moments of a forward without gradients: a feed-forward part, and logits beside those held before.
