@@ -98,7 +98,7 @@ class Builder:
         """Return ``x * y``; each is saved for the other's gradient."""
         out = self.fresh(x)
         saves = self.factors(x, y)
-        return self.tape.apply("mul", [(x, NEW), (y, NEW)], out, saves)
+        return self.tape.apply("mul", [(y, NEW), (x, NEW)], out, saves)
 
     def product(self, x: Value, y: Value) -> Value:
         """Return ``x * y`` in the wider dtype; the gradient of a narrower factor is formed wide, and cast."""
@@ -106,13 +106,13 @@ class Builder:
         narrow = [v for v in (x, y) if v.element_bytes != wide]
         formed = [(v.quantity, v.width * wide) for v in narrow]
         casts = [(v.quantity, v.coefficient) for v in narrow]
-        saves, ways = self.factors(x, y), [(x, NEW), (y, NEW)]
+        saves, ways = self.factors(x, y), [(y, NEW), (x, NEW)]
         out = self.fresh(x, element_bytes=wide)
         return self.tape.apply("mul", ways, out, saves, traits=Traits(workspace=formed, casts=casts))
 
     def factors(self, first: Value, second: Value) -> list[Value]:
-        """Return what a product saves: each factor where the other needs a gradient."""
-        return [v for v, other in ((first, second), (second, first)) if other.needs_gradient]
+        """Return what a product saves: each factor where the other needs a gradient, the second first as torch lets go of them."""
+        return [v for v, other in ((second, first), (first, second)) if other.needs_gradient]
 
     def dropped(self, x: Value, probability: float | None = None) -> Value:
         """Return ``x`` after dropout, by default the model's, which saves a mask of one byte per element."""

@@ -27,9 +27,8 @@ def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
 def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: Weight | None, rows: int) -> Value:
     scratch = 0 if bias is None else builder.cast_bias(bias, rows)
     copy = builder.cast_weight(weight)
-    saves = [x] if weight.trainable else []
-    if copy is not None and x.needs_gradient:
-        saves.append(copy)
+    saves = [copy] if copy is not None and x.needs_gradient else []
+    saves += [x] if weight.trainable else []
     width = weight.element_bytes if not builder.settings.autocast else builder.compute
     out = builder.tape.value(x.quantity, rows, width)
     out.foreign = weight.foreign and not builder.settings.autocast

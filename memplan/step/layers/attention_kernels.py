@@ -177,7 +177,7 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
         scores = tape.value(Quantity.SCORES, heads, width)
         with tape.alive(query, key):
             saves = builder.factors(query, key)
-            return tape.apply("scores", [(query, NEW), (key, NEW)], scores, saves, traits=Traits(product=True))
+            return tape.apply("scores", [(key, NEW), (query, NEW)], scores, saves, traits=Traits(product=True))
 
 
 def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
@@ -186,7 +186,7 @@ def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, hea
     value = builder.copied(value, moves=_lies_apart(builder, value, heads))
     out = tape.value(TOKENS, width, value.element_bytes)
     with tape.alive(weights, value):
-        ways = [(weights, NEW), (value, NEW)]
+        ways = [(value, NEW), (weights, NEW)]
         return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=Traits(product=True))
 
 

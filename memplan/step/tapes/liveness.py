@@ -349,11 +349,14 @@ class Player:
         for weight, gradient in trained:
             if weight.coded:
                 self.store(node, weight, gradient)
+        if not again:
+            self.live.release_all(arrived)  # a function of torch returns before its node lets go of what it saved
         self.unsave(node)
         if late:
             self._note_sums(node, reduces)
             self.live.give_back(taken)
-        self.live.release_all(arrived)
+        if again:
+            self.live.release_all(arrived)
         for weight, gradient in trained:
             if not weight.coded:
                 self.store(node, weight, gradient)
