@@ -274,9 +274,7 @@ class Player:
         late = any(w.coded for w in node.weights) and not node.traits.packs
         if not late:
             self.recompute_for(node)
-        early = self.live.take(_temporaries(node.traits.workspace)) if node.traits.forms_last else []
-        if early and node.weights:
-            self.live.multiply()
+        early = self._taken(node) if node.traits.forms_last else []
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()
@@ -285,7 +283,7 @@ class Player:
             if again := weight.decoding_again:
                 self.with_scratch(node.instant, node.name, again)
         formed = self.input_gradients(node, arrived)
-        if node.weights and node.inputs:
+        if node.inputs and any(weight.coded or not node.traits.custom for weight in node.weights):
             self.live.multiply()
         if decoded:
             self.note(node.instant, node.name)
@@ -340,7 +338,7 @@ class Player:
         # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
         again = self.checkpointing != "none" and not self.recomputation.reentrant
         late = again and (reduces is not None or bool(node.traits.casts))
-        taken = early or self.live.take(_temporaries(node.traits.workspace))
+        taken = early or self._taken(node)
         uncast = self.live.take(_temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])
         self._note_sums(node, None if again else reduces)
         self.live.give_back(uncast)
@@ -368,6 +366,13 @@ class Player:
         taken = self.live.take(scratch)
         self.note(instant, operation)
         self.live.give_back(taken)
+
+    def _taken(self, node: Node) -> Sequence[Storage]:
+        """Allocate what a backward takes for itself; a function written in Python multiplies when it has that."""
+        taken = self.live.take(_temporaries(node.traits.workspace))
+        if node.traits.custom and any(weight.is_matrix for weight in node.weights):
+            self.live.multiply()
+        return taken
 
     def _note_sums(self, node: Node, reduces: Reduction | None) -> None:
         """Note what is alive while a node forms the sum over rows that it may have."""
