@@ -109,6 +109,7 @@ def loaded_model(inputs: StackInputs) -> Any:
         except ValueError:  # as loading decides where nothing is asked for
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
         model = model.to(dtype)
+        model.tie_weights()  # 5.0 leaves that to loading where nothing has memory
         if quantises(setup):
             model = quantised(model, setup)
     with_liger(model, setup)

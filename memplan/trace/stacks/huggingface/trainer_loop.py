@@ -198,21 +198,25 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
         _scale_in_fp16(trainer.accelerator)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.add_callback(_Instants(recorder, trainer))
-    backward, clip = trainer.accelerator.backward, trainer._clip_grad_norm
-    trainer.accelerator.backward = _announced(backward, lambda: _backward_begins(recorder))
-    trainer._clip_grad_norm = _announced(clip, lambda: recorder.instant("gradient clipping"))
+    _announce(trainer.accelerator, "backward", lambda: _backward_begins(recorder))
+    own = hasattr(trainer, "_clip_grad_norm")  # transformers 5.0 has the accelerator clip
+    clips = (trainer, "_clip_grad_norm") if own else (trainer.accelerator, "clip_grad_norm_")
+    _announce(*clips, lambda: recorder.instant("gradient clipping"))
     with several_gpus(recorder, setup, trainer), watched_by(recorder):
         trainer.train()
     config = trainer.model.config.get_text_config()
     return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))
 
 
-def _announced(function: Callable[..., Any], announce: Callable[[], None]) -> Callable[..., Any]:
+def _announce(owner: Any, name: str, announce: Callable[[], None]) -> None:
+    """Let a method of one object tell when it is called."""
+    method = getattr(owner, name)
+
     def announced(*args: Any, **options: Any) -> Any:
         announce()
-        return function(*args, **options)
+        return method(*args, **options)
 
-    return announced
+    setattr(owner, name, announced)
 
 
 def _backward_begins(recorder: Recorder) -> None:
