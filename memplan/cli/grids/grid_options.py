@@ -108,7 +108,9 @@ class GridOptions:
             if is_grid(model, options):
                 return True
         if self.rank != "worst":
-            raise InvalidFileError(["--rank counts where the model itself is divided: give --tp, --pp or --ep"])
+            text = "--rank counts where the model itself is divided: give --tp, --pp or --ep"
+            alike = "--rank counts with --stack megatron: of ranks that share matrices, the first is the fullest and is planned"
+            raise InvalidFileError([alike if self.tp else text])
         return False
 
     def counted(self, device: DeviceOptions) -> DeviceOptions:

@@ -42,10 +42,12 @@ from memplan.trace.stacks.flex_kernel import block_mask, flex_attention
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
 
 PACKAGES = ("torchtitan",)
+ALONE = "torchtitan's FSDP over a group of one GPU is left out"
 NOTES = (
-    "torchtitan's FSDP over a group of one GPU and its CUDA graphs are left out",
+    "its CUDA graphs are left out",
     "flex attention is a Triton kernel; what it allocates is stated from torch/_inductor/kernel/flex/flex_attention.py",
 )
 META = torch.device("meta")
@@ -71,7 +73,9 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             for _ in range(STEPS):
                 recorder.next_step()
                 trainer.step()
-    return StackRun("torchtitan's llama3", inputs.model.spec.vocab_size, NOTES)
+    notes = NOTES if isinstance(recorder, ShardedRecorder) else (ALONE, *NOTES)
+    vocabulary = ceil_div(inputs.model.spec.vocab_size, setup.config.parallel.tensor)
+    return StackRun("torchtitan's llama3", vocabulary, notes)
 
 
 # -------------------------------------------------------------------- model
