@@ -269,11 +269,14 @@ class CompiledPlan:
         """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
         from memplan.step.rollouts.generated_completions import Completions, generating_setup, generation_moments
 
-        setup = generating_setup(self.setup)
+        setup, states = generating_setup(self.setup), self.states
+        if setup is not self.setup:  # nothing is cast for products
+            adapters = adapter_tensors(self.model, setup)
+            states = held_states(setup, self.model.inventory, adapters, self.model.spec.hidden_size)
 
         def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
             regime = regime_of(self.model, setup, rows, tokens)
-            return *step_on_tape(self.model, setup, self.states, regime), self.values(rows, tokens)
+            return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
 
         prompt = max(1, length - self.setup.answer_length)
         asked = Completions(batch * self.setup.generated_micro_batches, prompt, length)

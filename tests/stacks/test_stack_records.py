@@ -33,6 +33,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.deepspeed": {2},
     "trl": {27, 48},
     "trl.grpo": {17, 23, 33},
+    "trl.grpo-0-29": {8, 40},
 }
 """Records, drawn at random and none left out, that the formula does not follow yet. One that it follows must leave the list."""
 
@@ -55,7 +56,8 @@ NEAR = {
     "transformers.shards": 1.0,
     "trl": 0.98,
     "trl.0-29": 0.98,
-    "trl.grpo": 0.92,
+    "trl.grpo": 0.95,
+    "trl.grpo-0-29": 1.0,
     "trl.preferences": 0.98,
     "trl.vision": 1.0,
 }
