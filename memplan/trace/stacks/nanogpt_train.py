@@ -106,7 +106,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         for one in (cuda_autocast(), composite_kernels(capability), cuda_optimizer_paths()):
             stack.enter_context(one)
         with torch.device("meta"):
-            model = _Gpt(spec, setup.config.dropout or 0.0)
+            model = _Gpt(spec, spec.dropout if setup.config.dropout is None else setup.config.dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=setup.profile.optimizer == "fused")
         watch_parts(model, () if compiles else model.h, None if compiles else model.lm_head, recorder)
         called: Any = model
