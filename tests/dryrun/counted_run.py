@@ -30,6 +30,7 @@ def main() -> None:
 
     register_optimizer_step_post_hook(stepped)
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # whose products in bf16 copy their operands, as CUDA's do not
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with recording as recorded, contextlib.suppress(EnoughError):
         runpy.run_path(script, run_name="__main__")

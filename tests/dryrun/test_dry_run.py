@@ -173,9 +173,9 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         set={"optimizer": "adamw-8bit"}, gpu="h100",
     )  # fmt: skip
     ran = memplan.run(SCRIPTS / "trl_sft_qlora.py", [str(model)], gpu="h100", quiet=True)
-    assert (
-        abs(ran.requested_bytes - traced.requested_bytes) <= 1024 + 64
-    )  # 64: positions in fp32; where 1,024 B come from is not known
+    # bitsandbytes keeps the 256 codes by which it quantises scales (functional.py, ``name2qmap``), which the trace never
+    # makes; 64: positions in fp32
+    assert ran.requested_bytes - traced.requested_bytes == 256 * 4 + 64
 
 
 @pytest.mark.slow
@@ -187,6 +187,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("custom_function", 3),
         ("adversarial", 6),
         ("adapters_by_hand", 3),
+        ("bundled_muon", 6),
         ("chosen_labels", 3),
         ("contrastive_pairs", 3),
         ("distilled", 3),
