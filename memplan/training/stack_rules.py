@@ -167,10 +167,10 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
-    elif stage != "sft" and config.parallel != Parallel():
+    elif stage != "sft" and replace(config.parallel, data=config.parallel.data if whole else 1) != Parallel():
         yield (
             ("method", "stage"),
-            f"{stage} over several GPUs is not modelled; plan one GPU of those that hold everything",
+            f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0",
         )
 
 

@@ -74,7 +74,8 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
         ("trl@1.14", {"method.stage": "reward"}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
-        ("trl", {"parallel.data": 2}, ""),
+        ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),
+        ("trl@0.29", {"parallel.data": 2}, ""),
         ("trl", {"method.stage": "simpo"}, ".*reward, grpo$"),
     ],
 )
@@ -180,3 +181,14 @@ def test_whole_logits_of_completions_are_those_of_older_versions():
     keys = {"method.stage": "grpo", "method.rollout.engine": "vllm", "method.rollout.completion_length": 1000}
     older = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl@0.29", micro_batch_size=2, set=keys)
     assert part(older, "logits") / (2 * 1000 * 128_256) == pytest.approx(12, abs=2)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_replicas_have_buckets_for_gradients_besides(stage):
+    keys = {"method.stage": stage, "micro_batch_size": 2}
+    keys |= {"method.rollout.engine": "server"} if stage == "grpo" else {}
+    alone, many = (
+        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={**keys, "parallel.data": ranks})
+        for ranks in (1, 8)
+    )
+    assert part(many, "communication") > part(alone, "communication") == 0
