@@ -121,6 +121,9 @@ class DeepSpeed:
         round_robin_gradients: Whether parameters are dealt out to ranks in turn.
         persistence_threshold: Elements up to which stage 3 keeps a parameter gathered; ``auto`` is ten hidden sizes.
         sub_group_size: Elements that stage 3 steps at once.
+        prefetch_bucket_size: Elements that stage 3 gathers ahead at once; ``auto`` is 0.9 times the hidden size squared.
+        max_live_parameters: Elements that it gathers ahead as long as fewer are gathered.
+        max_reuse_distance: Elements of modules ahead among which one that needs a parameter again keeps it gathered.
     """
 
     reduce_bucket_size: int | Literal["auto"] = 500_000_000
@@ -129,6 +132,9 @@ class DeepSpeed:
     round_robin_gradients: bool = False
     persistence_threshold: int | Literal["auto"] = 100_000
     sub_group_size: int = 1_000_000_000
+    prefetch_bucket_size: int | Literal["auto"] = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

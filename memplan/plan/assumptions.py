@@ -11,8 +11,10 @@ from memplan.step.states.parallel_shards import (
     divided_sent_bytes,
     is_accelerated,
     is_flat,
+    is_partitioned,
     is_sharded,
     is_whole,
+    runs_engine,
     sent_bytes,
 )
 from memplan.step.states.update_kernels import unproven_updates
@@ -209,6 +211,14 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
             f"{elements} elements; groups with and without weight decay; gradients of a rank's parameters, each of them whole"
         )
         return
+    if is_partitioned(config.parallel):
+        zero = config.parallel.deepspeed
+        yield (
+            f"parallel.data {ranks}, zero_stage 3: DeepSpeed 0.19.8 in its second and later steps, which gather ahead "
+            f"(max_live_parameters {zero.max_live_parameters:,}, max_reuse_distance {zero.max_reuse_distance:,}); parameters of few "
+            "elements stay gathered, and gradients of a rank's pieces stay throughout; memory_efficient_linear as by default"
+        )
+        return
     if not is_sharded(config.parallel):
         yield (
             f"parallel.data {ranks}, zero_stage 0: torch's DistributedDataParallel, everything replicated; buckets beside the "
@@ -288,7 +298,7 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
         more = "more communicators than one for each group" if parallel.tensor > 1 else "more than one communicator"
         yield f"other kinds of parallelism, links between nodes, and NCCL with {more}"
     stack = plan.setup.stack
-    if is_flat(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
+    if runs_engine(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"
     if is_sharded(plan.setup.config.parallel) and stack.model_code != "own" and stack.sharded_units == "root":
         yield f"how {stack.name} itself divides a model: these units of fully_shard were not held against its own code"

@@ -9,7 +9,7 @@ from memplan.catalog.entries import Kind
 from memplan.catalog.training_config import Rollout
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
-from memplan.step.states.parallel_shards import is_flat, is_sharded
+from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.tapes.linear_forms import Part
 from memplan.units import format_fraction
 from memplan.values import dataclass
@@ -37,6 +37,9 @@ COMPONENTS = (
 
 TAPE = "operations of the reference model, each tensor kept until its backward has run (memplan/step/tapes/tape.py)"
 FULLY_SHARD_SOURCE = "torch/distributed/fsdp/_fully_shard (v2.13.0), traced on one rank"
+PARTITIONED_SOURCE = (
+    "deepspeed/runtime/zero/partitioned_param_coordinator.py, stage3.py (0.19.8), traced on the first rank"
+)
 FLAT_SOURCE = "deepspeed/runtime/zero/stage_1_and_2.py (0.19.8), traced on its fullest ranks"
 REPLICATED_SOURCE = "torch/csrc/distributed/c10d/reducer.cpp (v2.13.0), traced on one rank"
 ENGINE_SOURCE = (
@@ -98,6 +101,12 @@ def _communication(plan: MemoryPlan) -> Iterator[Component]:
     """Yield the line of what is gathered and reduced, where there are several GPUs."""
     parallel = plan.setup.config.parallel
     if parallel.gpus == 1 and not is_flat(parallel):
+        return
+    if is_partitioned(parallel):
+        formula = "parameters gathered for the module that runs and ahead of it, and DeepSpeed's bucket of gradients"
+        yield Component(
+            "communication", plan.communication_bytes, formula, {"N": parallel.data}, PARTITIONED_SOURCE, "exact"
+        )
         return
     if is_flat(parallel):
         formula, source = "DeepSpeed's buckets of gradients, and the copy that is reduced", FLAT_SOURCE

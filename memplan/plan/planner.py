@@ -31,7 +31,7 @@ from memplan.step.instants import StepForms, compile_step, regime_of, step_on_ta
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.states.parallel_shards import bucket_bytes, is_flat, is_sharded
+from memplan.step.states.parallel_shards import bucket_bytes, is_flat, is_partitioned, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import held_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
@@ -205,7 +205,9 @@ class CompiledPlan:
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
         states = self.states
-        self.bucket_bytes = bucket_bytes(setup.config.parallel, states.gradient_bytes)
+        self.bucket_bytes = bucket_bytes(
+            setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
+        )
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
         self.constant_bytes += self.bucket_bytes
 
@@ -305,6 +307,10 @@ class CompiledPlan:
             from memplan.step.compiled.compiled_model import compile_compiled_step
 
             return compile_compiled_step(*self._tapes(regime))
+        if is_partitioned(self.setup.config.parallel):
+            from memplan.step.ranks.gathered_step import compile_gathered_step
+
+            return compile_gathered_step(*self._tapes(regime))
         if not is_sharded(self.setup.config.parallel):
             return compile_step(*self._tapes(regime))
         from memplan.step.ranks.parallel_step import compile_sharded_step
@@ -331,7 +337,7 @@ class CompiledPlan:
         """What block rounding adds to weights, gradients and states, exactly; shards of gradients come unit by unit."""
         total = 0
         by_unit = is_sharded(self.setup.config.parallel)
-        flat = is_flat(self.setup.config.parallel)
+        flat = runs_engine(self.setup.config.parallel)
         for entry in (entry for entry in self.states.tensors if not (flat and entry.trainable)):
             gradient = 0 if by_unit else entry.gradient_bytes
             sizes = (entry.weight_bytes, entry.master_bytes, gradient, entry.state_bytes)

@@ -305,7 +305,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         width = builder.compute if weight.coded or settings.block.autocast else weight.element_bytes
         logits = tape.value(x.quantity, settings.vocab_size, width, part=Part.LOGITS)
         copy = builder.cast_weight(weight)
-        saves = [x] if weight.trainable else []
+        kept = weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient)
+        saves = [x] if kept else []
         if copy is not None and x.needs_gradient:
             saves.append(copy)
         bias = biases if not weight.coded else []

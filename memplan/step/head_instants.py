@@ -18,6 +18,9 @@ from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 
+TIED_SUM = "sum of the tied gradients"
+"""Operation that adds up the gradients of a tied embedding and head where neither is written over."""
+
 AGAIN = Recomputation("full")
 """How a chunk of a loss over chunks runs: again in backward."""
 
@@ -56,7 +59,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
     if not joined_in_place(inputs.regime, taped.head, taped.settings):
         form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
-        yield Instant("end of backward", "sum of the tied gradients", form)
+        yield Instant("end of backward", TIED_SUM, form)
     if extra := weight.storing_bytes(mode):
         form = around + constant_form(Part.GRADIENTS, extra + others)
         yield Instant("end of backward", f"{weight.name} gradient", form)

@@ -298,25 +298,25 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
 def leaf_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the end of backward where the embedded tokens are a leaf, which is there beside its gradient."""
     if (leaf := embedded_leaf(inputs, taped)) is not ZERO:
-        last = around + leaf * 2 - _leaf_apart(inputs, taped)
+        last = around + leaf * 2 - leaf_apart(inputs, taped)
         yield Instant("end of backward", "gradient of the embedded tokens", last)
 
 
-def _leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
+def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return the embedded tokens where they are a leaf, and no layer saves them."""
     return ZERO if saves_leaf(inputs, taped) else embedded_leaf(inputs, taped)
 
 
 def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
     """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
-    base += _leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
+    base += leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
     return base + kept_arguments(inputs) + tables_of_graph(inputs), base + _called_again(inputs)
 
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
     """Yield the moments of forward; ``base`` is there throughout."""
     base += held_graph(inputs, taped) + joined_ids(inputs.setup, forward=True)
-    yield from _forward(inputs, taped, played, base, _leaf_apart(inputs, taped))
+    yield from _forward(inputs, taped, played, base, leaf_apart(inputs, taped))
 
 
 def _forward(

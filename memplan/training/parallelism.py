@@ -24,6 +24,16 @@ _BY_ACCELERATE = ("bf16", "fp32", "fused-linear", "fused-head")
 _LOSSES = {"accelerate": _BY_ACCELERATE, "axolotl": _BY_ACCELERATE, "ends-apart": ("bf16", "fp32", "chunked-backward")}
 """Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
+_AUTO = ("reduce_bucket_size", "persistence_threshold", "prefetch_bucket_size")
+_ELEMENTS = (
+    ("reduce_bucket_size", 1),
+    ("persistence_threshold", 0),
+    ("sub_group_size", 1),
+    ("prefetch_bucket_size", 0),
+    ("max_live_parameters", 0),
+    ("max_reuse_distance", 0),
+)
+"""Sizes that DeepSpeed is told in elements, and the least of each."""
 _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
 
@@ -39,10 +49,10 @@ def parallel_problems(parallel: Parallel) -> Problems:
         value = getattr(parallel, name)
         if value is not None and not 1 <= value <= MAXIMUM_GPUS:
             yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
-    for name, least in (("reduce_bucket_size", 1), ("persistence_threshold", 0), ("sub_group_size", 1)):
+    for name, least in _ELEMENTS:
         size = getattr(parallel.deepspeed, name)
         if size != "auto" and not least <= size <= MAXIMUM_ELEMENTS:
-            auto = "" if name == "sub_group_size" else "auto or "
+            auto = "auto or " if name in _AUTO else ""
             sign = "a positive number of" if least else "0 or more"
             yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
@@ -166,11 +176,6 @@ def _when_flat(
         yield (key,), "not modelled under DeepSpeed"
     if config.loss_scaling or compute == "fp16":
         yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
-    if config.parallel.zero_stage == 3 and compute == "fp32":
-        yield (
-            ("compute_dtype",),
-            "fp32 under DeepSpeed's stage 3 does not equal its engine's bytes in every job; use bf16",
-        )
     if config.parallel.zero_stage == 3 and set(formats.values()) - floats.keys():
         yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
     if config.offload != Offload():

@@ -12,7 +12,8 @@ from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, Traini
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.ranks.reduced_gradients import Buckets, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
-from memplan.step.states.partitioned_weights import partitioned_states
+from memplan.step.states.model_states import model_states
+from memplan.step.states.partitioned_weights import partitions
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import resolve
 from memplan.training.stack_models import built_by
@@ -111,20 +112,31 @@ def test_stage_3_keeps_what_its_own_engine_keeps(catalog, row):
 
     model, setup = stack_setup(StackJob.read(row["job"]), catalog)
     model = built_by(model, setup)
-    states = partitioned_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
+    whole = model_states(setup, model.inventory, adapter_tensors(model, setup))
+    states = partitions(setup, whole, model.spec.hidden_size)
     assert row["bytes"] == {
         "weights": states.weight_bytes,
         "master_weights": states.master_bytes,
         "gradients": states.gradient_bytes,
         "optimizer_states": states.state_bytes,
-        "communication": states.bucket_bytes,
+        "communication": states.bucket * states.width,
     }
 
 
-def test_stage_3_is_refused_with_what_is_kept():
+def test_stage_3_gathers_no_more_than_it_is_told():
     changed = {**ZERO, "parallel.zero_stage": 3}
-    with pytest.raises(CannotAnswerError, match=r"each of 8 ranks keeps 15.8. GiB .* whether it fits is unknown"):
-        memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
+    few = {**changed, "parallel.deepspeed.max_live_parameters": 100_000_000, "parallel.deepspeed.max_reuse_distance": 0}
+    plans = [
+        memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s) for s in (changed, few)
+    ]
+    most, least = (dict(plan.memory.instants)["layer 32 backward"] for plan in plans)
+    assert 1e9 < most - least < 5e9  # 1e9 elements of 2 bytes are gathered ahead by default
+
+
+def test_a_mixture_under_stage_3_is_refused_with_what_is_kept():
+    changed = {**ZERO, "parallel.zero_stage": 3}
+    with pytest.raises(CannotAnswerError, match=r"a mixture of experts .* each of 8 ranks keeps .* GiB between steps"):
+        memplan.plan("qwen3-30b-a3b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
 
 
 def test_a_bucket_of_nothing_is_refused(catalog):

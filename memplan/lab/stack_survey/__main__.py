@@ -15,6 +15,7 @@ from memplan.lab.stack_survey.drawn_grids import divided_job
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
+    DEEPSPEED_STAGES,
     LLAMA_LIKE,
     STACKS,
     StackJob,
@@ -46,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     if options.deepspeed and not options.job:
-        jobs = [under_deepspeed(job, options.seed, number) for number, job in enumerate(jobs)]
+        stages = (options.zero,) if options.zero else DEEPSPEED_STAGES
+        jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
     if options.divided and not options.job:
         jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
+    if not options.deepspeed:
+        jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
@@ -88,7 +91,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--record", type=Path, help="write what the jobs' own code did to this file, of one stack")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share each job")
-    parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
+    parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these, or of DeepSpeed's")
     parser.add_argument("--deepspeed", action="store_true", help="jobs as DeepSpeed runs them, on ranks that are drawn")
     parser.add_argument(
         "--divided", action="store_true", help="jobs whose matrices GPUs share, on degrees that are drawn"

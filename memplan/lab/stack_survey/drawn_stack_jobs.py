@@ -59,6 +59,9 @@ WINDOWED, WINDOWS = ("mistral", "phi3", "mixtral"), (100, 200, 1024)
 LIGER = {"norm": "in-place", "rotary": "in-place", "activation": "in-place", "loss": "fused-linear"}
 """Liger's kernels, each drawn by itself."""
 
+PARTITIONED = 3
+"""The stage of ZeRO that partitions parameters."""
+
 DEEPSPEED_STAGES = (1, 2, 2)
 """Stages of ZeRO that DeepSpeed's jobs have."""
 
@@ -222,7 +225,7 @@ def _weights(rng: Random) -> dict[str, Any]:
     return keys
 
 
-def under_deepspeed(job: StackJob, seed: int, number: int) -> StackJob:
+def under_deepspeed(job: StackJob, seed: int, number: int, stages: tuple[int, ...] = DEEPSPEED_STAGES) -> StackJob:
     """Return a job as DeepSpeed runs it on several ranks, its stage, ranks and buckets drawn with it."""
     rng, training = Random(f"memplan deepspeed {seed} {number}"), dict(job.job.training)
     dtype = "fp32" if training["compute_dtype"] == "fp32" else "bf16"
@@ -239,7 +242,17 @@ def under_deepspeed(job: StackJob, seed: int, number: int) -> StackJob:
         "round_robin_gradients": rng.random() < 0.2,
         "reduce_scatter": rng.random() < 0.9,
     }
-    ranks, stage = rng.choice((1, 2, 4, 8, 8, 16, 32)), rng.choice(DEEPSPEED_STAGES)
+    ranks, stage = rng.choice((1, 2, 4, 8, 8, 16, 32)), rng.choice(stages)
+    if stage == PARTITIONED:
+        ranks = max(2, ranks)
+        buckets |= {
+            "persistence_threshold": rng.choice(("auto", "auto", 0, 1_000, 100_000)),
+            "prefetch_bucket_size": rng.choice(("auto", "auto", 0, 100_000, 50_000_000)),
+            "max_live_parameters": rng.choice((1_000_000_000, 1_000_000_000, 300_000, 3_000_000, 100_000_000)),
+            "max_reuse_distance": rng.choice((1_000_000_000, 1_000_000_000, 0, 300_000, 3_000_000, 100_000_000)),
+            "sub_group_size": rng.choice((1_000_000_000, 1_000_000_000, 50_000, 1_000_000)),
+        }
+        buckets.pop("round_robin_gradients")
     training["parallel"] = {"data": ranks, "zero_stage": stage, "engine": "deepspeed", "deepspeed": buckets}
     return replace(job, job=Job(job.job.model, training))
 

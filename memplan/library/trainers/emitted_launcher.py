@@ -15,7 +15,10 @@ from memplan.library.lookup.trainer_files import trainer_job
 
 DEEPSPEED = "deepspeed"
 OWN = {name: name for name in DeepSpeed.__dataclass_fields__} | {
-    "persistence_threshold": "stage3_param_persistence_threshold"
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "persistence_threshold": "stage3_param_persistence_threshold",
 }
 """Keys of ``parallel.deepspeed`` -> those of ``zero_optimization``."""
 ABSENT = {f"parallel.deepspeed.{name}": getattr(DeepSpeed(), name) for name in OWN} | {

@@ -32,7 +32,7 @@ from memplan.step.states.optimizer_scratch import tensor_temporaries, trained_ki
 from memplan.step.states.parallel_shards import bucket_bytes
 from memplan.step.states.partitioned_weights import held_states
 from memplan.training.adapters import adapter_tensors
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
 
 NO_UPDATE = Optimizer(
     "No update",
@@ -156,7 +156,9 @@ class Sizes:
     def persistent_bytes(self, state: StateChoice) -> int:
         """Return the persistent bytes of a combination, without gradients."""
         weight_states = self.weight_states(state.weights, state.gradient)
-        buckets = bucket_bytes(self.space.base.parallel, weight_states.states.gradient_bytes)
+        gradients, hidden = weight_states.states.gradient_bytes, self.model.spec.hidden_size
+        width = FLOAT_BYTES[self.space.base.compute_dtype]
+        buckets = bucket_bytes(self.space.base.parallel, width, gradients, hidden)
         total = weight_states.states.weight_bytes + weight_states.states.average_bytes + buckets
         return total + self._stepped_by(state, weight_states).bytes
 

@@ -9,6 +9,7 @@ from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
+from memplan.step.states.parallel_shards import is_partitioned
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -67,6 +68,8 @@ class BlockSettings:
         copies_fused: Whether query, key and value are copied out of the result of one projection.
         divided: Whether GPUs share each layer's matrices.
         sequence: Whether they share the sequence too between these.
+        keeps_inputs: Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed
+            puts in the place of torch's (``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py, 0.19.8).
     """
 
     names: TensorNames
@@ -86,6 +89,7 @@ class BlockSettings:
     regime: Regime
     gathered_rows: bool
     copies_fused: bool
+    keeps_inputs: bool
     divided: bool
     sequence: bool
 
@@ -128,4 +132,5 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         copies_fused=setup.stack.models.fused_qkv == "copies",
         divided=setup.config.parallel.tensor > 1,
         sequence=setup.config.parallel.tensor > 1 and setup.config.parallel.sequence,
+        keeps_inputs=is_partitioned(setup.config.parallel),
     )

@@ -13,6 +13,8 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
     tape = builder.tape
     with tape.alive(x):
         used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
+        if used:
+            tape.entered[len(tape.operations)] = used[0].name.rpartition(".")[0]
         by_kernel = builder.settings.code.fused_wide_norms and all(weight.element_bytes == 4 for weight in used)
         composite = norm.kind == "rms" and builder.profile.norm == "composite" and not by_kernel
         promotes = composite and builder.settings.code.promotes

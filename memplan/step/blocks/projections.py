@@ -28,7 +28,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     scratch = 0 if bias is None else builder.cast_bias(bias, rows)
     copy = builder.cast_weight(weight)
     saves = [copy] if copy is not None and x.needs_gradient else []
-    saves += [x] if weight.trainable else []
+    saves += [x] if weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient) else []
     width = weight.element_bytes if not builder.settings.autocast else builder.compute
     out = builder.tape.value(x.quantity, rows, width)
     out.foreign = weight.foreign and not builder.settings.autocast
@@ -45,6 +45,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
             packs=x.needs_gradient or weight.trainable,
             product=True,
             matrices=bias is None,
+            custom=builder.settings.keeps_inputs,
             reduces=bias_sum(x, bias),
         ),
     )

@@ -9,7 +9,7 @@ each instant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
@@ -27,36 +27,57 @@ from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.ranks.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, trained_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
+from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
-from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
+from memplan.step.tapes.liveness import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Player, Recomputation
 from memplan.step.tapes.played import Instant, dominant
 from memplan.step.tapes.section import Section
 
-Segment = tuple[tuple[Instant, ...], Instant | None, str]
-"""Moments of backward, then the one at which a weight's gradient has been formed, and that weight's name."""
+Segment = tuple[tuple[Instant, ...], Instant | None, Mark | None]
+"""Moments of a part, then what happens beside its operations, and the moment at which it does; an end has none."""
 
 FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to fp32, group by group"
 
 
-def _segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN) -> tuple[Segment, ...]:
-    """Return a part's backward, cut where gradients have been formed."""
-    if not section.tape.nodes:
-        return ()
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A part of the model, cut where something happens beside its operations.
+
+    Attributes:
+        forward: Its forward.
+        backward: Its backward, with what is computed again for it.
+    """
+
+    forward: tuple[Segment, ...] = ()
+    backward: tuple[Segment, ...] = ()
+
+
+def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False) -> Segments:
+    """Return a part cut where gradients have been formed, and modules begin and end where that is asked for."""
     player = Player(section.tape, "layer", section.entry, recomputation)
-    arrivals: list[tuple[int, str]] = []
-    player.arrivals = arrivals
+    player.marks, player.visits = [], visits
     player.forward(saves=True)
-    player.instants = []
+    forward = _cut(player)
+    if not section.tape.nodes:
+        return Segments(forward)
+    player.marks, player.instants = [], []
     player.region_ends()
     player.backward(section.output)
+    return Segments(forward, _cut(player))
+
+
+def _cut(player: Player) -> tuple[Segment, ...]:
     parts: list[Segment] = []
     first = 0
-    for place, name in arrivals:
-        parts.append((tuple(dominant(player.instants[first:place])), player.instants[place], name))
-        first = place + 1
-    return (*parts, (tuple(dominant(player.instants[first:])), None, ""))
+    for mark in player.marks or ():
+        ends = mark.kind in WITHOUT_MOMENT
+        parts.append(
+            (tuple(dominant(player.instants[first : mark.place])), None if ends else player.instants[mark.place], mark)
+        )
+        first = mark.place + (not ends)
+    return (*parts, (tuple(dominant(player.instants[first:])), None, None))
 
 
 class EngineStep:
@@ -69,6 +90,8 @@ class EngineStep:
         shares: What each rank has of their gradients.
     """
 
+    visits = False
+
     def __init__(
         self, inputs: StepInputs, taped: ModelOnTape, groups: Sequence[FlatGroup], shares: Sequence[RankShare]
     ) -> None:
@@ -78,14 +101,14 @@ class EngineStep:
             raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under DeepSpeed; use fp32")
         self.inputs, self.taped, self.groups, self.shares = inputs, taped, groups, shares
         again = inputs.recomputation
-        self.layers = tuple(_segments(section, again) for section in taped.layers)
-        self.embedding, self.head = _segments(taped.embedding), _segments(taped.head.section)
+        self.layers = tuple(segments(section, again, visits=self.visits) for section in taped.layers)
+        ends = (taped.embedding, taped.head.section)
+        self.embedding, self.head = (segments(section, visits=self.visits) for section in ends)
         self._width = setup.compute_bytes
         sizes = (pair for group in self.groups for pair in zip(group.names, group.sizes, strict=True))
         self._sizes = {name: elements * self._width for name, elements in sizes}
         zero = setup.config.parallel.deepspeed
-        size = zero.reduce_bucket_size
-        self._size = inputs.spec.hidden_size**2 if size == "auto" else size
+        self._size = reduced_elements(setup.config.parallel, inputs.spec.hidden_size)
         self._copies = zero.reduce_scatter
         self._count = 2 if zero.overlap_comm else 1
 
@@ -127,7 +150,7 @@ class EngineStep:
         moments = [buckets.arrive(name) for group in self.groups for name in group.names] + [buckets.end()]
         root = constant_form(Part.TEMPORARIES, root_bytes(self.inputs, self.taped.settings))
         form = graph_of_loss(self.inputs, self.taped) + root
-        return _besides(
+        return besides(
             Instant("end of backward", "reduction of whole gradients", form), max(moments, key=lambda held: held.bytes)
         )
 
@@ -135,26 +158,30 @@ class EngineStep:
         """Yield the instants of one forward and backward."""
         inputs, taped = self.inputs, self.taped
         played = taped.played("layer", inputs.recomputation)
-        following = _Following(gradients)
-        for moment in forward_instants(inputs, taped, played, ZERO):
-            yield following.with_held(moment)
+        following = Following(gradients)
+        yield from self._forward(following, played)
         base, bare = backward_base(inputs, taped, ZERO)
         root = constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
-        for name, moment in following.through(self.head, base + root + played.saved):
+        for name, moment in following.through(self.head.backward, base + root + played.saved):
             yield replace(moment, name=name or "loss backward")
         waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
-        yield from self._layers(following, played, base + root + waits)
+        yield from self._layers_backward(following, played, base + root + waits)
         around = bare + escaped_form(taped, played) + root
-        for _, moment in following.through(self.embedding, around + waits):
+        for _, moment in following.through(self.embedding.backward, around + waits):
             yield replace(moment, name="end of backward")
         yield from self._tied(following, around + waits)
         for moment in leaf_instants(inputs, taped, around):
             yield following.with_held(moment)
-        if isinstance(gradients, Buckets):
+        if not isinstance(gradients, Kept):
             last = Instant("end of backward", "reduction of the last bucket", around)
-            yield _besides(last, gradients.end())
+            yield besides(last, gradients.end())
 
-    def _layers(self, following: _Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
+    def _forward(self, following: Following, played: PlayedModel) -> Iterator[Instant]:
+        """Yield the moments of forward, beside which nothing changes."""
+        for moment in forward_instants(self.inputs, self.taped, played, ZERO):
+            yield following.with_held(moment)
+
+    def _layers_backward(self, following: Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
         """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
         saved, taped, above = played.saved, self.taped, ZERO
         for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
@@ -165,11 +192,12 @@ class EngineStep:
                     following.forget()
                 saved -= part.saved
                 around = base + saved + above
-                for _, moment in following.through(self.layers[kind], around, number):
+                own = self.inputs.spec.names.layer
+                for _, moment in following.through(self.layers[kind].backward, around, number, own):
                     yield replace(moment, name=f"layer {number + 1} backward")
                 above += part.escaped
 
-    def _tied(self, following: _Following, around: Form) -> Iterator[Instant]:
+    def _tied(self, following: Following, around: Form) -> Iterator[Instant]:
         """Yield the sum of the gradients of a tied embedding and head, and its arrival."""
         weight = self.taped.weight(self.inputs.spec.names.embedding)
         if weight is None or not self.taped.settings.tied or not weight.trainable:
@@ -182,7 +210,7 @@ class EngineStep:
         yield following.arrive(weight.name, arrived)
 
 
-class _Following:
+class Following:
     """Follows gradients through a backward, and leaves out moments at which no more is there than at an earlier one alike."""
 
     def __init__(self, gradients: Gradients) -> None:
@@ -193,24 +221,40 @@ class _Following:
         """Begin layers of another kind."""
         self._most = {}
 
-    def through(self, segments: tuple[Segment, ...], around: Form, number: int = 0) -> Iterator[tuple[str, Instant]]:
+    def through(
+        self, parts: tuple[Segment, ...], around: Form, number: int = -1, own: str = ""
+    ) -> Iterator[tuple[str, Instant]]:
         """Yield the moments of a part with what is there besides, and the instants that they name.
 
         Args:
-            segments: The part's backward.
+            parts: The part's backward.
             around: What lies around it.
-            number: Of the layer that it is.
+            number: Of the layer that it is; none for another part.
+            own: Name of the module that it is.
         """
-        if number == 0:
+        if number < 0:
             self.forget()
-        for place, (moments, formed, name) in enumerate(segments):
-            if self._is_more(2 * place, self._gradients.held):
+        yield from self.told(parts, self.walk(parts, number, own), around)
+
+    def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[Held, Held]]:
+        """Return what is there besides, before each mark of a part and at it."""
+        held = []
+        for _, _, mark in parts:
+            before = self._gradients.held
+            at = before if mark is None else self._gradients.arrive(numbered(mark.name or own, number), mark.kind)
+            held.append((before, at))
+        return held
+
+    def told(
+        self, parts: tuple[Segment, ...], held: list[tuple[Held, Held]], around: Form
+    ) -> Iterator[tuple[str, Instant]]:
+        """Yield the moments of a part that was walked through, and the instants that they name."""
+        for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, held, strict=True)):
+            if self._is_more(2 * place, before):
                 for moment in moments:
-                    yield moment.name, self.with_held(moment.around(around))
-            if formed is not None:
-                held = self._gradients.arrive(numbered(name, number))
-                if self._is_more(2 * place + 1, held):
-                    yield formed.name, _besides(formed.around(around), held)
+                    yield moment.name, besides(moment.around(around), before)
+            if marked is not None and self._is_more(2 * place + 1, at):
+                yield marked.name, besides(marked.around(around), at)
 
     def _is_more(self, place: int, held: Held) -> bool:
         if held.bytes <= self._most.get(place, -1):
@@ -220,14 +264,15 @@ class _Following:
 
     def with_held(self, moment: Instant) -> Instant:
         """Return a moment with the buckets and gradients that are there."""
-        return _besides(moment, self._gradients.held)
+        return besides(moment, self._gradients.held)
 
     def arrive(self, name: str, moment: Instant) -> Instant:
         """Return the moment at which a gradient is taken in."""
-        return _besides(moment, self._gradients.arrive(name))
+        return besides(moment, self._gradients.arrive(name))
 
 
-def _besides(moment: Instant, held: Held) -> Instant:
+def besides(moment: Instant, held: Held) -> Instant:
+    """Return a moment with what is there besides."""
     form = moment.form + constant_form(Part.TEMPORARIES, held.communication)
     return replace(moment, form=form + constant_form(Part.GRADIENTS, held.gradients), communication=held.communication)
 

@@ -40,16 +40,17 @@ class Held:
 
 
 class Gradients(Protocol):
-    """What becomes of the gradients of one backward.
+    """What becomes of the gradients of one backward."""
 
-    Attributes:
-        held: What is there between two of them.
-    """
+    @property
+    def held(self) -> Held:
+        """What is there between two of them."""
 
-    held: Held
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
+        """Take in the gradient of a parameter, or what else is marked; return the most that is there besides it meanwhile."""
 
-    def arrive(self, name: str) -> Held:
-        """Take in the gradient of a parameter; return the most that is there besides it meanwhile."""
+    def end(self) -> Held:
+        """Take in what is left; return the most that is there meanwhile."""
 
 
 class Kept:
@@ -65,12 +66,17 @@ class Kept:
         self._sizes, self._bucket_bytes, self._again = sizes, bucket_bytes, again
         self.held = Held(bucket_bytes, sum(sizes.values())) if again else Held(0, 0)
 
-    def arrive(self, name: str) -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
         """Keep the gradient of a parameter, or add it to the one that is there."""
+        del kind
         before = self.held
         if not self._again:
             self.held = Held(self._bucket_bytes, before.gradients + self._sizes[name])
         return Held(self._bucket_bytes, before.gradients)
+
+    def end(self) -> Held:
+        """Keep what is there."""
+        return self.held
 
 
 class Buckets:
@@ -129,8 +135,9 @@ class Buckets:
         gradients = self._whole + self._waiting + self._lingering + own
         return Held(self._bucket_bytes if buckets else 0, gradients)
 
-    def arrive(self, name: str) -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
         """Take in the gradient of a parameter; return the most that is there besides it meanwhile."""
+        del kind
         elements = sum(size for _, size in self._pieces[name])
         most = self._now(buckets=True)
         if self._elements + elements > self._size and self._names:

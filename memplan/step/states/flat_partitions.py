@@ -172,7 +172,7 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
         ``scaled_global_norm``, ``get_grad_norm_direct``, ``step`` and ``_get_flat_partition_unpadded``.
     """
     width = gradient_width(setup)
-    scratch = [_scratch(setup, group.partition).bytes for group in groups]
+    scratch = [flat_scratch(setup, group.partition).bytes for group in groups]
     return tuple([_share(groups, rank, width, scratch) for rank in range(groups[0].ranks)])
 
 
@@ -197,7 +197,8 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
     return RankShare(whole, names, most)
 
 
-def _scratch(setup: TrainingSetup, elements: int) -> Temporaries:
+def flat_scratch(setup: TrainingSetup, elements: int) -> Temporaries:
+    """Return what updating a rank's piece of a flat tensor takes."""
     return step_temporaries(_in_fp32(setup), [partition_states(setup, elements)])
 
 

@@ -27,8 +27,9 @@ FULLY_SHARDED = 3
 
 
 def is_sharded(parallel: Parallel) -> bool:
-    """Tell whether ranks hold shards, be it one in each group of those that divide a model; without, each holds everything."""
-    return (parallel.data > 1 or parallel.tensor > 1) and parallel.zero_stage == FULLY_SHARDED
+    """Tell whether ranks hold torch's shards, be it one in each group of those that divide a model; without, each holds everything."""
+    several = parallel.data > 1 or parallel.tensor > 1
+    return several and parallel.zero_stage == FULLY_SHARDED and parallel.engine != "deepspeed"
 
 
 def is_accelerated(setup: TrainingSetup) -> bool:
@@ -44,6 +45,11 @@ def runs_engine(parallel: Parallel) -> bool:
 def is_flat(parallel: Parallel) -> bool:
     """Tell whether DeepSpeed cuts flat tensors of weights into equal pieces (ZeRO 1 and 2), which it does for one rank too."""
     return parallel.engine == "deepspeed" and parallel.zero_stage in (1, 2)
+
+
+def is_partitioned(parallel: Parallel) -> bool:
+    """Tell whether DeepSpeed cuts every parameter into equal pieces (ZeRO 3)."""
+    return parallel.engine == "deepspeed" and parallel.zero_stage == FULLY_SHARDED
 
 
 def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
@@ -208,16 +214,19 @@ def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> 
     return matrices[-1] if matrices and not (layer and ends_with_vector) else 0
 
 
-def bucket_bytes(parallel: Parallel, gradient_bytes: int) -> int:
-    """Return the buckets that replicas' gradients are reduced in, which stay from step to step.
+def bucket_bytes(parallel: Parallel, compute_bytes: int, gradient_bytes: int, hidden_size: int) -> int:
+    """Return the buckets that gradients are reduced in, where these stay from step to step: those of replicas, and of ZeRO 3.
 
     Formula:
-        As many bytes as there are gradients, beside them (``gradient_as_bucket_view=False``, the default).
+        As many bytes as there are gradients, beside them (``gradient_as_bucket_view=False``, the default); DeepSpeed's bucket.
 
     Source:
-        ``initialize_buckets`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0).
+        ``initialize_buckets`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0); ``_setup_for_real_optimizer`` in
+        deepspeed/runtime/zero/stage3.py (0.19.8).
     """
-    replicated = parallel.data > 1 and not is_sharded(parallel) and not is_flat(parallel)
+    if is_partitioned(parallel):
+        return reduced_elements(parallel, hidden_size) * compute_bytes
+    replicated = parallel.data > 1 and not is_sharded(parallel) and not runs_engine(parallel)
     return gradient_bytes if replicated else 0
 
 
@@ -241,6 +250,12 @@ def divided_sent_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> in
     return (8 * spec.num_hidden_layers + 4) * stream * (ranks - 1) // ranks
 
 
+def reduced_elements(parallel: Parallel, hidden_size: int) -> int:
+    """Return the elements of DeepSpeed's bucket of gradients (``auto``: transformers/integrations/deepspeed.py, 5.23.0)."""
+    size = parallel.deepspeed.reduce_bucket_size
+    return hidden_size**2 if size == "auto" else size
+
+
 def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:
     """Return the bytes that each rank sends, and receives, for one forward and backward.
 
@@ -261,8 +276,11 @@ def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], train
         return 0
     if is_flat(parallel):  # and the weights that each rank has updated
         return 3 * trained_bytes * (parallel.data - 1) // parallel.data
-    if not is_sharded(parallel):
+    if parallel.zero_stage == 0:
         return 2 * trained_bytes * (parallel.data - 1) // parallel.data
+    if is_partitioned(parallel):  # gathered twice, and pieces of gradients
+        weights = sum(tensor.elements * tensor.count for tensor in inventory) * setup.compute_bytes
+        return (2 * weights + trained_bytes * parallel.data) * (parallel.data - 1) // parallel.data
     total = 0
     for tensor in inventory:
         whole = unit((tensor,), setup)

@@ -11,105 +11,146 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, ParameterTensor
-from memplan.step.states.flat_partitions import partition_states, rank_states, trained_groups, trained_tensors
+from memplan.step.states.flat_partitions import (
+    flat_scratch,
+    partition_states,
+    rank_states,
+    trained_groups,
+    trained_tensors,
+)
 from memplan.step.states.model_states import ModelStates, model_states
+from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
 from memplan.training.resolved import TrainingSetup
-from memplan.units import ceil_div, format_bytes
+from memplan.units import ceil_div
 from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedStates:
-    """Bytes that each rank keeps between steps.
+class Partitions:
+    """What each rank keeps between steps, and the sizes that it gathers and reduces by.
 
     Attributes:
+        ranks: Ranks.
+        width: Bytes of an element of weights and gradients.
+        threshold: Elements up to which a parameter stays gathered.
+        bucket: Elements of gradients that are reduced together.
+        ahead: Elements that are gathered ahead at once.
+        live: Elements that are gathered before nothing is gathered ahead.
+        distance: Elements among which a module that needs a parameter again keeps it.
+        copies: Whether gradients are interleaved in a tensor of their own before they are reduced.
         weight_bytes: Pieces of all parameters, and those that stay gathered.
+        whole_bytes: The latter alone.
         master_bytes: Pieces of trained ones in fp32.
         gradient_bytes: Their gradients, which are there always.
         state_bytes: The optimizer's states of them.
-        bucket_bytes: What gradients are reduced in, which is there always.
+        host_bytes: What of them lies in host memory.
+        step_bytes: Most that the step takes besides, once all parameters have been let go of.
     """
 
+    ranks: int
+    width: int
+    threshold: int
+    bucket: int
+    ahead: int
+    live: int
+    distance: int
+    copies: bool
     weight_bytes: int
+    whole_bytes: int
     master_bytes: int
     gradient_bytes: int
     state_bytes: int
-    bucket_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.weight_bytes + self.master_bytes + self.gradient_bytes + self.state_bytes + self.bucket_bytes
+    host_bytes: int
+    step_bytes: int
 
 
-def partitioned_states(
-    setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor], hidden_size: int
-) -> PartitionedStates:
+def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> Partitions:
     """Return what each rank keeps of a model.
 
     Args:
         setup: The training setup, with ``zero_stage: 3``.
-        inventory: The whole tensors.
-        adapters: Those of adapters.
+        states: Those of whole tensors.
         hidden_size: What ``auto`` values are multiples of.
 
     Formula:
         ``ceil(n / ranks)`` elements of each parameter, and that times the ranks where ``n`` is at most the threshold of persistence.
+        A step takes a norm's copy of the largest piece in fp64, or for one group after the other its gradients joined and
+        their cast to fp32, then the update's scratch.
+
+    Source:
+        ``get_grad_norm_direct``, ``_prepare_fp32_grad_for_sub_group`` and ``_create_fp16_sub_groups``;
+        transformers/integrations/deepspeed.py (5.23.0) for ``auto``.
     """
     parallel, width = setup.config.parallel, setup.compute_bytes
     zero, ranks = parallel.deepspeed, parallel.data
-    whole = replace(setup, config=replace(setup.config, parallel=replace(parallel, zero_stage=2)))
-    states = model_states(whole, inventory, adapters)
     threshold = 10 * hidden_size if zero.persistence_threshold == "auto" else zero.persistence_threshold
-    size = hidden_size**2 if zero.reduce_bucket_size == "auto" else zero.reduce_bucket_size
+    ahead = int(0.9 * hidden_size * hidden_size) if zero.prefetch_bucket_size == "auto" else zero.prefetch_bucket_size
     tensors = [entry.tensor for entry in states.tensors]
     pieces = sum(ceil_div(tensor.elements, ranks) * tensor.count for tensor in tensors)
     small = [tensor for tensor in tensors if tensor.elements <= threshold]
-    persistent = sum(ranks * ceil_div(tensor.elements, ranks) * tensor.count for tensor in small)
+    whole = sum(ranks * ceil_div(tensor.elements, ranks) * tensor.count for tensor in small)
     groups = [
         part
         for group in trained_groups(trained_tensors(states))
         for part in _parts([ceil_div(tensor.elements, ranks) for _, tensor in group], zero.sub_group_size)
     ]
-    stepped = [partition_states(setup, part) for part in groups]
-    return PartitionedStates(
-        weight_bytes=width * (pieces + persistent),
+    stepped = [partition_states(setup, sum(part)) for part in groups]
+    return Partitions(
+        ranks,
+        width,
+        threshold,
+        reduced_elements(parallel, hidden_size),
+        ahead,
+        zero.max_live_parameters,
+        zero.max_reuse_distance,
+        zero.reduce_scatter,
+        weight_bytes=width * (pieces + whole),
+        whole_bytes=width * whole,
         master_bytes=sum(part.weight_bytes for part in stepped),
-        gradient_bytes=width * sum(groups),
+        gradient_bytes=width * sum(map(sum, groups)),
         state_bytes=sum(part.state_bytes for part in stepped),
-        bucket_bytes=width * size,
+        host_bytes=sum(part.host_bytes for part in stepped),
+        step_bytes=max(8 * max(map(max, groups)), *(_step_bytes(setup, part) for part in groups)),
     )
 
 
-def _parts(sizes: Sequence[int], most: int) -> list[int]:
-    """Return elements of the parts that a group is stepped in, each of which ends with the parameter that fills it."""
-    parts, part = [], 0
+def _step_bytes(setup: TrainingSetup, part: Sequence[int]) -> int:
+    """Return what stepping parameters takes, given the elements of a rank's piece of each."""
+    width, elements = setup.compute_bytes, sum(part)
+    joined = width * elements if len(part) > 1 else 0
+    cast = 4 * elements if width < 4 else 0
+    return max(joined + cast, (cast or joined) + flat_scratch(setup, elements).bytes)
+
+
+def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Return elements of the parameters that are stepped together, the last of which fills their group."""
+    parts: list[list[int]] = [[]]
     for size in sizes:
-        part += size
-        if part >= most:
-            parts.append(part)
-            part = 0
-    return [*parts, part] if part else parts
+        parts[-1].append(size)
+        if sum(parts[-1]) >= most:
+            parts.append([])
+    return [part for part in parts if part]
 
 
 def held_states(
     setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor], hidden_size: int
 ) -> ModelStates:
-    """Return the states that one rank has of a model under any engine whose step is modelled.
+    """Return the states that one rank has of a model under any engine; its tensors are whole where an engine cuts them up.
 
     Raises:
-        CannotAnswerError: DeepSpeed's stage 3, of which that alone is known; it stands in the message.
+        CannotAnswerError: The job's stack does what the formula does not follow.
     """
     parallel = setup.config.parallel
-    if parallel.engine != "deepspeed" or parallel.zero_stage < 3:
+    if not is_partitioned(parallel):
         return rank_states(setup, inventory, adapters)
-    kept = partitioned_states(setup, inventory, adapters, hidden_size)
-    optimizer = format_bytes(kept.master_bytes + kept.state_bytes)
-    raise CannotAnswerError(
-        f"{setup.name}: parallel.zero_stage: 3 under DeepSpeed: between steps each of {parallel.data} ranks keeps "
-        f"{format_bytes(kept.total_bytes)} (weights {format_bytes(kept.weight_bytes)}, gradients "
-        f"{format_bytes(kept.gradient_bytes)}, fp32 weights and states {optimizer}, bucket {format_bytes(kept.bucket_bytes)}); "
-        "what a step gathers besides is not modelled, so whether it fits is unknown; stages 1 and 2 are planned"
+    states = model_states(setup, inventory, adapters)
+    kept = partitions(setup, states, hidden_size)
+    return replace(
+        states,
+        weight_bytes=kept.weight_bytes,
+        master_bytes=kept.master_bytes,
+        gradient_bytes=kept.gradient_bytes,
+        state_bytes=kept.state_bytes,
+        host_bytes=kept.host_bytes,
     )

@@ -43,6 +43,38 @@ class Recomputation(NamedTuple):
 NOTHING_AGAIN = Recomputation("none")
 
 
+class Mark(NamedTuple):
+    """Something that happens beside the operations of a part, for whom others have to follow it.
+
+    Attributes:
+        place: The moment, among those that are noted.
+        kind: A weight's gradient leaves; a module begins, or has ended, in forward, in what is computed again, in backward;
+            what is computed again has saved a module's weights.
+        name: The weight, or the module.
+    """
+
+    place: int
+    kind: Literal["gradient", "forward", "again", "backward", "saved", "left forward", "left again", "left backward"]
+    name: str
+
+
+Way = Literal["forward", "again", "backward"]
+"""How a module runs."""
+
+WITHOUT_MOMENT = ("saved", "left forward", "left again", "left backward")
+"""Kinds of marks that stand between two moments."""
+
+ACTIVATION = "activation"
+"""Name of an operation that is a module without weights, as a norm may be."""
+
+
+def module_of(operation: Operation | Node) -> str:
+    """Return the module that an operation stands for: its weights', one without weights, or none."""
+    if operation.weights:
+        return operation.weights[0].name.rpartition(".")[0]
+    return ACTIVATION if operation.name == ACTIVATION or operation.name.startswith("norm ") else ""
+
+
 class Player:
     """Plays a tape: forward, what checkpointing computes again, and backward.
 
@@ -54,7 +86,8 @@ class Player:
         live: What is told of every storage: one that counts by default, or one that writes events down.
 
     Attributes:
-        arrivals: Where it is a list, gradients of weights leave as they are formed, and it gets each one's moment and name.
+        marks: Where it is a list, gradients of weights leave as they are formed, and it gets each one.
+        visits: Whether it gets the beginnings and ends of modules too.
     """
 
     def __init__(
@@ -66,7 +99,8 @@ class Player:
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
         self.instants: list[Instant] = []
-        self.arrivals: list[tuple[int, str]] | None = None
+        self.marks: list[Mark] | None = None
+        self.visits = False
         self.cache: set[int] = set()
         self.region: set[int] = set()
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
@@ -92,6 +126,7 @@ class Player:
                 self.live.release_all(named & self.tape.regional)
                 named -= self.tape.regional
                 instant = BEHIND_REGION
+            self._begin(index, "forward", instant)
             self._make(operation, instant, named)
             if graph or (saves and self._escapes(operation)):
                 self._save(operation)
@@ -99,6 +134,7 @@ class Player:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
             self._forget(named, unnamed_after.get(index, ()))
+            self._end(operation, "forward")
         self.live.release_all(named - self.tape.regional)
         self.region = named & self.tape.regional
 
@@ -129,13 +165,46 @@ class Player:
         last = operations[self.last_packing]
         stop = len(operations) if whole else self.last_packing + last.saves_last
         for index, operation in enumerate(operations[:stop]):
+            self._begin(index, "again", instant)
             self._make(operation, instant, named)
             if not self._escapes(operation):
                 self._save(operation)
+                self._mark_saved(operation)
             self._forget(named, unnamed_after.get(index, ()))
+            if whole or operation is not last:
+                self._end(operation, "again")
         if not last.saves_last and not whole:
+            self._begin(stop, "again", instant)
             self._save(last)
+            self._mark_saved(last)
         self.live.release_all(named)
+
+    def _begin(self, index: int, way: Way, instant: str) -> None:
+        """Mark the module that begins with an operation."""
+        if self.visits and (name := self.tape.entered.get(index) or module_of(self.tape.operations[index])):
+            self._mark(way, name, instant)
+
+    def _mark(self, way: Way, name: str, instant: str) -> None:
+        assert self.marks is not None
+        self.note(instant, "gather")
+        self.marks.append(Mark(len(self.instants) - 1, way, name))
+
+    def _mark_saved(self, operation: Operation) -> None:
+        """Mark that the hooks of checkpointing hold a module's weights; a graph of its own has the parameters themselves."""
+        if (
+            self.visits
+            and self.marks is not None
+            and operation.weights
+            and operation.node
+            and not self.recomputation.reentrant
+        ):
+            self.marks.append(Mark(len(self.instants), "saved", module_of(operation)))
+
+    def _end(self, operation: Operation | Node, way: Way) -> None:
+        """Mark the end of the module that an operation stands for."""
+        if self.visits and self.marks is not None and operation.weights:
+            kind: Literal["left forward", "left again", "left backward"] = f"left {way}"  # type: ignore[assignment]
+            self.marks.append(Mark(len(self.instants), kind, module_of(operation)))
 
     def escaped_form(self) -> Form:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
@@ -229,6 +298,8 @@ class Player:
         named = self.reenter(output) if self.recomputation.reentrant else ()
         for node in reversed(self.tape.nodes):
             self.run(node)
+        if self.marks is not None and self.visits and self.gradients:  # what the part was given needs one
+            self.marks.append(Mark(len(self.instants), "left backward", ""))
         self.live.release_all(named)
         return arriving
 
@@ -237,6 +308,8 @@ class Player:
         arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
         self.gradients[id(output)] = arriving
         self.note("", "start")
+        if self.visits:
+            self._mark("backward", "", self.tape.nodes[-1].instant)
         return arriving
 
     def gradient_part(self, value: Value) -> Part:
@@ -251,7 +324,11 @@ class Player:
         """Run the backward of one operation; the first that needs what was not saved has it computed again."""
         arrived = [g for g in [self.gradients.pop(id(value), None) for value in node.outputs] if g is not None]
         if arrived:
+            if self.visits and (name := module_of(node)):
+                self._mark("backward", name, node.instant)
             self.form(node, arrived)
+            if node.inputs:
+                self._end(node, "backward")
         else:
             self.unsave(node)
 
@@ -382,9 +459,9 @@ class Player:
 
     def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
-        if self.arrivals is not None and not weight.delayed:
+        if self.marks is not None and not weight.delayed:
             self.note(node.instant, f"{weight.name} gradient")
-            self.arrivals.append((len(self.instants) - 1, weight.name))
+            self.marks.append(Mark(len(self.instants) - 1, "gradient", weight.name))
             self.live.release(formed)
             return
         mode = weight.own_mode(self.mode)

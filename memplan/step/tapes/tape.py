@@ -38,6 +38,7 @@ class Tape:
         graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
             checkpointing, or without gradients, has no such graph.
         given_until: Storages that are there before the first operation, and not as long as forward runs.
+        entered: Index of an operation -> the module that begins with it, where that is not the operation's own.
         region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
     """
 
@@ -50,6 +51,7 @@ class Tape:
     cast_weights: dict[str, Value] = field(default_factory=dict)
     graph_use: dict[int, int] = field(default_factory=dict)
     given_until: set[int] = field(default_factory=set)
+    entered: dict[int, str] = field(default_factory=dict)
     region_end: int = FOREVER
 
     def value(

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import runs_engine
@@ -32,6 +33,9 @@ def zero_config(setup: TrainingSetup) -> dict[str, Any]:
             "round_robin_gradients": zero.round_robin_gradients,
             "stage3_param_persistence_threshold": zero.persistence_threshold,
             "sub_group_size": zero.sub_group_size,
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+            "stage3_max_live_parameters": zero.max_live_parameters,
+            "stage3_max_reuse_distance": zero.max_reuse_distance,
         },
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -57,7 +61,7 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
     variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    record = Tensor.record_stream
+    record, linear = Tensor.record_stream, functional.linear
     Tensor.record_stream = _nothing  # type: ignore[method-assign]
     try:
         _pretend()
@@ -65,6 +69,7 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
             yield
     finally:
         Tensor.record_stream = record  # type: ignore[method-assign]
+        functional.linear = linear  # stage 3 puts its own there, for good
         _forget_groups()
         for name, value in before.items():
             os.environ.pop(name)
@@ -115,7 +120,9 @@ def _forget_groups() -> None:
     """Let DeepSpeed make its groups anew for the next job."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else the next model is built as this one's configuration says
     groups._release_process_group_references(group=None)
     comm.cdb = None
 
@@ -149,6 +156,9 @@ def _pretend() -> None:
             return False
 
         def current_stream(self, _: Any = None) -> Any:
+            return _Stream()
+
+        def default_stream(self, _: Any = None) -> Any:
             return _Stream()
 
         def available_memory(self, _: Any = None) -> int:

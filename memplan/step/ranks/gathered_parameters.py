@@ -1,0 +1,226 @@
+"""ZeRO 3's gathers: which parameters are whole as modules run one after the other, and what their buffers take.
+
+A module's parameters are gathered before it runs, in forward, again where checkpointing has it run again, and in backward.
+What comes next in the order of the step before is gathered ahead: each module that runs asks for another bucket of it, as
+long as fewer elements than a limit are gathered. A module that has run lets its parameters go, but for those that were
+skipped ahead, as they were there, and those that a module within a distance needs again. Parameters that are gathered
+together come in one buffer, each is copied out of it when the first of them is waited for, and the buffer stays until all
+have been. Where hooks of checkpointing run a layer again, they hold on to what was gathered for that until a module's
+backward has run, even where it is let go of and gathered anew.
+
+Source:
+    deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8), ``_fetch_sub_module_impl``, ``release_sub_module``,
+    ``__params_to_release`` and ``release_backward_leftovers``; partition_parameters.py, ``_all_gather_sequential``,
+    ``_all_gather_dtype`` and ``AllGatherCoalescedHandle.wait``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from memplan.units import ceil_div
+
+
+class Visit(NamedTuple):
+    """A module that begins to run.
+
+    Attributes:
+        module: Its name.
+        parameters: Those that it needs whole, in the order in which the model has them.
+        way: ``forward``, ``again`` where checkpointing runs it again, or ``backward``.
+    """
+
+    module: str
+    parameters: tuple[str, ...]
+    way: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rank gathers by.
+
+    Attributes:
+        ranks: Ranks.
+        width: Bytes of an element.
+        bucket: Elements that are gathered ahead at once.
+        live: Elements that are gathered at most before nothing is gathered ahead.
+        distance: Elements of modules ahead among which one that needs a parameter again keeps it.
+    """
+
+    ranks: int
+    width: int
+    bucket: int
+    live: int
+    distance: int
+
+
+class _Buffer:
+    """Parameters that are gathered together."""
+
+    def __init__(self, names: Sequence[str], size: int) -> None:
+        self.names, self.bytes, self.waiting, self.copied = names, size, len(names), False
+
+
+class GatheredParameters:
+    """Follows what is gathered through one forward and backward.
+
+    Args:
+        visits: All modules that run, in order.
+        elements: Of each parameter, in the order in which the model has them.
+        whole: Those that stay whole.
+        frozen: Those that are not trained.
+        limits: What the rank gathers by.
+
+    Attributes:
+        bytes: Whole parameters and buffers that are there.
+    """
+
+    def __init__(
+        self,
+        visits: Sequence[Visit],
+        elements: Mapping[str, int],
+        whole: Collection[str],
+        frozen: Collection[str],
+        limits: Limits,
+    ) -> None:
+        self.bytes = 0
+        self._elements, self._whole, self._frozen, self._limits = elements, whole, frozen, limits
+        self._order = {name: place for place, name in enumerate(elements)}
+        own = [
+            tuple(sorted({name for name in v.parameters if name not in whole}, key=self._order.__getitem__))
+            for v in visits
+        ]
+        self._visits = [visit._replace(parameters=names) for visit, names in zip(visits, own, strict=True)]
+        sizes = (sum(elements[name] for name in visit.parameters) for visit in visits)
+        self._passed = list(accumulate(sizes, initial=0))
+        self._uses: dict[str, list[int]] = {}
+        for step, names in enumerate(own):
+            for name in names:
+                self._uses.setdefault(name, []).append(step)
+        self._queue = deque((name, step) for step, names in enumerate(own) for name in names)
+        self._step = self._live = 0
+        self._asked: dict[str, int] = {}
+        self._there: dict[str, int] = {}
+        self._flying: dict[str, _Buffer] = {}
+        self._held: dict[str, int] = {}
+        self._active: dict[str, set[str]] = {}
+        self._backward: dict[str, set[str]] = {}
+
+    def fetch(self) -> int:
+        """Let the next module begin; return the most that is there meanwhile."""
+        visit = self._visits[self._step]
+        if visit.way == "backward":
+            self._backward[visit.module] = set(visit.parameters)
+        self._gather([name for name in visit.parameters if self._is_apart(name)])
+        most = self.bytes
+        for name in visit.parameters:
+            self._active.setdefault(name, set()).add(visit.module)
+            if visit.way == "again" and self._backward and name in self._frozen:
+                owner = next(reversed(self._backward))
+                self._backward[owner].add(name)
+                self._active[name].add(owner)
+            most = max(most, self._wait(name))
+        self._pass_over(visit)
+        self._gather_ahead()
+        self._step += 1
+        return max(most, self.bytes)
+
+    def release(self, module: str, parameters: Sequence[str], *, backward: bool) -> None:
+        """Let a module end."""
+        kept = self._backward.pop(module, set()) if backward else set()
+        for name in [name for name in (*parameters, *kept) if name not in self._whole]:
+            self._active.get(name, set()).discard(module)
+            if name not in parameters or not self._is_needed_soon(name):
+                self._let_go(name)
+
+    def hold(self, names: Sequence[str]) -> None:
+        """Let checkpointing hold parameters as they are gathered now, whatever becomes of them."""
+        self._held.update(dict.fromkeys((name for name in names if name in self._there), 0))
+
+    def unhold(self, names: Sequence[str]) -> None:
+        """Let go of what checkpointing holds."""
+        self.bytes -= sum(self._held.pop(name, 0) for name in names)
+
+    def end(self) -> None:
+        """Let go of what modules hold whose backward has had no end."""
+        while self._backward:
+            module, names = self._backward.popitem()
+            for name in names:
+                self._active.get(name, set()).discard(module)
+                self._let_go(name)
+
+    def _is_apart(self, name: str) -> bool:
+        return name not in self._there and name not in self._flying
+
+    def _is_needed_soon(self, name: str) -> bool:
+        """Tell whether a parameter was skipped ahead, or a module that comes soon needs it."""
+        if self._asked.get(name, -1) > self._step:
+            return True
+        uses = self._uses[name]
+        following = bisect_left(uses, self._step)
+        if following == len(uses):
+            return False
+        return self._passed[uses[following]] - self._passed[self._step] < self._limits.distance
+
+    def _let_go(self, name: str) -> None:
+        if name in self._there and not self._active.get(name):
+            size = self._there.pop(name)
+            if self._held.get(name) == 0:
+                self._held[name] = size
+            else:
+                self.bytes -= size
+            self._live -= self._elements[name]
+
+    def _gather(self, names: Sequence[str]) -> None:
+        """Begin to gather parameters, in one buffer."""
+        if not names:
+            return
+        limits = self._limits
+        size = limits.width * limits.ranks * sum(ceil_div(self._elements[name], limits.ranks) for name in names)
+        buffer = _Buffer(names, size)
+        self._flying.update(dict.fromkeys(names, buffer))
+        self.bytes += size
+        self._live += sum(self._elements[name] for name in names)
+
+    def _wait(self, name: str) -> int:
+        """Wait for a parameter; return the most that is there meanwhile."""
+        buffer = self._flying.pop(name, None)
+        if buffer is None:
+            return self.bytes
+        alone = len(buffer.names) == 1
+        if not buffer.copied:
+            buffer.copied = True
+            for other in buffer.names:
+                self._there[other] = buffer.bytes if alone else self._limits.width * self._elements[other]
+            self.bytes += 0 if alone else sum(self._there[other] for other in buffer.names)
+        most = self.bytes
+        buffer.waiting -= 1
+        if not buffer.waiting and not alone:
+            self.bytes -= buffer.bytes
+        return most
+
+    def _pass_over(self, visit: Visit) -> None:
+        """Take a module's parameters, and those before them, off what is to be gathered ahead."""
+        missing = {name for name in visit.parameters if self._asked.get(name, -1) < self._step}
+        taken: set[str] = set()
+        while self._queue and len(taken) < len(missing):
+            name, step = self._queue.popleft()
+            self._asked[name] = step
+            taken.add(name)
+
+    def _gather_ahead(self) -> None:
+        room = min(self._limits.live - self._live, self._limits.bucket)
+        names: set[str] = set()
+        ahead = 0
+        while self._queue and ahead < room:
+            name, step = self._queue.popleft()
+            self._asked[name] = max(self._asked.get(name, -1), step)
+            if self._is_apart(name) and name not in names:
+                names.add(name)
+                ahead += self._elements[name]
+        self._gather(sorted(names, key=self._order.__getitem__))

@@ -1,0 +1,268 @@
+"""A training step under DeepSpeed's ZeRO 3: gathered parameters and reduced gradients lie around the tapes of whole weights.
+
+Source:
+    deepspeed/runtime/zero/stage3.py (0.19.8), ``__add_grad_to_ipg_bucket``, ``__reduce_and_partition_ipg_grads``,
+    ``step`` and ``_post_step``; deepspeed/runtime/comm/coalesced_collectives.py, ``reduce_scatter_coalesced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import MixtureOfExperts
+from memplan.step.after_backward import after_backward
+from memplan.step.behind_forward import behind_forward
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
+from memplan.step.ends_on_tape import FUSED_LOSSES
+from memplan.step.head_instants import TIED_SUM
+from memplan.step.instants import (
+    StepForms,
+    embedded_leaf,
+    graph_of_loss,
+    held_graph,
+    leaf_apart,
+    named_embeddings,
+    saved_by_layers,
+)
+from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.ranks.engine_step import FORMULA, EngineStep, Following, Segments
+from memplan.step.ranks.gathered_parameters import GatheredParameters, Limits, Visit
+from memplan.step.ranks.module_visits import Modules
+from memplan.step.ranks.reduced_gradients import Held
+from memplan.step.states.optimizer_scratch import Temporaries
+from memplan.step.states.partitioned_weights import Partitions, partitions
+from memplan.step.states.single_tensors import in_layers
+from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form
+from memplan.step.tapes.liveness import Mark
+from memplan.step.tapes.played import Instant
+from memplan.units import ceil_div, format_bytes
+
+BEGINNINGS = ("forward", "again", "backward")
+"""Kinds of marks at which modules begin."""
+
+
+class _Listed:
+    """Takes down the modules that begin, in order."""
+
+    def __init__(self, modules: Modules) -> None:
+        self.visits: list[Visit] = []
+        self.held = Held(0, 0)
+        self._modules = modules
+
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
+        """Take down what begins."""
+        self.visits += begun(self._modules, name, kind)
+        return self.held
+
+    def end(self) -> Held:
+        """Return nothing."""
+        return self.held
+
+
+def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
+    """Return the modules that begin with a mark of a tape."""
+    if kind not in BEGINNINGS:
+        return ()
+    return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
+
+
+class GatheredGradients:
+    """Parameters that are gathered, and gradients that leave through a bucket into a rank's pieces of them, which stay.
+
+    Args:
+        modules: The model's.
+        gathered: What is gathered as they run.
+        sizes: Elements of each parameter.
+        rules: How gradients are reduced.
+    """
+
+    def __init__(
+        self, modules: Modules, gathered: GatheredParameters, sizes: Mapping[str, int], rules: Partitions
+    ) -> None:
+        self._modules, self._gathered, self._sizes, self._rules = modules, gathered, sizes, rules
+        self._names: list[str] = []
+        self._elements = self._waiting = 0
+
+    @property
+    def held(self) -> Held:
+        """What is there between two marks."""
+        return Held(self._gathered.bytes, self._rules.gradient_bytes + self._waiting)
+
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
+        """Take in what is marked."""
+        if kind == "gradient":
+            return self._take(name)
+        before = self.held
+        if kind == "saved":
+            self._gathered.hold(self._modules.parameters(name))
+            return before
+        if kind.startswith("left") and name:
+            if kind == "left backward":
+                self._gathered.unhold(self._modules.parameters(name))
+            way = kind.removeprefix("left ")
+            for module, parameters in self._modules.ends(way, name):
+                self._gathered.release(module, parameters, backward=way == "backward")
+            return before
+        if kind not in BEGINNINGS:
+            return before
+        most = max((self._gathered.fetch() for _ in begun(self._modules, name, kind)), default=0)
+        return max(before, Held(most, before.gradients), key=lambda held: held.bytes)
+
+    def end(self) -> Held:
+        """Reduce what is left, and let go of what is gathered still."""
+        most = self._reduce()
+        self._gathered.end()
+        return most
+
+    def _take(self, name: str) -> Held:
+        """Take the gradient of a parameter into the bucket, which is reduced first where it has no room."""
+        elements, rules = self._sizes[name], self._rules
+        most = self.held
+        if self._elements + elements > rules.bucket and self._names:
+            most = self._reduce()
+        self._names.append(name)
+        self._waiting += elements * rules.width if self._elements + elements > rules.bucket else 0
+        self._elements += elements
+        return most
+
+    def _reduce(self) -> Held:
+        """Return the most that is there: all gradients of the bucket interleaved in a tensor, with the padding of each."""
+        sizes, ranks, before = [self._sizes[name] for name in self._names], self._rules.ranks, self.held
+        padded = [ranks * ceil_div(size, ranks) for size in sizes]
+        copies = self._rules.copies or self._elements > self._rules.bucket
+        in_place = not copies or sizes == padded[:1] or not sizes
+        copied = 0 if in_place else self._rules.width * (2 * sum(padded) - sum(sizes))
+        self._names, self._elements, self._waiting = [], 0, 0
+        return Held(before.communication + copied, before.gradients)
+
+
+class GatheredStep(EngineStep):
+    """One step of DeepSpeed's engine under ZeRO 3.
+
+    Args:
+        inputs: What is compiled.
+        taped: The model on tape.
+        rules: What a rank gathers and reduces by.
+    """
+
+    visits = True
+
+    def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
+        super().__init__(inputs, taped, (), ())
+        self.rules = rules
+        tensors = list(in_layers(inputs.states.tensors))
+        self._elements = {name: entry.tensor.elements for name, entry in tensors}
+        self._frozen = frozenset(name for name, entry in tensors if not entry.trainable)
+        if embedded_leaf(inputs, taped) is not ZERO:  # whose output needs a gradient, which asks for the weight
+            mark = Mark(0, "backward", inputs.spec.names.embedding)
+            self.embedding = Segments(self.embedding.forward, (((), Instant("", "gather", ZERO), mark),))
+        self._whole = frozenset(name for name, size in self._elements.items() if size <= rules.threshold)
+
+    def _modules(self) -> Modules:
+        setup, spec = self.inputs.setup, self.inputs.spec
+        tables = int(family_code(setup.stack.model_code, spec.architecture).forms_tables and not spec.learned_positions)
+        wrapped = setup.config.adapter is not None
+        outside = setup.profile.loss in (*TOKEN_CHUNKS, *FUSED_LOSSES)
+        head = f"{spec.names.embedding if spec.tie_word_embeddings else spec.names.head}.weight" if outside else ""
+        tied = spec.tie_word_embeddings
+        return Modules(
+            tuple(self._elements), spec.names, head, spec.architecture, tied=tied, wrapped=wrapped, tables=tables
+        )
+
+    def instants(self) -> Iterator[Instant]:
+        """Yield the candidates for the peak."""
+        inputs, rules = self.inputs, self.rules
+        listed = _Listed(self._modules())
+        for _ in self._one_pass(listed):
+            pass
+        limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance)
+        gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
+        gradients = GatheredGradients(self._modules(), gathered, self._elements, rules)
+        for instant in self._one_pass(gradients):
+            yield instant
+            if inputs.setup.config.gradient_accumulation_steps > 1:
+                yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
+        graph = graph_of_loss(inputs, self.taped)  # the engine steps before the loop has let go of the loss
+        for instant in after_backward(inputs, self.taped, rules.gradient_bytes):
+            if instant.name == "gradient clipping":
+                continue  # its norm is a part of the step
+            yield instant.around(graph) if instant.name == "optimizer step" else instant
+
+    def _tied(self, following: Following, around: Form) -> Iterator[Instant]:
+        """Yield the sum of the gradients of a tied embedding and head: DeepSpeed's own product forms the head's as it lies.
+
+        Source:
+            ``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py (0.19.8).
+        """
+        for instant in super()._tied(following, around):
+            if self.taped.settings.loss in TOKEN_CHUNKS or instant.operation != TIED_SUM:
+                yield instant
+
+    def _forward(self, following: Following, played: PlayedModel) -> Iterator[Instant]:
+        """Yield the moments of forward, of layers alike those beside which the most is gathered."""
+        inputs, taped = self.inputs, self.taped
+        arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
+        named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
+        around = held_graph(inputs, taped) + arguments + tables_of_graph(inputs)
+        for _, moment in following.through(self.embedding.forward, around):
+            yield replace(moment, name="forward")
+        around += apart + named + played.embedding.saved
+        walked: list[tuple[int, int, list[tuple[Held, Held]]]] = []
+        for kind, run in zip(taped.kinds, taped.runs, strict=True):
+            for number in range(run.first, run.first + run.count):
+                walked.append((kind, number, following.walk(self.layers[kind].forward, number)))
+                around += played.layers[kind].saved
+        head = around + kept_arguments(inputs) - arguments - named
+        for kind in set(taped.kinds):
+            below = around
+            following.forget()
+            for other, _, helds in reversed(walked):
+                below -= played.layers[other].saved
+                if other == kind:
+                    for _, moment in following.told(self.layers[kind].forward, helds, below):
+                        yield replace(moment, name="forward")
+        for _, moment in following.through(self.head.forward, head):
+            yield replace(moment, name="forward")
+        for moment in behind_forward(inputs, taped, head + played.head.saved):
+            yield following.with_held(moment)
+
+
+def _refuse(inputs: StepInputs, rules: Partitions) -> None:
+    """Raise for modules whose parameters are gathered otherwise."""
+    setup, spec = inputs.setup, inputs.spec
+    adapter = setup.config.adapter
+    what = ""
+    if any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs):
+        what = f"model: a mixture of experts ({spec.name}), whose parts are gathered together,"
+    elif spec.linear_attention:
+        what = f"model: linear attention ({spec.name})"
+    elif adapter is not None and adapter.kind == "dora":
+        what = "adapter.kind: dora"
+    elif rules.ranks == 1:
+        what = "parallel.data: 1"
+    if what:
+        kept = rules.weight_bytes + rules.master_bytes + rules.gradient_bytes + rules.state_bytes
+        kept += rules.bucket * rules.width
+        raise CannotAnswerError(
+            f"{setup.name}: {what} is not modelled under DeepSpeed's stage 3, where each of {rules.ranks} ranks keeps "
+            f"{format_bytes(kept)} between steps; stages 1 and 2 are planned"
+        )
+
+
+def compile_gathered_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
+    """Return the closed forms of a training step under ZeRO 3.
+
+    Raises:
+        CannotAnswerError: A loss whose gradients leave otherwise.
+    """
+    rules = partitions(inputs.setup, inputs.states, inputs.spec.hidden_size)
+    _refuse(inputs, rules)
+    update = Temporaries(max(rules.step_bytes - rules.whole_bytes, 0), FORMULA)
+    inputs = replace(inputs, optimizer=update, clipping_bytes=0)
+    candidates = tuple(GatheredStep(inputs, taped, rules).instants())
+    return StepForms(candidates, buffers(inputs), saved_by_layers(taped), FORMULA)
