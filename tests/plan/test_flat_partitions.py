@@ -130,7 +130,7 @@ def test_stage_3_gathers_no_more_than_it_is_told():
         memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s) for s in (changed, few)
     ]
     most, least = (dict(plan.memory.instants)["layer 32 backward"] for plan in plans)
-    assert 1e9 < most - least < 5e9  # 1e9 elements of 2 bytes are gathered ahead by default
+    assert 1e8 < most - least < 2e9  # at most 1e9 elements of 2 bytes are gathered ahead by default
 
 
 def test_a_mixture_under_stage_3_is_refused_with_what_is_kept():
