@@ -143,10 +143,21 @@ def test_rows_of_a_loader_are_as_long_as_asked_for():
         (batch,) = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=2)
     assert {name: tuple(part.shape) for name, part in batch.items()} == {
         "input_ids": (4, 8),
-        "pixels": (3, 3, 2),
-        "label": (3,),
+        "pixels": (4, 3, 2),
+        "label": (4,),
     }
     assert batch["input_ids"][3].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_a_checkpoint_that_is_saved_later_can_be_waited_for(tmp_path):
+    files = KeptFiles(str(tmp_path), LINES, allow_writes=False)
+    assert files.saved_parts_later({"weight": torch.zeros(4)}, checkpoint_id="step-1").result() is None
+    assert files.skipped == {"step-1": 16}
+
+
+def test_rows_that_no_loader_gives_are_not_lengthened_in_silence():
+    with pytest.raises(RefusedError, match="leave --synthetic out"), data_loaders(8):
+        list(torch.utils.data.DataLoader([torch.zeros(3)]))
 
 
 BUDGET = "version: 1\ndefaults: {model: llama-8b, gpu: h100, config: qlora}\nbudgets:\n"

@@ -34,7 +34,7 @@ def known_libraries(compute_capability: str, files: KeptFiles) -> Iterator[None]
         compute_capability: Of the card.
         files: Counts what is saved.
     """
-    parts = {"save": files.saved_parts, "async_save": files.saved_parts}
+    parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
         changes = {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -150,6 +151,13 @@ class KeptFiles:
         """Save nothing of what ``torch.distributed.checkpoint`` is given: the bytes of this rank's tensors are counted."""
         name = checkpoint_id or getattr(storage_writer, "path", None) or "a distributed checkpoint"
         self.skipped[str(name)] = _bytes_of(state_dict)
+
+    def saved_parts_later(self, *args: Any, **options: Any) -> Future[None]:
+        """Save nothing, as :meth:`saved_parts`, and return what ``async_save`` does: what tells when it is done."""
+        self.saved_parts(*args, **options)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def _refused_process(self, *_: Any, **__: Any) -> Any:
         line = self._lines.current()
