@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -106,6 +107,15 @@ def no_circle(needs):
         free = {one for one, wanted in needs.items() if not (wanted - {one}) & needs.keys()}
         assert free, f"a circle among {sorted(map(str, needs))}"
         needs = {one: wanted for one, wanted in needs.items() if one not in free}
+
+
+def test_every_module_of_the_formula_has_tests_for_its_mutants():
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["memplan-mutation"]
+    named = {*settings["tests"], *(path for paths in settings["tests"].values() for path in paths)}
+    assert not {path for path in named if not (ROOT.parent / path).exists()}
+    formula = [path for path in FILES if part_of(path) in {"step", "plan", "training", "solver", "allocator"}]
+    mutated = [(ROOT.parent / name) for name in settings["tests"]]
+    assert not [path for path in formula if not any(path.is_relative_to(name) for name in mutated)]
 
 
 def test_a_folder_has_few_modules():
