@@ -31,7 +31,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "trl.shards": {1, 5, 9, 14, 17},
     "transformers.shards": {1, 3, 22},
     "transformers.deepspeed": {2},
-    "transformers.zero-3.shards": {2, 9, 14, 27},
+    "transformers.zero-3.shards": {2, 14, 27},
     "trl": {27, 48},
     "trl.grpo": {17, 23, 33},
     "trl.grpo-0-29": {8, 40},
@@ -40,7 +40,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
 
 NEAR = {
     "transformers.deepspeed": 1.0,
-    "transformers.zero-3.shards": 0.9,
+    "transformers.zero-3.shards": 0.93,
     "axolotl": 0.98,
     "axolotl.shards": 1.0,
     "axolotl.preferences": 1.0,

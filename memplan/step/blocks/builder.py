@@ -100,7 +100,7 @@ class Builder:
         saves = self.factors(x, y)
         return self.tape.apply("mul", [(y, NEW), (x, NEW)], out, saves)
 
-    def product(self, x: Value, y: Value) -> Value:
+    def product(self, x: Value, y: Value, name: str = "mul") -> Value:
         """Return ``x * y`` in the wider dtype; the gradient of a narrower factor is formed wide, and cast."""
         wide = promoted(x, y)
         narrow = [v for v in (x, y) if v.element_bytes != wide]
@@ -108,7 +108,7 @@ class Builder:
         casts = [(v.quantity, v.coefficient) for v in narrow]
         saves, ways = self.factors(x, y), [(y, NEW), (x, NEW)]
         out = self.fresh(x, element_bytes=wide)
-        return self.tape.apply("mul", ways, out, saves, traits=Traits(workspace=formed, casts=casts))
+        return self.tape.apply(name, ways, out, saves, traits=Traits(workspace=formed, casts=casts))
 
     def factors(self, first: Value, second: Value) -> list[Value]:
         """Return what a product saves: each factor where the other needs a gradient, the second first as torch lets go of them."""

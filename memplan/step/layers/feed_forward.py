@@ -7,6 +7,7 @@ from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
 from memplan.step.divided.divided_products import row_product
+from memplan.step.tapes.liveness import ACTIVATION
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
 
@@ -47,12 +48,13 @@ def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
     """Return the activation of ``x``, which saves its input."""
     if kind == "gelu-new" and builder.settings.code.functions:
         return _gelu_new(builder, x)
-    return builder.pointwise("activation", x, (x,))
+    return builder.pointwise(ACTIVATION, x, (x,))
 
 
 def _gelu_new(builder: Builder, x: Value) -> Value:
     """Return ``0.5 x (1 + tanh(c (x + 0.044715 x^3)))``, operation by operation (transformers, ``NewGELUActivation``)."""
     tape = builder.tape
+    tape.entered[len(tape.operations)] = ACTIVATION
     with tape.alive(x):
         half = builder.pointwise("half", x)
         with tape.alive(half):
@@ -64,7 +66,7 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
             tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
             shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)
             with tape.alive(shifted):
-                return builder.product(half, shifted)
+                return builder.product(half, shifted, ACTIVATION)
 
 
 def gated(builder: Builder, gate: Value, up: Value) -> Value:

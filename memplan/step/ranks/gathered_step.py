@@ -66,6 +66,8 @@ class _Listed:
 
 def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
     """Return the modules that begin with a mark of a tape."""
+    if kind.startswith("left") and name:
+        return [*modules.follows(kind.removeprefix("left "), name)]
     if kind not in BEGINNINGS:
         return ()
     return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
@@ -107,9 +109,6 @@ class GatheredGradients:
             way = kind.removeprefix("left ")
             for module, parameters in self._modules.ends(way, name):
                 self._gathered.release(module, parameters, backward=way == "backward")
-            return before
-        if kind not in BEGINNINGS:
-            return before
         most = max((self._gathered.fetch() for _ in begun(self._modules, name, kind)), default=0)
         return max(before, Held(most, before.gradients), key=lambda held: held.bytes)
 

@@ -86,6 +86,8 @@ class Modules:
             module = HEAD
         if module == ACTIVATION:
             module = f"{self._base(self._last).rpartition('.')[0]}.{ACTIVATION}"
+            if (way, module) == (self._way, self._last):
+                return
         yield from self._tables_formed(way, module)
         yield from self._opened(way, self._outer(module))
         yield from self._itself(way, module)
@@ -115,19 +117,22 @@ class Modules:
                 yield Visit(f"tables {number}", (), way)
 
     def _itself(self, way: str, module: str) -> Iterator[Visit]:
-        base = self._base(module)
-        beside = Visit(f"{base}.dropout", (), way)
         if (way != "backward" and module.endswith(FIRST)) or (way == "backward" and module in self._adapted):
-            yield beside
-        dropped = (base if module.endswith(SECOND) or module in self._adapted else module).endswith(self._dropouts)
-        behind = Visit(f"{base}.behind", (), way)
-        adapted = base in self._adapted
-        if way == "backward" and dropped and (module.endswith(SECOND) or not adapted):
-            yield behind
+            yield Visit(f"{self._base(module)}.dropout", (), way)
+        if way == "backward":
+            yield from self._behind(way, module)
         name = f"{module}.base" if module in self._adapted else module
         yield Visit(name, self.parameters(module), way)
-        if way != "backward" and dropped and (module.endswith(SECOND) or not adapted):
-            yield behind
+
+    def follows(self, way: str, module: str) -> Iterator[Visit]:
+        """Yield what begins as a module has ended in forward: the dropout behind it, in backward before it."""
+        if way != "backward" and self._last != HEAD:
+            yield from self._behind(way, module)
+
+    def _behind(self, way: str, module: str) -> Iterator[Visit]:
+        base = self._base(module)
+        if base.endswith(self._dropouts) and (module.endswith(SECOND) or base not in self._adapted):
+            yield Visit(f"{base}.behind", (), way)
 
     def _reads_head(self, way: str, module: str) -> bool:
         """Tell whether a module is the head, or the embedding read as one: behind layers in forward, first in backward."""
