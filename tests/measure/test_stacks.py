@@ -13,6 +13,7 @@ pytest.importorskip("bitsandbytes")
 from memplan.lab.stack_survey import measured_jobs
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
 from memplan.lab.stack_survey.stack_records import read_records
+from memplan.measure.process import cuda_is_usable
 
 RECORDS = Path(__file__).parent.parent / "stacks" / "records"
 FEW_BYTES, MOST_HIDDEN, MOST_TOKENS = 6 * 10**8, 400, 200
@@ -52,3 +53,19 @@ def test_a_job_that_is_refused_is_said_and_not_run(capsys):
     said = capsys.readouterr()
     assert "0 jobs" in said.out
     assert "adamw-fp23" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--device", "cpu", "--most", "80"], "--most"), (["--device", "tpu"], "--device")]
+)
+def test_options_out_of_range_are_refused_before_anything_runs(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        measured_jobs.main(words)
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(cuda_is_usable(), reason="needs a machine without CUDA")
+def test_a_machine_without_a_gpu_is_said_in_a_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        measured_jobs.main(["--jobs", "1"])
+    assert "--device cpu" in capsys.readouterr().err.splitlines()[-1]

@@ -22,7 +22,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, d
 from memplan.lab.survey.drawn_jobs import Job
 from memplan.measure.measure_stack import StackTask
 from memplan.measure.measured import Measurement
-from memplan.measure.process import measure
+from memplan.measure.process import cuda_is_usable, measure
 from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.units import parse_bytes
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for job in jobs:
         try:
             plan = simulated(planned(job, catalog))
-            if options.most and plan.requested_bytes > parse_bytes(options.most):
+            if options.most and plan.requested_bytes > options.most:
                 continue
             ran.append(_measured(job, plan, catalog, options))
         except MemplanError as error:
@@ -86,13 +86,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stack", action="append", choices=STACKS, help="only this stack; may be repeated")
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
-    parser.add_argument("--most", metavar="SIZE", help="leave jobs out that ask for more, such as 1GiB")
+    parser.add_argument(
+        "--most", type=parse_bytes, metavar="SIZE", help="leave jobs out that ask for more, such as 1GiB"
+    )
     parser.add_argument("--alloc-conf", default="", help="as PYTORCH_CUDA_ALLOC_CONF, of the processes that train")
     parser.add_argument(
         "--record", type=Path, help="write the jobs, what was planned, and what was measured, to this file"
     )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not cuda_is_usable():
+        parser.error("argument --device: torch can use no CUDA device here; --device cpu shows that the loops run")
+    return options
 
 
 def _card(device: str) -> str:
