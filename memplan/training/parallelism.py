@@ -12,7 +12,7 @@ from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Pa
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 or 2 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -121,7 +121,7 @@ def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) 
     if parallel.tensor == 1:
         return
     if parallel.zero_stage != 3:
-        text = f"{parallel.zero_stage} is not how {stack.name} divides a model, whose parts it wraps in fully_shard on every rank; use 3"
+        text = f"{parallel.zero_stage} is not how {stack.name} divides a model, whose parts it wraps in fully_shard on every rank; use 3, as --gpus N does"
         yield ("parallel", "zero_stage"), text
     if profile.loss not in ("fp32", "chunked-backward"):
         yield (

@@ -168,10 +168,10 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
     elif stage != "sft" and replace(config.parallel, data=config.parallel.data if whole else 1) != Parallel():
-        yield (
-            ("method", "stage"),
-            f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0",
-        )
+        text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
+        if replace(config.parallel, data=1) == Parallel():
+            text = f"{stage} on several GPUs as {stack.label} runs it is not modelled; as TRL's newest version does: --stack trl"
+        yield ("method", "stage"), text
 
 
 def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:

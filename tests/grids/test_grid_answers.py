@@ -55,7 +55,7 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "8", "--tp", "2", "--etp", "4"), 2, "parallel.expert_tensor: Llama-3.1-8B has no experts"),
         (("--gpus", "8", "--zero", "0", "--config", "lora", "--set", "parallel.engine=deepspeed"), 3, "0 is not supported under DeepSpeed"),
         (("--gpus", "8", "--pp", "2", "--set", "parallel.first_stage_layers=40"), 2, "have 40 layers, and the model 32"),
-        (("--gpus", "8", "--tp", "2", "--set", "gradients.lifetime=layer"), 3, "gradients.lifetime: it is not modelled"),
+        (("--gpus", "8", "--tp", "2", "--set", "gradients.lifetime=layer"), 3, "gradients.lifetime is not modelled"),
         (("--gpus", "8x h100", "--tp", "2"), 2, "so does another option: give one of them"),
         (("--gpus", "8", "--ep", "8"), 2, "parallel.expert: Llama-3.1-8B has no experts"),
         (("--gpus", "8", "--tp", "2", "--hsdp", "2"), 2, "parallel.replicate: without --zero 1 nothing is divided"),

@@ -98,7 +98,9 @@ def test_training_methods_are_the_training_step(cli):
         assert cli("fit", "llama-8b", "--gpu", "rtx4090", "--qlora", "--method", method).exit_code == 0
 
 
-@pytest.mark.parametrize(("method", "error"), [("grpo", CannotAnswerError), ("nothing", InvalidFileError)])
+@pytest.mark.parametrize(
+    ("method", "error"), [("ppo", CannotAnswerError), ("grpo", InvalidFileError), ("nothing", InvalidFileError)]
+)
 def test_a_method_that_is_not_planned_is_refused(method, error):
     with pytest.raises(error):
         refuse_method(method)

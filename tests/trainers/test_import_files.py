@@ -741,7 +741,10 @@ vllm_max_model_length: 1024
         ("use_vllm: true\n", {"engine": "vllm", "engine_fraction": 0.3}),
         ("use_vllm: true\nvllm_mode: server\n", {"engine": "server"}),
         ("use_vllm: true\ntorch_dtype: bfloat16\n", {"engine": "server"}),  # a key of TRL 0.26 and older
-        ("use_vllm: true\nvllm_gpu_memory_utilization: 0.5\n", {"engine": "vllm", "engine_fraction": 0.5}),
+        (
+            "use_vllm: true\nvllm_gpu_memory_utilization: 0.5\ncache_implementation: static\n",
+            {"engine": "vllm", "engine_fraction": 0.5},
+        ),
         ("steps_per_generation: 8\nnum_iterations: 2\n", {"micro_batches": 8, "iterations": 2}),
         ("generation_batch_size: 16\n", {"micro_batches": 4}),
     ],
@@ -759,6 +762,8 @@ def test_a_file_for_grpo_says_what_generates_and_how_much_together(tmp_path, key
         "use_transformers_continuous_batching: true",
         "cache_implementation: static",
         "torch_dtype: bfloat16\nuse_vllm: true\nuse_liger_kernel: true",
+        "use_vllm: true\nvllm_mode: colocated",
+        "steps_per_generation: 2\ngeneration_batch_size: 16",
     ],
 )
 def test_what_of_generation_is_not_modelled_is_refused_by_its_key(tmp_path, key):

@@ -137,12 +137,12 @@ def _refuse(config: TrainingConfig) -> None:
         "offload": config.offload != Offload(),
         "parallel.engine": config.parallel.engine != "torch",
         "gradients.lifetime": config.gradients.lifetime != "step",
-        "method.stage": config.method.stage != "sft",
+        f"method.stage: {config.method.stage}": config.method.stage != "sft",
         "weight_average": config.weight_average != "none",
     }
     for name, given in said.items():
         if given:
-            raise CannotAnswerError(f"{name}: it is not modelled where the model itself is divided; leave it out")
+            raise CannotAnswerError(f"{name} is not modelled where the model itself is divided")
 
 
 def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 METHODS = ("sft", "pretrain", "dpo", "kto", "reward", "inference")
 """Methods that are planned; all but the last are training steps, and the first two are the same."""
 
-OTHER_METHODS = ("cpo", "distillation", "grpo", "orpo", "ppo", "simpo")
+OTHER_METHODS = ("cpo", "distillation", "orpo", "ppo", "simpo")
 """Methods that people name and that are not modelled."""
 
 KEY_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
@@ -163,13 +163,16 @@ def refuse_method(method: str) -> None:
         CannotAnswerError: It is known, and not modelled.
         InvalidFileError: It is not known.
     """
+    if method == "grpo":
+        text = "method grpo: it needs what generates and how much: give TRL's file, or method.rollout in a config"
+        raise InvalidFileError([text])
     if method in OTHER_METHODS:
         raise CannotAnswerError(
             f"method {method} is not modelled: its other models, log-probabilities or rollouts are in no plan yet; "
-            f"planned are {', '.join(METHODS)}"
+            f"planned are {', '.join(METHODS)}, and grpo from TRL's files"
         )
     if method not in METHODS:
-        known = (*METHODS, *OTHER_METHODS)
+        known = (*METHODS, "grpo", *OTHER_METHODS)
         hint = match_hint(method, known, f"; known: {', '.join(known)}")
         raise InvalidFileError([f"unknown method {printable(method)!r}{hint}"])
 

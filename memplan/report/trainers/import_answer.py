@@ -108,7 +108,8 @@ def _used_keys(job: ImportedJob) -> list[UsedKey]:
 def _used(job: ImportedJob, key: UsedKey) -> dict[str, Any]:
     shown = [effect for effect in key.effects if not effect.startswith(HIDDEN)]
     name = job.renamed.get(key.key, key.key)
-    return {"key": name, "line": key.line, "file": key.source, "value": key.value, "effect": "; ".join(shown)}
+    effect = "; ".join(shown) or ("read; counts with other keys" if key.effects else "")
+    return {"key": name, "line": key.line, "file": key.source, "value": key.value, "effect": effect}
 
 
 def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
