@@ -12,7 +12,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CompiledPlan, allowances_of, devices_for
+from memplan.plan.planner import CompiledPlan, devices_for, searched_allowances
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
 from memplan.values import dataclass
@@ -52,7 +52,7 @@ def max_parameters(setup: TrainingSetup, device: Device) -> int:
 
 def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
     """Return the upper end of the device total, given the requested peak."""
-    allowances = allowances_of(plan.setup, device, plan.forms.stream_bytes)
+    allowances = searched_allowances(plan.setup, device, plan.forms.stream_bytes)
     return allowances.upper_bytes(allowances.allocated_bytes(requested, plan.rounding_bytes))
 
 
@@ -93,7 +93,7 @@ class _Room:
 
     def __init__(self, setup: TrainingSetup, device: Device) -> None:
         self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
-        self._allowances = allowances_of(setup, device)
+        self._allowances = searched_allowances(setup, device)
 
     def holds(self, allocated_bytes: int, stream_bytes: int = 0) -> bool:
         """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""

@@ -83,6 +83,35 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
     return communicating(alone, stream_bytes, communicators) if communicators else alone
 
 
+def searched_allowances(
+    setup: TrainingSetup, device: Device, stream_bytes: int = 0, *, least: bool = False
+) -> Allowances:
+    """Return the allowances of a device whatever a step takes; see :func:`with_engine`."""
+    return with_engine(allowances_of(setup, device, stream_bytes), setup, device, least=least)
+
+
+def with_engine(allowances: Allowances, setup: TrainingSetup, device: Device, *, least: bool = False) -> Allowances:
+    """Return allowances with an engine that generates on the device.
+
+    Args:
+        allowances: Those without it.
+        setup: The training setup.
+        device: What the job has to fit on.
+        least: Leave out an engine that sleeps, for who looks at its plan besides.
+
+    Raises:
+        CannotAnswerError: The engine sleeps, so that what it takes depends on the step.
+    """
+    engine = engine_bytes(setup, device, 0)
+    if not engine or not setup.rollout.sleeps:
+        return beside_engine(allowances, engine)
+    if least:
+        return allowances
+    raise CannotAnswerError(
+        "method.rollout.sleeps: what an engine that sleeps takes depends on the step, and is not searched; memplan fit plans it"
+    )
+
+
 def engine_bytes(setup: TrainingSetup, device: Device, step_bytes: int) -> int:
     """Return what an engine that generates on the same device takes at the peak.
 

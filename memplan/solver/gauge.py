@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.plan.allowances import Allowances
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
-from memplan.plan.planner import allowances_of
+from memplan.plan.planner import searched_allowances
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
@@ -59,6 +59,17 @@ class Gauge:
         return (q * (room + 1) - 1) // (p + q) - part.library_bytes
 
 
-def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Gauge:
-    """Return the gauge of a device for a setup, whose reserve and allocator it takes into account."""
-    return Gauge(device.usable_bytes(setup.reserve_bytes), allowances_of(setup, device, stream_bytes))
+def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0, *, least: bool = False) -> Gauge:
+    """Return the gauge of a device for a setup, whose reserve and allocator it takes into account.
+
+    Args:
+        setup: The training setup.
+        device: What the job has to fit on.
+        stream_bytes: Buffers of collectives that no other stream can use.
+        least: Leave out what depends on the step, for who looks at its plan besides.
+
+    Raises:
+        CannotAnswerError: Something depends on the step otherwise.
+    """
+    allowances = searched_allowances(setup, device, stream_bytes, least=least)
+    return Gauge(device.usable_bytes(setup.reserve_bytes), allowances)

@@ -11,7 +11,7 @@ from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import InvalidFileError, MemplanError
 from memplan.model.model import Model
 from memplan.plan.largest_model import able_devices
-from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan, devices_for
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import (
@@ -109,9 +109,11 @@ def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int]
 
 
 def _on(what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
-    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0)
+    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
+    fits = _as_planned(fits, what, setup, plans, device, ("fits",))
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
+    tight = _as_planned(tight, what, setup, plans, device, ("fits", "tight"))
     plan = _evaluated(what, plans, device, fits.value) if fits.value else None
     following = None if fits.bounded else _evaluated(what, plans, device, fits.value + 1)
     return Largest(device, fits, tight, plan, following)
@@ -132,6 +134,17 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
         return plan.requested_bytes(config.micro_batch_size, config.sequence_length) + plan.rounding_bytes <= most
 
     return largest(fits, MOST_LAYERS if what == "layers" else MOST_RANK, guess or 16)
+
+
+def _as_planned(
+    found: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
+) -> Answer:
+    """Return the largest value up to one that was found by bytes whose plan has a verdict that rests on more than these."""
+    method = setup.config.method
+    if not found.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
+        return found
+    own = largest(lambda value: _evaluated(what, plans, device, value).verdict in verdicts, found.value, found.value)
+    return found if own.value == found.value else own
 
 
 def _evaluated(what: Quantity, plans: _Plans, device: Device, value: int) -> MemoryPlan:

@@ -112,7 +112,7 @@ def refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog
     """
     where = place(("offload", "optimizer_states"))
     if config.parallel.engine == "deepspeed":
-        raise CannotAnswerError(f"{where}: DeepSpeed's offloading is not modelled; ZeRO 1 and 2 are without it")
+        raise CannotAnswerError(f"{where}: DeepSpeed's offloading is not modelled; its stages of ZeRO are without it")
     used = {name: catalog.optimizers[name] for name in optimizers}
     for name, entry in used.items():
         if entry.bundled is None:

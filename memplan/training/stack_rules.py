@@ -48,10 +48,8 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         adapter = replace(adapter, dtype="fp32")
     if adapter is not None and adapter.vision is None:
         adapter = replace(adapter, vision=stack.vision == "as-language")
-    if config.method.stage not in (
-        "sft",
-        *GENERATING,
-    ):  # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
+    # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
+    if config.method.stage not in ("sft", *GENERATING):
         adapter = adapter and replace(adapter, dropout=0.0)
         config = replace(config, dropout=0.0)
     return replace(
@@ -119,7 +117,7 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
         yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
     if not 0 < rollout.completion_length < config.sequence_length:
         yield (*path, "completion_length"), f"expected 1 to sequence_length less one, {config.sequence_length - 1}"
-    if rollout.iterations < 1 or (rollout.micro_batches or 1) < 1:
+    if rollout.iterations < 1 or (rollout.micro_batches is not None and rollout.micro_batches < 1):
         yield path, "expected at least one micro-batch and iteration"
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"

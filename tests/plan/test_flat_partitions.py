@@ -133,6 +133,16 @@ def test_stage_3_gathers_no_more_than_it_is_told():
     assert 1e8 < most - least < 2e9  # at most 1e9 elements of 2 bytes are gathered ahead by default
 
 
+def test_evaluation_under_stage_3_gathers_too():
+    keys = {**ZERO, "evaluation": True, "parallel.zero_stage": 3}
+    plans = [
+        memplan.plan("llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s)
+        for s in (keys, {**keys, "parallel.deepspeed.max_live_parameters": 0})
+    ]
+    most, least = (dict(plan.memory.instants)["evaluation"] for plan in plans)
+    assert most - least > 2 * 8192 * 2048  # a matrix at least, in bf16
+
+
 def test_a_mixture_under_stage_3_is_refused_with_what_is_kept():
     changed = {**ZERO, "parallel.zero_stage": 3}
     with pytest.raises(CannotAnswerError, match=r"a mixture of experts .* each of 8 ranks keeps .* GiB between steps"):

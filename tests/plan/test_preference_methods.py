@@ -129,6 +129,17 @@ def test_an_engine_that_sleeps_has_what_a_step_lets_go_of():
     assert part(asleep, "generation_engine") == part(awake, "generation_engine") - step
 
 
+@pytest.mark.parametrize(("sleeps", "fraction"), [(False, 0.5), (True, 0.5), (True, 0.98)])
+def test_the_largest_batch_beside_an_engine_fits_and_the_next_does_not(sleeps, fraction):
+    keys = {"method.stage": "grpo", "method.rollout.engine": "vllm", "method.rollout.sleeps": sleeps}
+    job = {"gpu": "h100", "config": "lora", "stack": "trl", "micro_batch_size": 2}
+    keys["method.rollout.engine_fraction"] = fraction
+    (row,) = memplan.largest("llama-3.2-1b", of="batch", set=keys, **job).rows
+    assert (row.fits.value == 0) == (fraction > 0.9)
+    assert row.plan is None or row.plan.verdict == "fits"
+    assert row.following.verdict != "fits"
+
+
 def test_only_tokens_that_were_generated_have_log_probabilities():
     few, many = rolled(completion_length=64), rolled(completion_length=2000)
     few, many = dict(few.instants), dict(many.instants)
@@ -141,6 +152,7 @@ def test_only_tokens_that_were_generated_have_log_probabilities():
     ("keys", "said"),
     [
         ({"method.rollout.completion_length": 2048}, "expected 1 to sequence_length less one"),
+        ({"method.rollout.micro_batches": 0}, "at least one micro-batch"),
         ({"micro_batch_size": 1}, "of which it takes at least 2"),
         ({"method.rollout.engine_fraction": 1.5}, "a share of the GPU"),
         ({"method.stage": "dpo", "method.rollout.engine": "vllm"}, "generates nothing"),

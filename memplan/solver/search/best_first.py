@@ -21,7 +21,7 @@ from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
 from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CompiledPlan, devices_for
+from memplan.plan.planner import CompiledPlan, devices_for, with_engine
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
 from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked
@@ -122,7 +122,8 @@ class Search:
         self.tight = False
         self._coarse: dict[tuple[object, ...], tuple[int, int]] = {}
         self.states = list(self._allowed_states(evidence))
-        self.reserve_bytes = resolve(space.base, catalog, "base").reserve_bytes
+        self.base = resolve(space.base, catalog, "base")
+        self.reserve_bytes = self.base.reserve_bytes
 
     def _allowed_states(self, evidence: Evidence) -> Iterator[tuple[StateChoice, Standing]]:
         """Yield the state choices that are allowed, each with its evidence."""
@@ -179,6 +180,7 @@ class Search:
         """Return the allowances, without the communication streams, which depend on the plan."""
         share, tables = self.catalog.tables.reserve_share(allocator, coded), hardware_tables(self.catalog.root)
         allowances = allowances_for(self.device.gpu, self.device.count, share, tables)
+        allowances = with_engine(allowances, self.base, self.device)
         communicators = communicators_of(self.device.gpu, self.space.base.parallel, tables)
         return communicating(allowances, 0, communicators) if communicators else allowances
 

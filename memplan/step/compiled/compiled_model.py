@@ -30,6 +30,9 @@ from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 
 KERNELS = ("flash", "cudnn", "efficient")
+READ = ("norm", "activation", "loss")
+"""Kernels besides that the compiler's programs were read of as the stack has them."""
+
 ALIGNED = 8
 """Elements of 16 bits that a product's rows are a multiple of, or the compiler pads them where that is faster
 (``get_alignment_size`` in torch/_inductor/fx_passes/pad_mm.py)."""
@@ -69,12 +72,17 @@ def refuse_compiled(spec: ModelSpec, setup: TrainingSetup) -> None:
         )
     config = setup.config
     plain = setup.autocast and setup.compute_bytes == 2 and config.adapter is None and config.parallel.data == 1
+    plain = plain and {*setup.format_names.values(), config.gradients.dtype or "fp32"} == {"fp32"}
     if not plain or setup.checkpointing != "none" or config.gradients.lifetime != "step":
         raise CannotAnswerError(
-            "compile: model is modelled for fp32 weights under autocast to 16 bits on one GPU, without adapters and checkpointing"
+            "compile: model is modelled for fp32 weights and gradients under autocast to 16 bits on one GPU, without adapters and checkpointing"
         )
     if setup.profile.attention not in (*KERNELS, "auto"):
         raise CannotAnswerError(f"kernels.attention: {setup.profile.attention} is not modelled with compile: model")
+    for key in READ:
+        given, own = getattr(setup.profile, key), getattr(setup.stack.kernels, key)
+        if given != own:
+            raise CannotAnswerError(f"kernels.{key}: {given} is not modelled with compile: model; use {own}")
 
 
 class CompiledModel:
@@ -164,9 +172,8 @@ class CompiledModel:
             mode: Unused: gradients are there together, whatever becomes of them.
         """
         del mode
-        waiting = self.rows(
-            (2 if self.drops else 6) * self.width, Part.TEMPORARIES
-        )  # results not yet summed, three at most
+        # results not yet summed, three at most
+        waiting = self.rows((2 if self.drops else 6) * self.width, Part.TEMPORARIES)
         yield Instant("forward", "final norm", base + self.saved - self.head_copy + waiting)
         yield Instant("forward", "logits", base + self.saved + self.logits)
         yield Instant(BACKWARD, "gradient of logits", base + self.saved + self.logits * 2)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
-from memplan.step.behind_forward import behind_forward
+from memplan.step.behind_forward import EVALUATION, behind_forward
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.ends_on_tape import FUSED_LOSSES
 from memplan.step.head_instants import TIED_SUM
@@ -29,7 +29,7 @@ from memplan.step.instants import (
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
-from memplan.step.ranks.engine_step import FORMULA, EngineStep, Following, Segments
+from memplan.step.ranks.engine_step import FORMULA, EngineStep, Following, Segments, besides
 from memplan.step.ranks.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.ranks.module_visits import Modules
 from memplan.step.ranks.reduced_gradients import Held
@@ -182,7 +182,9 @@ class GatheredStep(EngineStep):
         limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance)
         gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
         gradients = GatheredGradients(self._modules(), gathered, self._elements, rules)
+        most = 0
         for instant in self._one_pass(gradients):
+            most = max(most, instant.communication if instant.name == "forward" else 0)
             yield instant
             if inputs.setup.config.gradient_accumulation_steps > 1:
                 yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
@@ -190,6 +192,8 @@ class GatheredStep(EngineStep):
         for instant in after_backward(inputs, self.taped, rules.gradient_bytes):
             if instant.name == "gradient clipping":
                 continue  # its norm is a part of the step
+            if instant.name == EVALUATION:  # which gathers no more than a forward that trains
+                instant = besides(instant, Held(most, 0))
             yield instant.around(graph) if instant.name == "optimizer step" else instant
 
     def _tied(self, following: Following, around: Form) -> Iterator[Instant]:
