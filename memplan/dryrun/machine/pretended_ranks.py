@@ -90,9 +90,19 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
     def made(ranks: Any = None, *_: Any, group_desc: Any = None, **__: Any) -> Any:
         return make(ranks, backend=BACKENDS, group_desc=group_desc)
 
+    def gathered(objects: list[Any], value: Any, *_: Any, **__: Any) -> None:
+        objects[:] = [value] * len(objects)
+
+    def scattered(objects: list[Any], values: list[Any] | None, *_: Any, **__: Any) -> None:
+        objects[0] = values[processes.rank] if values else None
+
     return {
         "init_process_group": joined,
         "new_group": made,
+        "all_gather_object": gathered,
+        "gather_object": lambda value, objects=None, *_, **__: gathered(objects or [], value),
+        "broadcast_object_list": lambda *_, **__: None,
+        "scatter_object_list": scattered,
         "get_backend": lambda *_: asked[0],
         "is_nccl_available": lambda: True,
     }

@@ -33,5 +33,8 @@ for number, (x,) in enumerate(loader, start=1):
         print(sum(one.item() for one in losses))
     if number == 8:
         dist.barrier()
+        hosts = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, {"rank": dist.get_rank()})
+        assert all("rank" in host for host in hosts)
         break
 dist.destroy_process_group()
