@@ -271,9 +271,15 @@ class CompiledPlan:
         Args:
             batch: Sequences per micro-batch.
             length: Tokens per sequence.
+
+        Raises:
+            InvalidFileError: Generated completions leave no room for a prompt.
         """
         config = self.setup.config
         batch, length = batch or config.micro_batch_size, length or config.sequence_length
+        if length <= self.setup.answer_length:
+            told = f"completions of {self.setup.answer_length} tokens leave no prompt; see method.rollout.completion_length"
+            raise InvalidFileError([f"sequence_length: {length}: {told}"])
         apart = (length if self.evaluates_apart or self.generates else 0, batch if self.generates else 0)
         key = regime_of(self.own, self.setup, batch, length), *apart
         if key not in self._by_regime:

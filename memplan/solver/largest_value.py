@@ -99,9 +99,13 @@ def _crossing(plan: CompiledPlan, form: Coefficients, length: int, most_bytes: i
 
 
 def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 1024) -> Answer:
-    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it."""
+    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it, completions begin it."""
     limit = min(MOST_LENGTH, MAXIMUM_TOKENS // batch, plan.model.spec.learned_positions or MOST_LENGTH)
-    return largest(lambda length: plan.requested_bytes(batch, length) <= most_bytes, limit, guess)
+    least = plan.setup.answer_length + 1
+    found = largest(
+        lambda length: length >= least and plan.requested_bytes(batch, length) <= most_bytes, limit, max(guess, least)
+    )
+    return found if found.value else Answer(0, bounded=least > 1)
 
 
 def with_layers(model: Model, count: int) -> Model:

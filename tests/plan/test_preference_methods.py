@@ -140,6 +140,16 @@ def test_the_largest_batch_beside_an_engine_fits_and_the_next_does_not(sleeps, f
     assert row.following.verdict != "fits"
 
 
+def test_no_sequence_is_sought_that_completions_fill():
+    keys = {"method.stage": "grpo", "method.rollout.engine": "server", "method.rollout.completion_length": 1900}
+    job = {"config": "lora", "stack": "trl", "micro_batch_size": 8, "set": keys}
+    values = [
+        memplan.largest("qwen3-8b", of="sequence", gpu=gpu, **job).rows[0].fits.value for gpu in ("rtx4090", "h100")
+    ]
+    assert values[0] == 0
+    assert values[1] > 1900
+
+
 def test_only_tokens_that_were_generated_have_log_probabilities():
     few, many = rolled(completion_length=64), rolled(completion_length=2000)
     few, many = dict(few.instants), dict(many.instants)
