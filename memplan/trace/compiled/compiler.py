@@ -65,6 +65,7 @@ def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterato
         return own(model, **{**options, "backend": backend, "mode": None})
 
     with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
         for owner, values in (
             (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
@@ -74,7 +75,6 @@ def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterato
         stack.enter_context(_composite_losses())
         stack.enter_context(_guards_under_modes())
         yield
-    torch._dynamo.reset()
 
 
 class _Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -220,7 +220,11 @@ def _of_cuda(compute_capability: str) -> Iterator[None]:
 
 
 def _properties(major: int, minor: int) -> SimpleNamespace:
-    """Return what the compiler asks of a card: a Hopper's counts, which decide how a reduction is split."""
+    """Return what the compiler asks of a card: a Hopper's counts, which decide how a reduction is split.
+
+    Source:
+        Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (2,048 threads share 65,536).
+    """
     return SimpleNamespace(
         major=major,
         minor=minor,
