@@ -99,13 +99,19 @@ def _crossing(plan: CompiledPlan, form: Coefficients, length: int, most_bytes: i
 
 
 def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 1024) -> Answer:
-    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it, completions begin it."""
+    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it, completions begin it.
+
+    Ranks that share the sequence have equal parts of it.
+    """
     limit = min(MOST_LENGTH, MAXIMUM_TOKENS // batch, plan.model.spec.learned_positions or MOST_LENGTH)
-    least = plan.setup.answer_length + 1
-    found = largest(
-        lambda length: length >= least and plan.requested_bytes(batch, length) <= most_bytes, limit, max(guess, least)
-    )
-    return found if found.value else Answer(0, bounded=least > 1)
+    parallel, least = plan.setup.config.parallel, plan.setup.answer_length + 1
+    each = parallel.tensor if parallel.sequence else 1
+
+    def fits(parts: int) -> bool:
+        return parts * each >= least and plan.requested_bytes(batch, parts * each) <= most_bytes
+
+    found = largest(fits, limit // each, max(guess, least) // each)
+    return Answer(found.value * each, bounded=found.bounded or (least > 1 and not found.value))
 
 
 def with_layers(model: Model, count: int) -> Model:

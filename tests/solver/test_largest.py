@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+import memplan
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
 from memplan.plan.memory_plan import Device
@@ -110,3 +111,12 @@ def test_the_frontier_is_where_scanning_finds_it(model, setup_of, device, gpu, c
         answer = plan.evaluate(on, cell.batch, cell.length)
         assert (cell.verdict, cell.requested_bytes) == (answer.verdict, answer.requested_bytes)
         assert (cell.device_bytes, cell.upper_bytes) == (answer.device_bytes, answer.upper_bytes)
+
+
+def test_a_sequence_that_ranks_share_is_a_multiple_of_them():
+    keys = {"parallel.tensor": 4, "parallel.zero_stage": 3, "parallel.sequence": True}
+    answer = memplan.largest(
+        "llama-3.1-8b", of="sequence", gpu="h100", config="mixed-adamw", stack="torchtitan", set=keys
+    )
+    assert answer.rows[0].fits.value % 4 == 0
+    assert answer.rows[0].plan.verdict == "fits"
