@@ -8,7 +8,7 @@ each instant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.errors import CannotAnswerError
@@ -80,6 +80,101 @@ def _cut(player: Player) -> tuple[Segment, ...]:
     return (*parts, (tuple(dominant(player.instants[first:])), None, None))
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePass:
+    """One forward and backward of the engine.
+
+    Attributes:
+        inputs: What is compiled.
+        taped: The model on tape.
+        layers: Its kinds of layers, cut where something happens beside their operations.
+        embedding: What stands before the layers.
+        head: What stands behind them, with the loss.
+        forward: Yields the moments of forward.
+        tied: Yields the sum of the gradients of a tied embedding and head.
+    """
+
+    inputs: StepInputs
+    taped: ModelOnTape
+    layers: tuple[Segments, ...]
+    embedding: Segments
+    head: Segments
+    forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]
+    tied: Callable[[EnginePass, Following, Form], Iterator[Instant]]
+
+    def instants(self, gradients: Gradients) -> Iterator[Instant]:
+        """Yield the instants of one forward and backward."""
+        inputs, taped = self.inputs, self.taped
+        played = taped.played("layer", inputs.recomputation)
+        following = Following(gradients)
+        yield from self.forward(self, following, played)
+        base, bare = backward_base(inputs, taped, ZERO)
+        root = constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
+        for name, moment in following.through(self.head.backward, base + root + played.saved):
+            yield replace(moment, name=name or "loss backward")
+        waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
+        yield from self._layers_backward(following, played, base + root + waits)
+        around = bare + escaped_form(taped, played) + root
+        for _, moment in following.through(self.embedding.backward, around + waits):
+            yield replace(moment, name="end of backward")
+        yield from self.tied(self, following, around + waits)
+        for moment in leaf_instants(inputs, taped, around):
+            yield following.with_held(moment)
+        if not isinstance(gradients, Kept):
+            last = Instant("end of backward", "reduction of the last bucket", around)
+            yield besides(last, gradients.end())
+
+    def _layers_backward(self, following: Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
+        """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
+        saved, taped, above = played.saved, self.taped, ZERO
+        for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
+            part = played.layers[kind]
+            following.forget()
+            for number in range(run.first + run.count - 1, run.first - 1, -1):
+                if number == run.first:
+                    following.forget()
+                saved -= part.saved
+                around = base + saved + above
+                own = self.inputs.spec.names.layer
+                for _, moment in following.through(self.layers[kind].backward, around, number, own):
+                    yield replace(moment, name=f"layer {number + 1} backward")
+                above += part.escaped
+
+
+def forward_beside(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
+    """Yield the moments of forward, beside which nothing changes."""
+    for moment in forward_instants(walk.inputs, walk.taped, played, ZERO):
+        yield following.with_held(moment)
+
+
+def tied_gradients(walk: EnginePass, following: Following, around: Form) -> Iterator[Instant]:
+    """Yield the sum of the gradients of a tied embedding and head, and its arrival."""
+    weight = walk.taped.weight(walk.inputs.spec.names.embedding)
+    if weight is None or not walk.taped.settings.tied or not weight.trainable:
+        return
+    waits = constant_form(Part.GRADIENTS, walk.taped.head.delayed_bytes)
+    for moment in tied_sum(walk.inputs, walk.taped, around, "layer"):
+        yield following.with_held(moment)
+    formed = constant_form(Part.GRADIENTS, weight.formed_bytes)
+    arrived = Instant("end of backward", f"{weight.name} gradient", around - waits + formed)
+    yield following.arrive(weight.name, arrived)
+
+
+def engine_pass(inputs: StepInputs, taped: ModelOnTape, *, visits: bool = False) -> EnginePass:
+    """Return a forward and backward whose weights are whole; modules are marked as they begin and end where asked for.
+
+    Raises:
+        CannotAnswerError: A loss whose gradients leave otherwise.
+    """
+    setup = inputs.setup
+    if taped.head.chunk is not None or taped.settings.backward_at_once:
+        loss = setup.profile.loss
+        raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under DeepSpeed; use fp32")
+    layers = tuple(segments(section, inputs.recomputation, visits=visits) for section in taped.layers)
+    embedding, head = (segments(section, visits=visits) for section in (taped.embedding, taped.head.section))
+    return EnginePass(inputs, taped, layers, embedding, head, forward_beside, tied_gradients)
+
+
 class EngineStep:
     """One step of DeepSpeed's engine.
 
@@ -90,20 +185,12 @@ class EngineStep:
         shares: What each rank has of their gradients.
     """
 
-    visits = False
-
     def __init__(
         self, inputs: StepInputs, taped: ModelOnTape, groups: Sequence[FlatGroup], shares: Sequence[RankShare]
     ) -> None:
         setup = inputs.setup
-        if taped.head.chunk is not None or taped.settings.backward_at_once:
-            loss = setup.profile.loss
-            raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under DeepSpeed; use fp32")
         self.inputs, self.taped, self.groups, self.shares = inputs, taped, groups, shares
-        again = inputs.recomputation
-        self.layers = tuple(segments(section, again, visits=self.visits) for section in taped.layers)
-        ends = (taped.embedding, taped.head.section)
-        self.embedding, self.head = (segments(section, visits=self.visits) for section in ends)
+        self._pass = engine_pass(inputs, taped)
         self._width = setup.compute_bytes
         sizes = (pair for group in self.groups for pair in zip(group.names, group.sizes, strict=True))
         self._sizes = {name: elements * self._width for name, elements in sizes}
@@ -117,7 +204,7 @@ class EngineStep:
         config = self.inputs.setup.config
         several, stage = config.gradient_accumulation_steps > 1, config.parallel.zero_stage
         leaves = stage == 2 or (self._count == 2 and not several)
-        yield from self._one_pass(self._buckets() if leaves else self._kept(again=False))
+        yield from self._pass.instants(self._buckets() if leaves else self._kept(again=False))
         if stage == 1 and not leaves and not several:
             yield self._reduced_at_the_end()
         if several:
@@ -128,7 +215,7 @@ class EngineStep:
             else:
                 second = self._kept(again=True)
                 yield replace(self._reduced_at_the_end(), name="second backward")
-            for instant in self._one_pass(second):
+            for instant in self._pass.instants(second):
                 yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
         graph = graph_of_loss(self.inputs, self.taped)  # the engine steps before the loop has let go of the loss
         for instant in after_backward(self.inputs, self.taped, 0):
@@ -153,61 +240,6 @@ class EngineStep:
         return besides(
             Instant("end of backward", "reduction of whole gradients", form), max(moments, key=lambda held: held.bytes)
         )
-
-    def _one_pass(self, gradients: Gradients) -> Iterator[Instant]:
-        """Yield the instants of one forward and backward."""
-        inputs, taped = self.inputs, self.taped
-        played = taped.played("layer", inputs.recomputation)
-        following = Following(gradients)
-        yield from self._forward(following, played)
-        base, bare = backward_base(inputs, taped, ZERO)
-        root = constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
-        for name, moment in following.through(self.head.backward, base + root + played.saved):
-            yield replace(moment, name=name or "loss backward")
-        waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
-        yield from self._layers_backward(following, played, base + root + waits)
-        around = bare + escaped_form(taped, played) + root
-        for _, moment in following.through(self.embedding.backward, around + waits):
-            yield replace(moment, name="end of backward")
-        yield from self._tied(following, around + waits)
-        for moment in leaf_instants(inputs, taped, around):
-            yield following.with_held(moment)
-        if not isinstance(gradients, Kept):
-            last = Instant("end of backward", "reduction of the last bucket", around)
-            yield besides(last, gradients.end())
-
-    def _forward(self, following: Following, played: PlayedModel) -> Iterator[Instant]:
-        """Yield the moments of forward, beside which nothing changes."""
-        for moment in forward_instants(self.inputs, self.taped, played, ZERO):
-            yield following.with_held(moment)
-
-    def _layers_backward(self, following: Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
-        """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
-        saved, taped, above = played.saved, self.taped, ZERO
-        for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
-            part = played.layers[kind]
-            following.forget()
-            for number in range(run.first + run.count - 1, run.first - 1, -1):
-                if number == run.first:
-                    following.forget()
-                saved -= part.saved
-                around = base + saved + above
-                own = self.inputs.spec.names.layer
-                for _, moment in following.through(self.layers[kind].backward, around, number, own):
-                    yield replace(moment, name=f"layer {number + 1} backward")
-                above += part.escaped
-
-    def _tied(self, following: Following, around: Form) -> Iterator[Instant]:
-        """Yield the sum of the gradients of a tied embedding and head, and its arrival."""
-        weight = self.taped.weight(self.inputs.spec.names.embedding)
-        if weight is None or not self.taped.settings.tied or not weight.trainable:
-            return
-        waits = constant_form(Part.GRADIENTS, self.taped.head.delayed_bytes)
-        for moment in tied_sum(self.inputs, self.taped, around, "layer"):
-            yield following.with_held(moment)
-        formed = constant_form(Part.GRADIENTS, weight.formed_bytes)
-        arrived = Instant("end of backward", f"{weight.name} gradient", around - waits + formed)
-        yield following.arrive(weight.name, arrived)
 
 
 class Following:

@@ -29,7 +29,15 @@ from memplan.step.instants import (
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
-from memplan.step.ranks.engine_step import FORMULA, EngineStep, Following, Segments, besides
+from memplan.step.ranks.engine_step import (
+    FORMULA,
+    EnginePass,
+    Following,
+    Segments,
+    besides,
+    engine_pass,
+    tied_gradients,
+)
 from memplan.step.ranks.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.ranks.module_visits import Modules
 from memplan.step.ranks.reduced_gradients import Held
@@ -140,7 +148,7 @@ class GatheredGradients:
         return Held(before.communication + copied, before.gradients)
 
 
-class GatheredStep(EngineStep):
+class GatheredStep:
     """One step of DeepSpeed's engine under ZeRO 3.
 
     Args:
@@ -149,17 +157,16 @@ class GatheredStep(EngineStep):
         rules: What a rank gathers and reduces by.
     """
 
-    visits = True
-
     def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
-        super().__init__(inputs, taped, (), ())
-        self.rules = rules
+        self.inputs, self.taped, self.rules = inputs, taped, rules
+        self._pass = replace(engine_pass(inputs, taped, visits=True), forward=_forward, tied=_tied)
         tensors = list(in_layers(inputs.states.tensors))
         self._elements = {name: entry.tensor.elements for name, entry in tensors}
         self._frozen = frozenset(name for name, entry in tensors if not entry.trainable)
         if embedded_leaf(inputs, taped) is not ZERO:  # whose output needs a gradient, which asks for the weight
             mark = Mark(0, "backward", inputs.spec.names.embedding)
-            self.embedding = Segments(self.embedding.forward, (((), Instant("", "gather", ZERO), mark),))
+            gathered = (((), Instant("", "gather", ZERO), mark),)
+            self._pass = replace(self._pass, embedding=Segments(self._pass.embedding.forward, gathered))
         self._whole = frozenset(name for name, size in self._elements.items() if size <= rules.threshold)
 
     def _modules(self) -> Modules:
@@ -177,13 +184,13 @@ class GatheredStep(EngineStep):
         """Yield the candidates for the peak."""
         inputs, rules = self.inputs, self.rules
         listed = _Listed(self._modules())
-        for _ in self._one_pass(listed):
+        for _ in self._pass.instants(listed):
             pass
         limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance)
         gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
         gradients = GatheredGradients(self._modules(), gathered, self._elements, rules)
         most = 0
-        for instant in self._one_pass(gradients):
+        for instant in self._pass.instants(gradients):
             most = max(most, instant.communication if instant.name == "forward" else 0)
             yield instant
             if inputs.setup.config.gradient_accumulation_steps > 1:
@@ -196,43 +203,45 @@ class GatheredStep(EngineStep):
                 instant = besides(instant, Held(most, 0))
             yield instant.around(graph) if instant.name == "optimizer step" else instant
 
-    def _tied(self, following: Following, around: Form) -> Iterator[Instant]:
-        """Yield the sum of the gradients of a tied embedding and head: DeepSpeed's own product forms the head's as it lies.
 
-        Source:
-            ``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py (0.19.8).
-        """
-        for instant in super()._tied(following, around):
-            if self.taped.settings.loss in TOKEN_CHUNKS or instant.operation != TIED_SUM:
-                yield instant
+def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Instant]:
+    """Yield the sum of the gradients of a tied embedding and head: DeepSpeed's own product forms the head's as it lies.
 
-    def _forward(self, following: Following, played: PlayedModel) -> Iterator[Instant]:
-        """Yield the moments of forward, of layers alike those beside which the most is gathered."""
-        inputs, taped = self.inputs, self.taped
-        arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-        named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
-        around = held_graph(inputs, taped) + arguments + tables_of_graph(inputs)
-        for _, moment in following.through(self.embedding.forward, around):
-            yield replace(moment, name="forward")
-        around += apart + named + played.embedding.saved
-        walked: list[tuple[int, int, list[tuple[Held, Held]]]] = []
-        for kind, run in zip(taped.kinds, taped.runs, strict=True):
-            for number in range(run.first, run.first + run.count):
-                walked.append((kind, number, following.walk(self.layers[kind].forward, number)))
-                around += played.layers[kind].saved
-        head = around + kept_arguments(inputs) - arguments - named
-        for kind in set(taped.kinds):
-            below = around
-            following.forget()
-            for other, _, helds in reversed(walked):
-                below -= played.layers[other].saved
-                if other == kind:
-                    for _, moment in following.told(self.layers[kind].forward, helds, below):
-                        yield replace(moment, name="forward")
-        for _, moment in following.through(self.head.forward, head):
-            yield replace(moment, name="forward")
-        for moment in behind_forward(inputs, taped, head + played.head.saved):
-            yield following.with_held(moment)
+    Source:
+        ``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py (0.19.8).
+    """
+    for instant in tied_gradients(walk, following, around):
+        if walk.taped.settings.loss in TOKEN_CHUNKS or instant.operation != TIED_SUM:
+            yield instant
+
+
+def _forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
+    """Yield the moments of forward, of layers alike those beside which the most is gathered."""
+    inputs, taped = walk.inputs, walk.taped
+    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
+    named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
+    around = held_graph(inputs, taped) + arguments + tables_of_graph(inputs)
+    for _, moment in following.through(walk.embedding.forward, around):
+        yield replace(moment, name="forward")
+    around += apart + named + played.embedding.saved
+    walked: list[tuple[int, int, list[tuple[Held, Held]]]] = []
+    for kind, run in zip(taped.kinds, taped.runs, strict=True):
+        for number in range(run.first, run.first + run.count):
+            walked.append((kind, number, following.walk(walk.layers[kind].forward, number)))
+            around += played.layers[kind].saved
+    head = around + kept_arguments(inputs) - arguments - named
+    for kind in set(taped.kinds):
+        below = around
+        following.forget()
+        for other, _, helds in reversed(walked):
+            below -= played.layers[other].saved
+            if other == kind:
+                for _, moment in following.told(walk.layers[kind].forward, helds, below):
+                    yield replace(moment, name="forward")
+    for _, moment in following.through(walk.head.forward, head):
+        yield replace(moment, name="forward")
+    for moment in behind_forward(inputs, taped, head + played.head.saved):
+        yield following.with_held(moment)
 
 
 def _refuse(inputs: StepInputs, rules: Partitions) -> None:
