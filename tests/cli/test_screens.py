@@ -100,7 +100,6 @@ def test_every_form_of_the_answer_exits_alike(cli, model, gpu, code):
 OTHERS = [
     ("max",),
     ("max", "--gpu", "rtx4090"),
-    ("max", "--config", "qlora"),
     ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
     ("where", "llama-70b", "--config", "qlora"),
     ("compare", "llama-8b", "-c", "qlora", "-c", "lora", "-c", "bf16-adamw", "--gpu", "rtx4090"),
