@@ -155,7 +155,9 @@ def _settings(change: Suggestion) -> list[str]:
 
 
 def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str]:
-    """Return how far a job that fits can be taken, one size at a time."""
+    """Return how far a job that fits can be taken, one size at a time; nothing where that cannot be sought."""
+    if not room:
+        return []
     now = {"micro_batch_size": plan.micro_batch_size, "sequence_length": plan.sequence_length}
     rows = [
         (
