@@ -111,6 +111,8 @@ def test_a_deep_copy_has_one_storage_which_its_views_share():
         assert isinstance(copied, torch.nn.Parameter)
         assert copied.requires_grad
         assert layer.weight.data_ptr() != copied.data_ptr() == copied.detach().data_ptr()
+        with pytest.raises(RuntimeError, match="leaves"):
+            copy.deepcopy(layer(torch.ones(1, 4, device="cuda")))
 
 
 def test_fused_norms_and_default_devices_run():
@@ -135,6 +137,11 @@ def test_a_process_of_several_finds_what_torchrun_tells_it():
         pytest.raises(RefusedError, match="joins a process group"),
     ):
         torch.distributed.init_process_group("nccl")
+    with (
+        pretended_machine(recorder_of(GIB), KnownValues(LINES)),
+        pytest.raises(RefusedError, match="see: --gpus"),
+    ):
+        torch.distributed.device_mesh.init_device_mesh("cuda", (2,))
 
 
 def test_rows_of_a_loader_are_as_long_as_asked_for():

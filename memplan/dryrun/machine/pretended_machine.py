@@ -116,7 +116,13 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
 
 
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy with a storage of its own; torch's would have two, of which its views share the other."""
+    """Return a copy with a storage of its own; torch's would have two, of which its views share the other.
+
+    Raises:
+        RuntimeError: It has a history, as in torch (torch/_tensor.py, v2.13.0).
+    """
+    if not tensor.is_leaf:
+        raise RuntimeError("only tensors created by the user (graph leaves) support deepcopy")
     if id(tensor) not in memo:
         copied = tensor.detach().clone()
         trained = isinstance(tensor, torch.nn.Parameter)
@@ -160,11 +166,21 @@ _COMPILES = (
 def _processes(ranks: Ranks | None, recorder: LiveRecorder) -> AbstractContextManager[None]:
     """Return a machine on which a script is one of so many processes, or may join none."""
     if ranks is None:
-        return replaced(torch.distributed, {"init_process_group": _refused_group})
+        return _no_group()
     from memplan.dryrun.machine.pretended_ranks import RankRecorder, pretended_ranks
 
     assert isinstance(recorder, RankRecorder)
     return pretended_ranks(ranks, recorder)
+
+
+@contextmanager
+def _no_group() -> Iterator[None]:
+    from torch.distributed import device_mesh
+
+    with ExitStack() as stack:
+        for module in (torch.distributed, device_mesh):
+            stack.enter_context(replaced(module, {"init_process_group": _refused_group}))
+        yield
 
 
 def _refused_group(*_: Any, **__: Any) -> Any:

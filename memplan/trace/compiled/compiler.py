@@ -223,7 +223,7 @@ def _properties(major: int, minor: int) -> SimpleNamespace:
     """Return what the compiler asks of a card: a Hopper's counts, which decide how a reduction is split.
 
     Source:
-        Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (2,048 threads share 65,536).
+        Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (of an A100: 2,048 share 65,536).
     """
     return SimpleNamespace(
         major=major,
