@@ -87,7 +87,7 @@ def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, 
     notes = [BY_SHARE]
     if any(row.device.count > 1 for row in rows):
         notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
-    if any(row.fits.bounded for row in rows):
+    if any(row.fits.bounded and row.fits.value for row in rows):
         notes.append("(limit): the largest value that memplan takes, whatever the memory.")
     made_for = model.spec.max_position_embeddings
     if what == "sequence" and made_for and any(row.fits.value > made_for for row in rows):
@@ -103,6 +103,8 @@ def _sentence(what: Quantity, model: Model, rows: Sequence[Largest]) -> str:
         tight = max(rows, key=lambda row: row.tight.value)
         if tight.tight.value:
             return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {tight.device.name}; none FITS for sure."
+        if best.fits.bounded:
+            return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
         return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1."
     ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + 1} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {best.device.name}, and {ending}."
