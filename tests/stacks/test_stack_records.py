@@ -45,7 +45,7 @@ parallelism it is token ids of later micro-steps. Of the others the instants, an
 
 NEAR = {
     "transformers.deepspeed": 1.0,
-    "transformers.zero-3.shards": 0.93,
+    "transformers.zero-3.shards": 0.96,
     "axolotl": 0.98,
     "axolotl.shards": 1.0,
     "axolotl.preferences": 1.0,

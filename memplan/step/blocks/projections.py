@@ -27,13 +27,15 @@ def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
 def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: Weight | None, rows: int) -> Value:
     scratch = 0 if bias is None else builder.cast_bias(bias, rows)
     copy = builder.cast_weight(weight)
+    factor = name.endswith((".lora_A", ".lora_B"))
+    keeps = builder.settings.keeps_inputs and (factor or not builder.settings.code.own_products)
     saves = [copy] if copy is not None and x.needs_gradient else []
-    saves += [x] if weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient) else []
+    saves += [x] if weight.trainable or (keeps and x.needs_gradient) else []
     width = weight.element_bytes if not builder.settings.autocast else builder.compute
     out = builder.tape.value(x.quantity, rows, width)
     out.foreign = weight.foreign and not builder.settings.autocast
     used = [weight, *([bias] if bias is not None else [])]
-    reads = [(x, VIEW)]
+    reads = [(x, NEW if keeps else VIEW)]
     builder.tape.apply(
         f"linear {name}",
         reads,
@@ -45,7 +47,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
             packs=x.needs_gradient or weight.trainable,
             product=True,
             matrices=bias is None,
-            custom=builder.settings.keeps_inputs,
+            custom=keeps,
             reduces=bias_sum(x, bias),
         ),
     )

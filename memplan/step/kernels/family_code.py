@@ -36,6 +36,7 @@ class FamilyCode:
         names_attention: The same for what attention returns.
         joins_rotated: Whether rotated dimensions are joined with those that are not, even where there are none of these.
         own_linear: Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
+        own_products: Whether its projections call a product of their own, and not the function of torch's linear layers.
         copies_heads: Whether heads are copied together before they are rotated.
         query_first: Whether the query is rotated before key and value are formed.
         repeats_keys: Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
@@ -84,6 +85,7 @@ class FamilyCode:
     masks_from: int = 1
     asks_for_groups: bool = True
     own_linear: bool = False
+    own_products: bool = False
     joins_rotated: bool = False
     names_norm: bool = False
     names_all: bool = False
@@ -165,7 +167,7 @@ LITGPT = FamilyCode(
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
-    "gpt2": replace(TRANSFORMERS, wide_softmax=False, names_attention=True, grouped_uncast=False),
+    "gpt2": replace(TRANSFORMERS, own_products=True, wide_softmax=False, names_attention=True, grouped_uncast=False),
     "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
     "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False),
     "qwen2_moe": replace(TRANSFORMERS, shared_first=True, masks=2, idle_mask=True),
@@ -179,6 +181,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         sums="in-place",
         masks_always=True,
         own_linear=True,
+        own_products=True,
         names_norm=True,
         names_attention=True,
     ),

@@ -255,6 +255,10 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
         what = f"model: linear attention ({spec.name})"
     elif adapter is not None and adapter.kind == "dora":
         what = "adapter.kind: dora"
+    elif family_code(setup.stack.model_code, spec.architecture).own_linear and not (
+        adapter and setup.checkpointing == "full"
+    ):
+        what = f"model: {spec.name}, whose graph keeps views of gathered weights, without LoRA and full checkpointing,"
     elif rules.ranks == 1:
         what = "parallel.data: 1"
     if what:
