@@ -192,39 +192,47 @@ def _reduces_last(setup: TrainingSetup) -> bool:
 
 def _sharing(plan: MemoryPlan) -> Iterator[str]:
     """Yield how weights and gradients are shared out, and in which dtypes they pass between GPUs."""
+    parallel = plan.setup.config.parallel
+    if parallel.tensor > 1:
+        between = "the sequence too between them" if parallel.sequence else "all else is whole on each"
+        yield (
+            f"parallel.tensor {parallel.tensor}: torch's DTensor divides heads, feed-forward parts and vocabulary, and "
+            f"{between}; the loss is formed over the divided vocabulary; parallelism.spmd_backend: partial_dtensor, not "
+            "torchtitan's default, spmd_types"
+        )
+    if is_flat(parallel) or is_partitioned(parallel):
+        yield _engine(plan)
+    elif is_sharded(parallel):
+        yield from _units(plan)
+    else:
+        yield (
+            f"parallel.data {parallel.data}, zero_stage 0: torch's DistributedDataParallel, everything replicated; buckets beside "
+            "the gradients (gradient_as_bucket_view=False, the default)"
+        )
+
+
+def _engine(plan: MemoryPlan) -> str:
+    """Return what each rank has under DeepSpeed."""
     config = plan.setup.config
-    ranks = config.parallel.data
-    if config.parallel.tensor > 1:
-        between = "the sequence too between them" if config.parallel.sequence else "all else is whole on each"
-        yield (
-            f"parallel.tensor {config.parallel.tensor}: torch's DTensor divides heads, feed-forward parts and vocabulary, and "
-            f"{between}; the loss is formed over the divided vocabulary; parallelism.spmd_backend: partial_dtensor (torchtitan's "
-            "default, spmd_types, does not run under torch 2.13.0)"
-        )
-    if is_flat(config.parallel):
-        zero = config.parallel.deepspeed
-        size = zero.reduce_bucket_size
-        elements = f"hidden size squared ({plan.model.spec.hidden_size**2:,})" if size == "auto" else f"{size:,}"
-        yield (
-            f"parallel.data {ranks}, zero_stage {config.parallel.zero_stage}: DeepSpeed 0.19.8, whole weights in "
-            f"{config.compute_dtype}, equal pieces of fp32 weights and states; {2 if zero.overlap_comm else 1} bucket(s) of "
-            f"{elements} elements; groups with and without weight decay; gradients of a rank's parameters, each of them whole"
-        )
-        return
+    ranks, stage, zero = config.parallel.data, config.parallel.zero_stage, config.parallel.deepspeed
     if is_partitioned(config.parallel):
-        zero = config.parallel.deepspeed
-        yield (
-            f"parallel.data {ranks}, zero_stage 3: DeepSpeed 0.19.8 in its second and later steps, which gather ahead "
+        return (
+            f"parallel.data {ranks}, zero_stage {stage}: DeepSpeed 0.19.8 in its second and later steps, which gather ahead "
             f"(max_live_parameters {zero.max_live_parameters:,}, max_reuse_distance {zero.max_reuse_distance:,}); parameters of few "
             "elements stay gathered, and gradients of a rank's pieces stay throughout; memory_efficient_linear as by default"
         )
-        return
-    if not is_sharded(config.parallel):
-        yield (
-            f"parallel.data {ranks}, zero_stage 0: torch's DistributedDataParallel, everything replicated; buckets beside the "
-            "gradients (gradient_as_bucket_view=False, the default)"
-        )
-        return
+    size = zero.reduce_bucket_size
+    elements = f"hidden size squared ({plan.model.spec.hidden_size**2:,})" if size == "auto" else f"{size:,}"
+    return (
+        f"parallel.data {ranks}, zero_stage {stage}: DeepSpeed 0.19.8, whole weights in "
+        f"{config.compute_dtype}, equal pieces of fp32 weights and states; {2 if zero.overlap_comm else 1} bucket(s) of "
+        f"{elements} elements; groups with and without weight decay; gradients of a rank's parameters, each of them whole"
+    )
+
+
+def _units(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what torch's ``fully_shard`` shards as one, and in which dtypes units are gathered and reduced."""
+    config = plan.setup.config
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings
     again = ", gathered again for backward" if units == "axolotl" else " stays gathered"
@@ -236,7 +244,7 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
         else f"the root (embedding, final norm, head){again}"
     )
     yield (
-        f"parallel.data {ranks}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
+        f"parallel.data {config.parallel.data}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
         "shards on dimension 0, padded to be equal"
     )
     own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype

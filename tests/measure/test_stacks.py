@@ -49,7 +49,7 @@ def test_what_is_planned_is_what_the_library_takes(stack, method, family, capsys
 
 def test_a_job_that_is_refused_is_said_and_not_run(capsys):
     job = small_job("plain-loop", "full", "gpt_neox").text.replace('"adamw-fp32"', '"adamw-fp23"')
-    assert measured_jobs.main(["--device", "cpu", "--job", job]) == 0
+    assert measured_jobs.main(["--device", "cpu", "--job", job]) == 1
     said = capsys.readouterr()
     assert "0 jobs" in said.out
     assert "adamw-fp23" in said.err

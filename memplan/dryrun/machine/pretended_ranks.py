@@ -28,7 +28,7 @@ from memplan.trace.ranks.replicated import unsent
 PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
 """What tells where a tensor is, which C++ would answer of a distributed one."""
 NCCL_VERSION = (2, 27, 7)
-"""What is written into logs."""
+"""What a script that asks is told, and may log; nothing is sized by it."""
 BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 
 

@@ -52,7 +52,7 @@ class MeasuredJob:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run jobs; return 1 where one ended badly."""
+    """Run jobs; return 1 where one ended badly, or none ran."""
     options = _options(arguments)
     catalog = Catalog(data_directory())
     stacks = tuple(options.stack or STACKS)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.record:
         rows = [{**asdict(one), "job": one.job.text} for one in ran]
         write_file(options.record, json_text({"alloc_conf": options.alloc_conf, "jobs": rows}, indent=1))
-    return int(any(one.measurement.status != "measured" for one in ran))
+    return int(not ran or any(one.measurement.status != "measured" for one in ran))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -88,6 +88,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument(
         "--most", type=parse_bytes, metavar="SIZE", help="leave jobs out that ask for more, such as 1GiB"
+    )
+    parser.add_argument(
+        "--capacity", type=parse_bytes, default=0, metavar="SIZE", help="memory that each process may take of the GPU"
     )
     parser.add_argument("--alloc-conf", default="", help="as PYTORCH_CUDA_ALLOC_CONF, of the processes that train")
     parser.add_argument(
@@ -116,7 +119,8 @@ def _without_liger(job: StackJob) -> StackJob:
 
 def _measured(job: StackJob, plan: MemoryPlan, catalog: Catalog, options: argparse.Namespace) -> MeasuredJob:
     """Run a job in a process of its own."""
-    task = StackTask(job.stack, replace(job_inputs(job, catalog), device=options.device), options.alloc_conf)
+    inputs = replace(job_inputs(job, catalog), device=options.device)
+    task = StackTask(job.stack, inputs, options.alloc_conf, options.capacity)
     peaks = {name: int(getattr(plan, f"{name}_bytes")) for name in FIGURES}
     return MeasuredJob(job, peaks, measure(task, lambda text: write_remark(f"{text}\n")))
 
@@ -125,7 +129,7 @@ def _line(one: MeasuredJob) -> str:
     job, measurement = one.job, one.measurement
     name = f"{job.stack:14}{job.method:10}{job.family:14}"
     if measurement.status != "measured":
-        return f"{name} {measurement.status}: {measurement.reason}"
+        return f"{name} {measurement.status}, planned {one.planned['reserved']:,}: {measurement.reason}"
     shares = ((figure, one.share(figure)) for figure in FIGURES)
     parts = [f"{figure} {share:+.3%}" for figure, share in shares if share is not None]
     return f"{name} {measurement.totals['requested']:>15,}  {'  '.join(parts)}"

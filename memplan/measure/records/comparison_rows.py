@@ -203,7 +203,10 @@ def _counted(task: Task, tolerance: Tolerance) -> Tolerance:
     """Return the tolerance of a CPU's figure, with the generator's states, and a word on states in host memory."""
     if task.setup.checkpointing != "none":
         layers = sum(run.count for run in task.model.spec.runs)
-        tolerance = replace(tolerance, bytes=tolerance.bytes + layers * RANDOM_STATE_BYTES)
+        reason = (
+            f"{tolerance.reason}; checkpointing keeps the CPU generator's state of a layer until it is computed again"
+        )
+        tolerance = replace(tolerance, bytes=tolerance.bytes + layers * RANDOM_STATE_BYTES, reason=reason)
     if not task.setup.offloads_states:
         return tolerance
     return replace(tolerance, reason=f"{tolerance.reason}; {HOST_COUNTED}")
