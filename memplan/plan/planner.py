@@ -31,6 +31,7 @@ from memplan.step.instants import StepForms, compile_step, regime_of, step_on_ta
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.on_card import on_card
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_flat, is_partitioned, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import held_states
 from memplan.step.step_inputs import StepInputs
@@ -233,6 +234,10 @@ class CompiledPlan:
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
         self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
+        if setup.formats["hidden_matrix"].product == "integers":
+            own = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
+            casts = self._tapes(own)[1].cast_biases()
+            self.states = with_cast_biases(self.states, casts, setup.config.compute_dtype)
         states = self.states
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size

@@ -12,6 +12,7 @@ from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.places import layer_counts
+from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
@@ -72,6 +73,12 @@ class ModelOnTape:
     def counts(self) -> dict[int, int]:
         """Return how many layers there are of each kind."""
         return layer_counts(zip(self.kinds, self.runs, strict=True))
+
+    def cast_biases(self) -> Iterator[CastBias]:
+        """Yield the biases that layers cast for good, run by run."""
+        for index, run in enumerate(self.runs):
+            for name, width in self.layer_of(index).tape.cast_biases.items():
+                yield name, run.first, run.count, width
 
     def played(self, mode: Mode, recomputation: Recomputation) -> PlayedModel:
         """Return what is alive while all parts run forward and backward."""

@@ -203,7 +203,10 @@ def _without_bias(builder: Builder, out: Value, name: str) -> Value:
     bias = builder.weights.get(f"{name}.bias")
     if bias is None:
         return out
-    term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
+    if builder.weight(f"{name}.weight").integers:
+        term = out  # whose dtype the bias has taken
+    else:
+        term = Value(-1, ONE, 0, bias.element_bytes, foreign=bias.foreign)
     rest = builder.fresh(out, element_bytes=promoted(out, term))
     way = SAME if rest.element_bytes == out.element_bytes else NEW
     return builder.tape.apply("less bias", [(out, way)], rest, traits=SAVES_NOTHING)

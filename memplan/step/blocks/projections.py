@@ -92,13 +92,16 @@ def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: 
 def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
     """Return the product of codes of ``x``, row by row, with frozen codes, in the dtype of ``x``; no column has outliers.
 
-    Its node keeps ``x`` as an attribute, and its backward decodes the weight in that dtype.
+    Its node keeps ``x`` as an attribute, and its backward decodes the weight in that dtype. A bias takes the dtype of ``x`` for good.
 
     Source:
         ``MatMul8bitLt`` in bitsandbytes/autograd/_functions.py; backends/cuda/ops.py, ``int8_vectorwise_quant``,
         ``int8_mm_dequant``; backends/default/ops.py, ``int8_mixed_scaled_mm`` (0.50.2).
     """
     tape, width = builder.tape, x.element_bytes
+    bias = builder.weights.get(f"{name}.bias")
+    if bias is not None:
+        tape.cast_biases[bias.name] = width
     half = width == 2 and builder.settings.computes_fp16
     coding = (0 if half else 2 * x.width) + 2 * x.width  # in fp16, and its absolute values
     coded = tape.value(x.quantity, x.width + 4, 1, part=Part.TEMPORARIES)

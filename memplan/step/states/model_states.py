@@ -331,7 +331,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
 
     Source:
         ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``, where ``x`` has
-        been cast; ``Linear8bitLt.forward`` has it as it comes, in fp32 where the residual stream is.
+        been cast. ``Linear8bitLt.forward`` has it as it comes, which the tape tells (cast_biases.py).
     """
     compute = setup.config.compute_dtype
     floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
@@ -340,7 +340,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
         or setup.profile.adapters == "fused"
         or setup.trains_codes
         or setup.stack.projections.codes_result != "input"
-        or (setup.formats["hidden_matrix"].product == "integers" and setup.wide_floats)
+        or setup.formats["hidden_matrix"].product == "integers"
     ):
         return {}
     entry = _float(compute)

@@ -39,6 +39,7 @@ class Tape:
             checkpointing, or without gradients, has no such graph.
         given_until: Storages that are there before the first operation, and not as long as forward runs.
         entered: Index of an operation -> the module that begins with it, where that is not the operation's own.
+        cast_biases: Name of a bias that a product casts for good -> the bytes of an element that it has from then on.
         region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
     """
 
@@ -52,6 +53,7 @@ class Tape:
     graph_use: dict[int, int] = field(default_factory=dict)
     given_until: set[int] = field(default_factory=set)
     entered: dict[int, str] = field(default_factory=dict)
+    cast_biases: dict[str, int] = field(default_factory=dict)
     region_end: int = FOREVER
 
     def value(
