@@ -25,7 +25,7 @@ from memplan.model.spec import LayerRun
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
 """Models that are traced with all their layers."""

@@ -25,7 +25,7 @@ from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
 from memplan.lab.agreement import cut_model
 from memplan.trace.tracer import trace_training
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CARD_STEPS = (300, 200, 150, 120, 100, 80, 60, 50, 40, 30, 20, 15, 10, 5, 0)
 """Sizes of cards that are tried, in thousandths above the allocated peak."""

@@ -16,7 +16,8 @@ from memplan.model.families import model_spec
 from memplan.model.families.config_values import MAXIMUM_DIMENSION, MAXIMUM_LAYERS
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 from memplan.units import MAXIMUM_BYTES
 
 STEPS = 3

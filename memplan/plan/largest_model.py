@@ -11,8 +11,9 @@ from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
+from memplan.plan.job_allowances import devices_for, searched_allowances
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CompiledPlan, devices_for, searched_allowances
+from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
 from memplan.values import dataclass

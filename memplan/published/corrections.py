@@ -21,7 +21,7 @@ from memplan.published.planned import LLAMAS, Planned, shape_plan
 from memplan.published.printed_cell import CellInputs
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.step.tapes.linear_forms import Part
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import format_count
 
 Checkpointing = Literal["none", "full"]

@@ -19,7 +19,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.table_schema import PublishedFile, Shape
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 
 BATCH, SEQUENCE = 1, 2048
 """At which jobs are planned: the shipped configs' own."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memplan.plan.allowances import Allowances
+from memplan.plan.job_allowances import searched_allowances
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
-from memplan.plan.planner import searched_allowances
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 

@@ -10,7 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
-from memplan.training.stack_rules import kernel_profile
+from memplan.training.rules.stack_rules import kernel_profile
 from memplan.units import parse_bytes
 
 Path = tuple[str, ...]

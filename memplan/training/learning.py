@@ -143,7 +143,7 @@ def _records(catalog: Catalog) -> Records:
 @lru_cache(maxsize=8)
 def _recorded(catalog: Catalog) -> Mapping[Recipe, Learning]:
     """Return every recipe that evidence of ours is about: those of our configs, and of what was trained besides."""
-    from memplan.training.resolved import named_recipe
+    from memplan.training.named_recipes import named_recipe
 
     shipped = Catalog(catalog.root)
     known: dict[Recipe, Learning] = {}

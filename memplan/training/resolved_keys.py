@@ -7,7 +7,8 @@ from typing import Any
 
 from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import ROLES
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, format_name
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.role_names import format_name
 
 ALWAYS = ("data", "zero_stage", "tensor", "sequence", "pipeline", "context", "expert")
 """Keys of ``parallel`` that stand in every answer; others where they are not their default."""

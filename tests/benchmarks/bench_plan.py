@@ -16,7 +16,7 @@ from memplan.errors import CannotAnswerError
 from memplan.library.lookup import catalog_model
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 MODELS = ("gpt2", "llama-3.1-8b", "llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3")
 CONFIGS = ("bf16-adamw", "tier3", "qlora")

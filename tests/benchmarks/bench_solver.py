@@ -21,7 +21,7 @@ from memplan.solver.batch_frontier import frontier
 from memplan.solver.largest_per_device import largest_values
 from memplan.solver.search.axes import BATCHES, full_space
 from memplan.solver.search.suggested_settings import Request, suggestions
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 JOBS = (
     ("llama-3.1-8b", "rtx4090", True),

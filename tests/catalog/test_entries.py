@@ -22,7 +22,7 @@ from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
 from memplan.errors import InvalidFileError, MemplanError, UnknownNameError, normalised_name
 from memplan.model.inventory import ROLES
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import GIB
 
 CLASSES = {

@@ -14,7 +14,8 @@ from memplan.library.lookup import Overrides, find_setup
 from memplan.report.evidence_lines import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.report.json_schemas import schema_of
 from memplan.training.learning import BEARS
-from memplan.training.resolved import learning, resolve
+from memplan.training.named_recipes import learning
+from memplan.training.resolution.resolve_config import resolve
 
 FOLDER = data_directory() / "configs" / "evidence"
 RECORDS = sorted(FOLDER.glob("train-*.json"))

@@ -13,7 +13,7 @@ from memplan.library.lookup import catalog_model
 from memplan.model.families import families
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 DOCUMENT = load_document(data_directory() / TABLES["gaps"])

@@ -17,7 +17,7 @@ from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import ROLES
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 NAMES = list(CATALOG.stacks)

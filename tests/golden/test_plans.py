@@ -22,7 +22,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
 from memplan.plan.reserve.step_timeline import step_timeline
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 FILE = Path(__file__).with_name("plans.json")
 PLANS = json.loads(FILE.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
 from memplan.plan.planner import CompiledPlan
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.trace.recording.workspaces import kernel_workspaces
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 
 def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96) -> Model:

@@ -29,7 +29,7 @@ from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.step.states.update_algorithms import RULES  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 OPTIMIZERS = tuple(Catalog(data_directory()).optimizers.entries)
 DRAWN_FOR_EACH = 3

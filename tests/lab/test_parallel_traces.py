@@ -13,7 +13,7 @@ from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 SHAPES = {
     "untied": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003},

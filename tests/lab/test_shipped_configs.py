@@ -28,7 +28,7 @@ from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 
 CATALOG = shipped_catalog()

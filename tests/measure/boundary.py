@@ -11,7 +11,7 @@ from memplan.measure.records.prediction import measured_device
 from memplan.measure.task import Task, scaled_model
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import GIB
 
 BOUNDARY_CARDS = (8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB)

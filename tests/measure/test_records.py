@@ -15,7 +15,7 @@ from memplan.errors import InvalidFileError
 from memplan.measure.records.comparison_rows import STATES
 from memplan.measure.records.measurement_records import read_data, read_record, record_files
 from memplan.measure.records.record_replay import replay_records, replayed
-from memplan.plan import planner
+from memplan.plan.jobs import forms_by_regime
 from memplan.step.tapes.linear_forms import ZERO
 
 RECORDS = Path(__file__).parent.parent / "records"
@@ -117,7 +117,7 @@ def test_a_formula_without_one_of_its_terms_disagrees(catalog, monkeypatch):
         forms = compile_step(*given)
         return replace(forms, buffers=ZERO)
 
-    monkeypatch.setattr(planner, "compile_step", without_buffers)
+    monkeypatch.setattr(forms_by_regime, "compile_step", without_buffers)
     wrong = [row.component for row in replayed(record).rows if not row.agrees]
     assert "buffers" in wrong
 

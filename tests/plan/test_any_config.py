@@ -17,7 +17,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import with_suggestions
 from memplan.report.plans.explain_answer import explain_document
 from memplan.report.plans.plan_answer import plan_document
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 MODELS = (

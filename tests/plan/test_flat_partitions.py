@@ -15,7 +15,7 @@ from memplan.step.states.flat_partitions import FlatGroup, RankShare
 from memplan.step.states.model_states import model_states
 from memplan.step.states.partitioned_weights import partitions
 from memplan.training.adapters import adapter_tensors
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import built_by
 
 GROUPS = st.builds(

@@ -21,7 +21,7 @@ from memplan.solver.search.timing import (
 )
 from memplan.step.states.model_states import slot_bytes, tensor_states
 from memplan.step.states.muon_scratch import decoding_bytes
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 

@@ -15,7 +15,7 @@ from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import fewest_devices, largest_models, max_parameters
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
 
 CATALOG = Catalog(data_directory())

@@ -21,7 +21,7 @@ from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.step.states.optimizer_scratch import tensor_temporaries
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 SETUPS = {

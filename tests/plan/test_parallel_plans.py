@@ -19,7 +19,7 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}

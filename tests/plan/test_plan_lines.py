@@ -14,7 +14,8 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions, with_suggestions
 from memplan.solver.gauge import gauge_of
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 
 LAZY = {"components", "assumptions", "not_modelled", "bytes_per_parameter", "saved_tensors", "instant_forms"}
 

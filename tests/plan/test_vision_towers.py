@@ -15,7 +15,7 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import full_space
 from memplan.solver.search.best_first import Search
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
 
 CATALOG = shipped_catalog()

@@ -18,7 +18,7 @@ from memplan.solver.search.evidence_levels import Evidence
 from memplan.solver.search.parallel_layouts import joint_outcome, spaces_by_layout, under_layout
 from memplan.solver.search.space import optimizer_names
 from memplan.solver.search.suggested_settings import Request, suggestions
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import GIB
 from tests.solver.test_search import everything, front
 

@@ -15,7 +15,8 @@ from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, gradient_name
 from memplan.solver.search.pareto_front import Combination, no_worse, ranked
 from memplan.solver.search.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
-from memplan.training.resolved import is_bundled, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import is_bundled
 from memplan.units import GIB
 
 LENGTH = 256

@@ -19,7 +19,7 @@ from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import play
 from memplan.step.tapes.taped_weight import Weight
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 PEFT = StackProjections("input", codes_cloned=True, codes_scales=True, adapter_sum="wide")
 BUNDLED = StackProjections("compute", codes_cloned=False, codes_scales=False, adapter_sum="narrow")

@@ -12,7 +12,7 @@ from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import Runs, events_of, simulated
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import SHAPES, shipped_catalog
 
 CATALOG = shipped_catalog()

@@ -10,7 +10,8 @@ import pytest
 from memplan.catalog.training_config import TrainingConfig
 from memplan.model.families import model_spec
 from memplan.model.model import Model
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 from tests.jobs import SHAPES, shipped_catalog, shrunk_model
 
 MakeSetup = Callable[..., TrainingSetup]

@@ -13,7 +13,7 @@ from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.reference.parts import Linear  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions, Runtime  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 SCALING = 2.0
 

@@ -51,7 +51,7 @@ from memplan.documents.loading import parse_document
 from memplan.documents.schemas import validate
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.catalog.training_config import TrainingConfig
 
 layer = Layer(Attention(8, 4, 32, 32), Mlp(768), Norm())

@@ -12,7 +12,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from tests.catalog.additions import AMSGRAD, NOBODYS, RMSPROP, catalog_text
 from tests.lab.test_optimizers import differences, shaped
 

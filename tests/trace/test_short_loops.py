@@ -27,7 +27,7 @@ from memplan.muon.weights import quantised, weight_formats  # noqa: E402
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK  # noqa: E402
 from memplan.trace.jobs import bundled_optimizer as bundled  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 ALL = "every module"

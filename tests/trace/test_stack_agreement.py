@@ -18,7 +18,7 @@ from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.stacks.registry import trace_stack  # noqa: E402
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.measure.task import Scale, scaled_model  # noqa: E402
 from memplan.trace.recording.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolved import resolve  # noqa: E402
+from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 
 def empty(*shape, dtype=torch.bfloat16):

@@ -17,7 +17,8 @@ from memplan.lab.training.text import Text, library_text
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.readers.shapes import model_from_shapes
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 
 LIMITS = (
     "a tiny model, a short run and learning rates tuned for the baseline: they say how methods rank, "

@@ -26,7 +26,7 @@ from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.registry import trace_stack
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
-from memplan.training.stack_rules import GENERATING, REFERRED
+from memplan.training.rules.method_rules import GENERATING, REFERRED
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""

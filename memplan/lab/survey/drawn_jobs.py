@@ -23,7 +23,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
 from memplan.trace.recording.trace_result import Component, Trace
 from memplan.trace.tracer import trace_training
-from memplan.training.resolved import TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 
 Outcome = Literal["agrees", "differs", "refused", "crashed"]
 

@@ -19,8 +19,10 @@ from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.parallelism import divides_model
-from memplan.training.resolved import Path as KeyPath
-from memplan.training.resolved import TrainingSetup, config_problems, resolve
+from memplan.training.resolution.config_problems import Path as KeyPath
+from memplan.training.resolution.config_problems import config_problems
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, printable
-from memplan.training.stack_rules import GENERATING
+from memplan.training.rules.method_rules import GENERATING
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob

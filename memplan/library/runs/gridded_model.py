@@ -20,7 +20,8 @@ from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettin
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit
 from memplan.training.parallelism import divides_model
-from memplan.training.resolved import FLOAT_BYTES, config_problems
+from memplan.training.resolution.config_problems import config_problems
+from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from memplan.model.model import Model
 from memplan.plan.inference.served_plan import Request, Served, ServedModel
 from memplan.plan.memory_plan import Device
 from memplan.step.kernels.on_card import on_card
-from memplan.training.resolved import FLOAT_BYTES, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from memplan.report.document import Document

@@ -19,7 +19,7 @@ from memplan.errors import MemplanError
 from memplan.measure.records.prediction import planned
 from memplan.measure.task import SMALL, Scale, Task, scaled_model
 from memplan.model.inventory import parameter_count
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 
 EXPANDABLE = "expandable_segments:True"
 WHOLE = Scale()

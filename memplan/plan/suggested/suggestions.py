@@ -16,7 +16,8 @@ from memplan.plan.reserve.simulation import simulated
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.half_precision import fp16_settings
 from memplan.training.own_settings import is_settable, own_settings
-from memplan.training.resolved import FLOAT_BYTES, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES
 
 Setting = tuple[str, Any]
 """A key of a training config, with dots, and its value."""

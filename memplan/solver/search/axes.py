@@ -13,8 +13,9 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import InvalidFileError, match_hint
 from memplan.solver.search.space import Space, WeightChoice
 from memplan.training.own_settings import is_settable
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
-from memplan.training.stack_rules import kernel_profile
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.stack_rules import kernel_profile
 
 T = TypeVar("T")
 

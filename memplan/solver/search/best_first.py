@@ -19,9 +19,10 @@ from memplan.errors import CannotAnswerError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
+from memplan.plan.job_allowances import devices_for, with_engine
 from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CompiledPlan, devices_for, with_engine
+from memplan.plan.planner import CompiledPlan
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
 from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked
@@ -29,7 +30,7 @@ from memplan.solver.search.sizes import Run, Sizes
 from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates, rates_of
 from memplan.step.kernels.on_card import refuse_unable
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
 
 

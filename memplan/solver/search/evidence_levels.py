@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.recorded_rows import Records
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 STATUSES: tuple[Status, ...] = ("proven", "works", "experimental", "diverges")
 """From the best to the worst; the index is the ordinal of :class:`Standing`."""

@@ -32,7 +32,8 @@ from memplan.step.states.optimizer_scratch import tensor_temporaries, trained_ki
 from memplan.step.states.parallel_shards import bucket_bytes
 from memplan.step.states.partitioned_weights import held_states
 from memplan.training.adapters import adapter_tensors
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, resolve
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 NO_UPDATE = Optimizer(
     "No update",

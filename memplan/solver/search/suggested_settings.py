@@ -18,7 +18,7 @@ from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
 from memplan.solver.search.pareto_front import Combination, best_few, thinned
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
-from memplan.training.resolved import resolve
+from memplan.training.resolution.resolve_config import resolve
 from memplan.units import format_bytes
 
 

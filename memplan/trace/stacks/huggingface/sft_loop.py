@@ -33,7 +33,7 @@ from memplan.trace.stacks.huggingface.generated_rows import (
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
-from memplan.training.stack_rules import GENERATING, REFERRED
+from memplan.training.rules.method_rules import GENERATING, REFERRED
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"

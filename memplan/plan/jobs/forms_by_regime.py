@@ -1,0 +1,162 @@
+"""Closed forms of a job's step, compiled once for each regime of batch and length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memplan.errors import InvalidFileError
+from memplan.model.model import Model
+from memplan.step.behind_forward import EVALUATION
+from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
+from memplan.step.blocks.fused_linear_loss import linear_chunk
+from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
+from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.states.model_states import ModelStates
+from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
+from memplan.step.states.partitioned_weights import held_states
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
+from memplan.step.tapes.played import Instant, dominant
+from memplan.training.adapters import adapter_tensors
+from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The closed forms of a step within one regime of batch and length.
+
+    Attributes:
+        candidates: For each instant, the moments that can be its fullest.
+        totals: Each candidate's coefficients, all parts together: what a peak by itself needs.
+    """
+
+    forms: StepForms
+    candidates: tuple[Instant, ...]
+    totals: tuple[tuple[Coefficients, Instant], ...]
+
+
+class FormsByRegime:
+    """The closed forms of a job's step for any batch and length.
+
+    Args:
+        model: The model as its stack builds it.
+        own: The same as a rank has it.
+        setup: The training setup.
+        states: Weights, gradients and optimizer states of a rank.
+    """
+
+    def __init__(self, model: Model, own: Model, setup: TrainingSetup, states: ModelStates) -> None:
+        self.model, self.own, self.setup, self.states = model, own, setup, states
+        self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
+        self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
+
+    def compiled(self, batch: int, length: int) -> Compiled:
+        """Return the closed forms that hold for a batch and a length.
+
+        Args:
+            batch: Sequences per micro-batch.
+            length: Tokens per sequence.
+
+        Raises:
+            InvalidFileError: Generated completions leave no room for a prompt.
+        """
+        if length <= self.setup.answer_length:
+            told = f"completions of {self.setup.answer_length} tokens leave no prompt; see method.rollout.completion_length"
+            raise InvalidFileError([f"sequence_length: {length}: {told}"])
+        apart = (
+            length if self.setup.evaluates_apart or self.setup.generates else 0,
+            batch if self.setup.generates else 0,
+        )
+        key = regime_of(self.own, self.setup, batch, length), *apart
+        if key not in self._by_regime:
+            forms = self._forms(key[0])
+            instants = self._with_evaluation(forms, length) if self.setup.evaluates_apart else forms.candidates
+            instants = (*instants, *self._generation(batch, length)) if self.setup.generates else instants
+            candidates = tuple(dominant(instants))
+            totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
+            self._by_regime[key] = Compiled(forms, candidates, totals)
+        return self._by_regime[key]
+
+    def _generation(self, batch: int, length: int) -> Iterator[Instant]:
+        """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
+        from memplan.step.rollouts.generated_completions import Completions, generating_setup, generation_moments
+
+        setup, states = generating_setup(self.setup), self.states
+        if setup is not self.setup:  # nothing is cast for products
+            adapters = adapter_tensors(self.model, setup)
+            states = held_states(setup, self.model.inventory, adapters, self.model.spec.hidden_size)
+
+        def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
+            regime = regime_of(self.model, setup, rows, tokens)
+            return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
+
+        prompt = max(1, length - self.setup.answer_length)
+        asked = Completions(batch * self.setup.generated_micro_batches, prompt, length)
+        return generation_moments(self.model.spec, setup, asked, tapes)
+
+    def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
+        """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""
+        rows = self.setup.config.evaluation_batch_size
+        assert rows is not None
+        own = self._forms(regime_of(self.own, self.setup, rows, length))
+        values = self.values(rows, length)
+        more = own.buffers.total_bytes(values) - forms.buffers.total_bytes(self.values(1, length))
+        evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
+        fixed = [
+            replace(one, form=fixed_form(one.form, values) + constant_form(Part.ACTIVATIONS, more)) for one in evaluated
+        ]
+        return (*(instant for instant in forms.candidates if instant.name != EVALUATION), *fixed)
+
+    def _forms(self, regime: Regime) -> StepForms:
+        """Return the closed forms of one rank's step."""
+        if is_flat(self.setup.config.parallel):
+            from memplan.step.ranks.engine_step import compile_engine_step
+
+            return compile_engine_step(*self.tapes(regime))
+        if self.setup.config.compile != "none":
+            from memplan.step.compiled.compiled_model import compile_compiled_step
+
+            return compile_compiled_step(*self.tapes(regime))
+        if is_partitioned(self.setup.config.parallel):
+            from memplan.step.ranks.gathered_step import compile_gathered_step
+
+            return compile_gathered_step(*self.tapes(regime))
+        if not is_sharded(self.setup.config.parallel):
+            return compile_step(*self.tapes(regime))
+        from memplan.step.ranks.parallel_step import compile_sharded_step
+
+        return compile_sharded_step(self.own, self.setup, self.states, regime)
+
+    def tapes(self, regime: Regime) -> tuple[StepInputs, ModelOnTape]:
+        """Return what a step is made from within a regime, and the model on its tapes."""
+        if regime not in self._on_tape:
+            self._on_tape[regime] = step_on_tape(self.own, self.setup, self.states, regime)
+        return self._on_tape[regime]
+
+    def values(self, batch: int, length: int) -> tuple[int, ...]:
+        """Return the values of the quantities that the forms are made of.
+
+        Raises:
+            InvalidFileError: The model has fewer learned positions than ``length``.
+        """
+        positions = self.own.spec.learned_positions
+        if 0 < positions < length:
+            name = self.model.spec.name
+            raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
+        spec, profile = self.own.spec, self.setup.profile
+        batch *= self.setup.rows_per_sample
+        chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
+        metrics = self.setup.stack.loop.metrics
+        if most := {**dict.fromkeys(TOKEN_CHUNKS, TOKEN_CHUNK), "fp32-pieces": PIECE_TOKENS}.get(profile.loss):
+            chunk = min(most, batch * (length - 1))
+        elif self.setup.copies_logits:
+            whole = metrics == "accuracy" and profile.loss == "fp32"
+            answered = self.setup.answer_length or (length if whole else length - 1)
+            chunk = min(PIECE_TOKENS, batch * answered)
+        row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
+        answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks)

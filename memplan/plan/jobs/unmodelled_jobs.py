@@ -1,0 +1,82 @@
+"""Jobs that no tape describes, refused before one is made."""
+
+from __future__ import annotations
+
+from memplan.errors import CannotAnswerError
+from memplan.model.model import Model
+from memplan.step.kernels.family_code import family_code
+from memplan.training.adapters import adapts_experts
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+
+
+def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
+    """Raise for a job that is not modelled.
+
+    Args:
+        model: The model as a rank has it.
+        setup: The training setup.
+
+    Raises:
+        CannotAnswerError: A part of the model, or of how it is trained, whose memory is not modelled.
+    """
+    _refuse_wide_tables(model, setup)
+    _refuse_adapted_experts(model, setup)
+    _refuse_fused_adapters(setup)
+    if setup.generates:
+        from memplan.step.rollouts.generated_completions import refuse_generation
+
+        refuse_generation(model.spec, setup)
+    if setup.config.compile != "none":
+        from memplan.step.compiled.compiled_model import refuse_compiled
+
+        refuse_compiled(model.spec, setup)
+
+
+def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:
+    """Raise for an embedding or head in floats wider than products are computed in.
+
+    Such an embedding makes the whole residual stream as wide; plain torch refuses the products then.
+    Autocast, which all weights in fp32 mean, is another matter.
+    """
+    roles = {tensor.role for tensor in model.inventory} & {"embedding", "head"}
+    for role in () if setup.autocast or setup.kbit_floats else sorted(roles):
+        name = setup.format_names[role]
+        if FLOAT_BYTES.get(name, 0) > setup.compute_bytes:
+            raise CannotAnswerError(
+                f"{setup.name}: weights.{role} in {name} beside products in {setup.config.compute_dtype} is not modelled; "
+                f"use {setup.config.compute_dtype}, or fp32 for all weights, which is autocast"
+            )
+
+
+EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj"))
+"""Targets of adapters that stacked experts have too."""
+
+
+def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
+    """Raise for adapters that a library puts on stacked experts, where no tape has them or PEFT itself refuses."""
+    adapter, code = setup.config.adapter, family_code(setup.stack.model_code, model.spec.architecture)
+    if adapter is None or not code.adapts_experts or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
+        return
+    what, last = (
+        f"{setup.stack.name} puts adapters on the stacked experts of {model.spec.name}",
+        "which is not modelled",
+    )
+    if adapts_experts(model, setup):
+        if adapter.kind != "dora" and not adapter.dropout:
+            return
+        last = f"which PEFT refuses with {'dropout' if adapter.dropout else adapter.kind}"
+    raise CannotAnswerError(
+        f"{setup.name}: adapter.targets: {what}, {last}; target projections of attention, such as q_proj"
+    )
+
+
+def _refuse_fused_adapters(setup: TrainingSetup) -> None:
+    """Raise for adapters fused with projections beyond what the tape has of them."""
+    adapter = setup.config.adapter
+    if adapter is None or setup.profile.adapters != "fused":
+        return
+    if adapter.kind == "dora" or setup.residual_bytes != setup.compute_bytes:
+        what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.adapters: fused with {what}, as {setup.stack.name} runs it, is not modelled; use composite"
+        )

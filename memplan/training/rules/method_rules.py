@@ -1,0 +1,129 @@
+"""Methods of training: what they fill into a config, what they cannot be, and what of them is not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import Method, Parallel, ReferenceModel, Rollout, TrainingConfig
+from memplan.training.rules.stack_rules import beside_codes
+
+Path = tuple[str, ...]
+REFERRED = frozenset(("dpo", "kto"))
+"""Stages whose loss compares log-probabilities with those of a reference model."""
+GENERATING = frozenset(("grpo",))
+"""Stages that learn from completions which the model generates, and may stay near a reference model."""
+
+
+def with_reference(config: TrainingConfig) -> Method:
+    """Return a config's method with its reference model filled in: the model itself where adapters can be switched off.
+
+    Source:
+        trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940.
+    """
+    method = config.method
+    if method.stage in GENERATING and method.rollout is None:
+        method = replace(method, rollout=Rollout())
+    if method.reference_model is not None:
+        return method
+    own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
+    return replace(method, reference_model=own if method.stage in REFERRED else "none")
+
+
+def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
+    """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
+    whole = config.method.stage in REFERRED | GENERATING and stack.loop.metrics != "none"
+    return replace(profile, loss="log-probabilities") if whole else profile
+
+
+def with_method_keys(config: TrainingConfig, stack: Stack) -> Stack:
+    """Return a stack without its keys that a config's method has not: no key says how long a prompt and its completion are."""
+    if config.method.stage not in GENERATING:
+        return stack
+    return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+
+
+def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
+    """Yield what a config, filled in, says of its method that cannot be."""
+    method = config.method
+    path = ("method", "reference_model")
+    if method.stage not in REFERRED | GENERATING and method.reference_model != "none":
+        yield path, f"{method.stage} has no reference model; leave it out"
+    if method.rollout is not None:
+        yield from _rollout_problems(config, method.rollout)
+    if method.stage in REFERRED and method.reference_model == "none":
+        yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
+    if method.reference_model == "adapter-off" and config.adapter is None:
+        yield path, "there are no adapters to switch off; use resident or precomputed"
+    if method.stage == "kto" and config.micro_batch_size == 1:
+        yield (
+            ("micro_batch_size",),
+            "kto compares answers of one micro-batch with each other, of which it takes at least 2",
+        )
+
+
+def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tuple[Path, str]]:
+    """Yield what a config says of generated completions that cannot be."""
+    path, stage = ("method", "rollout"), config.method.stage
+    if stage not in GENERATING:
+        yield path, f"{stage} generates nothing; leave it out"
+    if config.method.reference_model == "precomputed":
+        yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
+    if not 0 < rollout.completion_length < config.sequence_length:
+        yield (*path, "completion_length"), f"expected 1 to sequence_length less one, {config.sequence_length - 1}"
+    if rollout.iterations < 1 or (rollout.micro_batches is not None and rollout.micro_batches < 1):
+        yield path, "expected at least one micro-batch and iteration"
+    if not 0 < rollout.engine_fraction <= 1:
+        yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
+    micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
+    if config.micro_batch_size * micro_batches * config.parallel.data < 2:
+        yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
+
+
+def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield what of a config's method the formula does not follow.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        catalog: Where other stacks are looked up.
+        hidden: Weight format of the hidden matrices.
+
+    Source:
+        Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in
+        axolotl/core/trainers/dpo/trainer.py (0.21.0).
+    """
+    stage, full = config.method.stage, config.adapter is None
+    whole = stage in REFERRED | GENERATING and stack.loop.metrics != "none"
+    narrow = stack.magnitudes == "cast" or whole
+    if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
+        text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
+        yield ("adapter", "kind"), text
+    if stage not in stack.stages:
+        way = ""
+        if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
+            who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
+            way = f"; {who}: --stack trl"
+        planned = f"planned of it are {', '.join(stack.stages)}"
+        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
+    elif whole and config.kernels.loss is not None:
+        yield (
+            ("kernels", "loss"),
+            f"{config.kernels.loss} is not what {stack.label} compares preferences by; leave it out",
+        )
+    elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
+        text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
+        yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
+    elif whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
+        text = f"generation by the model itself is not modelled of {stack.label}; use vllm or server, or --stack trl"
+        yield ("method", "rollout", "engine"), text
+    elif stage in GENERATING and config.evaluation:
+        yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
+    elif stage != "sft" and replace(config.parallel, data=config.parallel.data if whole else 1) != Parallel():
+        text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
+        if replace(config.parallel, data=1) == Parallel():
+            text = f"{stage} on several GPUs as {stack.label} runs it is not modelled; as TRL's newest version does: --stack trl"
+        yield ("method", "stage"), text

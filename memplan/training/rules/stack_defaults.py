@@ -1,0 +1,55 @@
+"""What a stack fills into a training config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.training.rules.method_rules import GENERATING, REFERRED, with_reference
+from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained
+
+
+def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> TrainingConfig:
+    """Return a config in which what it leaves to its stack is filled in.
+
+    Args:
+        config: The config.
+        stack: Its stack.
+        hidden: Weight format of the hidden matrices.
+    """
+    adapter = config.adapter
+    if adapter is not None and adapter.dtype is None:
+        adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
+    if adapter is not None and hidden in FLOATS and casts_trained(config, stack):
+        adapter = replace(adapter, dtype="fp32")
+    if adapter is not None and adapter.vision is None:
+        adapter = replace(adapter, vision=stack.vision == "as-language")
+    # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
+    if config.method.stage not in ("sft", *GENERATING):
+        adapter = adapter and replace(adapter, dropout=0.0)
+        config = replace(config, dropout=0.0)
+    return replace(
+        config,
+        method=with_reference(config),
+        activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
+        clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
+        adapter=adapter,
+    )
+
+
+def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:
+    """Return how a stack checkpoints activations where a config does not say."""
+    rules = stack.checkpointing
+    return rules.default_quantised if beside_codes(config, hidden) else rules.default
+
+
+def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
+    """Return the dtype of adapters that a stack makes where a config does not say."""
+    rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
+    if hidden not in FLOATS and config.method.stage in REFERRED:
+        rule = "bf16"  # TRL's trainers make the adapters then (trl/trainer/dpo_trainer.py, 1.14.1 and 1.16.0)
+    if rule == "weights":
+        rule = cast("Floats", hidden if hidden in FLOATS else config.compute_dtype)  # type: ignore[assignment]
+    return cast("Floats", rule)

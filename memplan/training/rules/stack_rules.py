@@ -1,0 +1,168 @@
+"""What dtypes and kernels a stack makes of a training config, and what of a stack the formula cannot follow yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import StorageFormat
+from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import TrainingConfig
+from memplan.errors import CannotAnswerError, MemplanError
+from memplan.model.inventory import Role
+
+Path = tuple[str, ...]
+Floats = Literal["fp32", "bf16", "fp16"]
+FLOATS = ("fp32", "bf16", "fp16")
+
+
+def stack_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    """Yield why there is no stack as a config names it; a version that was not read is refused elsewhere."""
+    try:
+        catalog.stack(config.stack)
+    except CannotAnswerError:
+        return
+    except MemplanError as error:
+        yield ("stack",), str(error).removeprefix("stack: ")
+
+
+def kernel_profile(config: TrainingConfig, catalog: Catalog) -> KernelProfile:
+    """Return the kernels of a config: its own choices over those of its stack."""
+    return config.kernels.over(catalog.stack(config.stack).kernels)
+
+
+def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, hidden: StorageFormat) -> KernelProfile:
+    """Return the kernels of a config: a stack's own loss where there are adapters, and no fused ones where codes are multiplied as integers.
+
+    Source:
+        ``lora_kernels_auto_enable`` in axolotl/utils/schemas/validation.py (0.21.0): not with ``load_in_8bit``, nor with ``rl``.
+    """
+    if config.adapter is not None and config.kernels.loss is None and stack.adapted_loss is not None:
+        profile = replace(profile, loss=stack.adapted_loss)
+    unfit = hidden.product == "integers" or config.method.stage != "sft"
+    alone = unfit and config.kernels.adapters is None
+    return replace(profile, adapters="composite") if alone else profile
+
+
+def runs_autocast(stack: Stack, hidden: str, compute_dtype: str) -> bool:
+    """Tell whether a stack runs the model under autocast.
+
+    Args:
+        stack: The stack.
+        hidden: Weight format of the hidden matrices.
+        compute_dtype: Dtype of matrix products.
+    """
+    narrow = compute_dtype != "fp32"
+    return narrow and (stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32"))
+
+
+def beside_codes(config: TrainingConfig, hidden: str) -> bool:
+    """Tell whether weights stand beside quantised matrices that are frozen."""
+    return config.adapter is not None and hidden not in FLOATS
+
+
+def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
+    """Return the weight formats of a config, with those cast that its stack casts beside quantised matrices.
+
+    Stacked experts are parameters, not linear layers, which alone are quantised: ``replace_with_bnb_linear`` in
+    transformers/integrations/bitsandbytes.py (5.23.0).
+
+    Source:
+        ``prepare_model_for_kbit_training`` in peft/utils/other.py (0.21.2): all parameters in 16 bits but the quantised
+        ones.
+    """
+    if not beside_codes(config, names["hidden_matrix"]):
+        return _full_formats(config, stack, names)
+    if stack.model_code != "own" and "expert_matrix" not in config.weights:
+        names = {**names, "expert_matrix": names["embedding"]}
+    if stack.kbit_floats == "as-is" or _casts_back(config):
+        return dict(names)
+    if stack.kbit_floats == "stable-embedding":
+        return {**names, "head": names["hidden_matrix"]}
+    if stack.kbit_floats == "fp32-but-ends":
+        fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
+        wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))
+        return {role: "fp32" if role in wide and name in FLOATS else name for role, name in names.items()}
+    return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
+
+
+def _casts_back(config: TrainingConfig) -> bool:
+    """Tell whether an engine casts all that is not quantised to the compute dtype, whatever a stack has cast before."""
+    return config.parallel.engine == "deepspeed" and config.parallel.zero_stage > 0
+
+
+def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether accelerate casts what is trained of a config's model to fp32 before it shards it."""
+    sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1 and config.parallel.engine == "torch"
+    return stack.sharded_units == "accelerate" and sharded and config.compute_dtype != "fp32"
+
+
+def casts_floats(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a stack may cast weights that are all trained, and not only those beside adapters."""
+    return (stack.full_floats != "as-is" and not _casts_back(config)) or casts_trained(config, stack)
+
+
+def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
+    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts trained parameters to fp32 where the
+        compute dtype is narrower.
+    """
+    if config.adapter is None and casts_trained(config, stack):
+        return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
+    flash = (config.kernels.attention or stack.kernels.attention) == "flash"
+    sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
+    if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded or _casts_back(config):
+        return dict(names)
+    ends = ("embedding", "head", "norm")
+    return {role: "fp32" if role in ends and name in FLOATS else name for role, name in names.items()}
+
+
+def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield what a config says that its stack never does.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        hidden: Weight format of the hidden matrices.
+    """
+    if stack.autocast == "never" and hidden == "fp32" and config.compute_dtype != "fp32":
+        narrow = config.compute_dtype
+        text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
+        yield ("compute_dtype",), text
+    if config.kernels.loss == "log-probabilities":
+        yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
+    if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
+        yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
+
+
+def unmodelled(
+    stack: Stack, profile: KernelProfile, formats: Mapping[Role, str], catalog: Catalog
+) -> Iterator[tuple[Path, str]]:
+    """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
+
+    Args:
+        stack: Whose loop it is.
+        profile: Its kernels.
+        formats: Name of the weight format of each role.
+        catalog: Where the formats are.
+    """
+    name, held = stack.name, stack.quantised_formats
+    if stack.not_modelled:
+        yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"
+    for role, own in formats.items():
+        if held is None and catalog.formats[own].product == "integers":
+            yield ("weights", role), f"{own} is a layer of bitsandbytes, which {name} does not have; use stack: trl"
+            break
+        if held is not None and own not in (*FLOATS, *held):
+            able = f"use one of {', '.join(held)} there" if held else "it has none but floats"
+            yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
+            break
+    if profile.attention == "eager" and stack.model_code != "transformers":
+        yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
+    if profile.loss == "in-place":
+        yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
