@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import mul
 
 from memplan.catalog.entries import Gpu
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.model.model import Model
 from memplan.plan.allowances import (
     beside_engine,
@@ -32,6 +32,13 @@ from memplan.units import round_up
 
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
+
+Kernels = tuple[KernelProfile, AttentionKernel | None]
+
+
+def _kernels(setup: TrainingSetup) -> Kernels:
+    """Return all of a setup that a card decides and its closed forms depend on."""
+    return setup.profile, setup.masked_attention
 
 
 class CompiledPlan:
@@ -62,7 +69,7 @@ class CompiledPlan:
             self._regimes = FormsByRegime(self.model, model, setup, states)
         self.states = states
         self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
-        self._by_profile: dict[KernelProfile, CompiledPlan] = {setup.profile: self}
+        self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
         )
@@ -88,9 +95,9 @@ class CompiledPlan:
         """Return the plan of a setup that differs in its kernels, or only in what is said of it."""
         if setup is self.setup:
             return self
-        if setup.profile not in self._by_profile:
-            self._by_profile[setup.profile] = CompiledPlan(self.model, setup)
-        plan = copy(self._by_profile[setup.profile])
+        if _kernels(setup) not in self._by_kernels:
+            self._by_kernels[_kernels(setup)] = CompiledPlan(self.model, setup)
+        plan = copy(self._by_kernels[_kernels(setup)])
         plan.setup, plan._by_card = setup, {}
         return plan
 
