@@ -253,7 +253,7 @@ class Stack:
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     adapted_loss: LossKernel | None = None
-    divides: tuple[Literal["tensor", "sequence"], ...] = ()
+    divides: tuple[Literal["tensor", "sequence", "replicate"], ...] = ()
     name: str = ""
     version: str = ""
 

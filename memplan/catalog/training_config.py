@@ -145,7 +145,7 @@ class Parallel:
         data: GPUs that each train on a micro-batch of their own.
         zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
             gradients and optimizer states (torch's ``fully_shard``).
-        replicate: Groups of data parallel GPUs that each divide everything anew (HSDP).
+        replicate: Groups that these GPUs form, each of which divides everything anew (HSDP).
         virtual: Chunks of layers in each pipeline stage.
         expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
         engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
@@ -179,6 +179,11 @@ class Parallel:
     overlap_gradients: bool = False
     vocabulary_multiple: int = 128
     deepspeed: DeepSpeed = DeepSpeed()
+
+    @property
+    def shards(self) -> int:
+        """GPUs among which everything is divided, where it is: those of one group."""
+        return self.data // self.replicate
 
     @property
     def gpus(self) -> int:

@@ -105,7 +105,7 @@ def _share_out(job: ImportedJob, gpus: int) -> None:
     for name in DEGREES:
         taken *= _whole(job.value(f"training.parallel.{name}"))
     replicas = _whole(job.value("training.parallel.replicate"))
-    data = max(gpus // (taken * replicas), 1)
+    data = max(gpus // taken, 1)
     if taken * replicas > gpus or gpus % (taken * replicas):
         text = f"the file shares the job out over a multiple of {taken * replicas} GPUs, not over {gpus}"
         if job.reading.inputs.get("gpus"):
@@ -116,7 +116,7 @@ def _share_out(job: ImportedJob, gpus: int) -> None:
     stated = results.get("training.parallel.data")
     if stated is None or stated.rank == DEFAULTED:
         results["training.parallel.data"] = Result(data, STATED, "gpus", "", f"{gpus} GPUs")
-    _accumulate(job, data * replicas)
+    _accumulate(job, data)
 
 
 def _accumulate(job: ImportedJob, world: int) -> None:

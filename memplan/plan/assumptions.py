@@ -243,8 +243,10 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
         if apart
         else f"the root (embedding, final norm, head){again}"
     )
+    parallel = config.parallel
+    groups = f" in {parallel.replicate} groups that each divide everything (HSDP)" if parallel.replicate > 1 else ""
     yield (
-        f"parallel.data {config.parallel.data}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
+        f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
         "shards on dimension 0, padded to be equal"
     )
     own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype

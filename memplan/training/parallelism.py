@@ -57,6 +57,12 @@ def parallel_problems(parallel: Parallel) -> Problems:
             yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
         yield ("parallel", "deepspeed"), f"counts with parallel.engine: deepspeed alone, not with {parallel.engine}"
+    if parallel.data > 1 and parallel.data % parallel.replicate:
+        near = min(
+            (n for n in range(1, parallel.data + 1) if not parallel.data % n), key=lambda n: abs(n - parallel.replicate)
+        )
+        text = f"{parallel.data} data parallel GPUs do not form {parallel.replicate} groups of equal size; the nearest that they form: {near}"
+        yield ("parallel", "replicate"), text
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 
@@ -111,6 +117,14 @@ def parallel_refusals(
     elif parallel.gpus > 1:
         yield from _when_divided(config, profile, stack)
         yield from _when_parallel(config, formats, floats)
+        if parallel.replicate > 1 and parallel.zero_stage != 3:
+            yield (
+                ("parallel", "replicate"),
+                f"{parallel.replicate} groups that each divide everything take zero_stage 3; leave it out",
+            )
+        elif parallel.replicate > 1 and parallel.shards == 1:
+            text = f"{parallel.replicate} groups leave one GPU for each, which has nothing to divide; use fewer, or parallel.zero_stage: 0"
+            yield ("parallel", "replicate"), text
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
 

@@ -112,6 +112,16 @@ def test_ends_that_are_units_of_their_own_are_let_go_of_as_their_gradients_are_r
     assert all(0 <= size - formula.get(name, size) <= inverse_rms for name, size in traced.items())
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_groups_that_each_divide_everything_keep_what_they_reduce_among_them(catalog, steps):
+    parallel = Parallel(6, 3, replicate=2)
+    config = config_of(parallel, {**MIXED, "gradient_accumulation_steps": steps}, FEW)
+    plan, trace = both(catalog, model_from_shapes(**SHAPES["two layers"]), config)
+    formula = dict(plan.instants)
+    assert (plan.requested_bytes, plan.persistent_bytes) == (trace.peak_bytes, trace.persistent_bytes)
+    assert {n: size for n, size in trace.instant_bytes.items() if n in formula} == formula
+
+
 @pytest.mark.parametrize(("shape", "ranks", "keys", "size"), REPLICATED)
 def test_replicated_every_instant_is_equal_to_the_byte(catalog, shape, ranks, keys, size):
     plan, trace = both(catalog, model_from_shapes(**SHAPES[shape]), config_of(Parallel(ranks, 0), keys, size))

@@ -29,6 +29,8 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "trl.shards": {1, 5, 9, 14, 17},
     "transformers.shards": {1, 3, 22},
     "transformers.deepspeed": {2},
+    "transformers.hsdp.shards": {17, 19, 24},
+    "torchtitan.hsdp.tensor.shards": {11},
     "transformers.zero-3.shards": {2, 14, 27},
     "trl.grpo": {17, 23, 33},
     "trl.grpo-0-29": {8, 40},
@@ -41,6 +43,8 @@ Known cause: under tensor parallelism it is token ids of later micro-steps. Of t
 
 NEAR = {
     "transformers.deepspeed": 1.0,
+    "transformers.hsdp.shards": 1.0,
+    "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,
     "axolotl": 0.98,
     "axolotl.shards": 1.0,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.stack_survey.drawn_grids import divided_job
+from memplan.lab.stack_survey.drawn_grids import divided_job, replicated_job
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
     if options.divided and not options.job:
         jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.hsdp and not options.job:
+        jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
@@ -95,6 +97,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed", action="store_true", help="jobs as DeepSpeed runs them, on ranks that are drawn")
     parser.add_argument(
         "--divided", action="store_true", help="jobs whose matrices GPUs share, on degrees that are drawn"
+    )
+    parser.add_argument(
+        "--hsdp", action="store_true", help="jobs of groups of GPUs that each divide everything, groups and GPUs drawn"
     )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Jobs whose matrices several GPUs share, with the degrees that they share them by."""
+"""Jobs over grids of GPUs: those that share matrices, and groups that each divide everything anew."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
     training["parallel"] = {"data": data, "tensor": tensor, "sequence": rng.random() < 0.6, "zero_stage": 3}
     training["sequence_length"] = max(16, training["sequence_length"])
     return replace(job, job=Job(model, training))
+
+
+def replicated_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose data parallel GPUs form several groups, their number and the GPUs of each drawn."""
+    rng, training = Random(f"memplan groups {seed} {number}"), dict(job.job.training)
+    parallel = {"data": 1, "tensor": 1, "zero_stage": 3, **training.get("parallel", {})}
+    most = MOST_GPUS // parallel["tensor"]
+    shards, groups = rng.choice([(n, m) for n in (2, 3, 4, 8, 64) for m in (2, 3, 4, 16) if n * m <= most])
+    training["parallel"] = {**parallel, "data": shards * groups, "replicate": groups}
+    return replace(job, job=Job(job.job.model, training))

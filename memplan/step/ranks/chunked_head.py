@@ -65,5 +65,5 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
 def behind_head(step: ShardedStep) -> ShardedStep:
     """Return a step whose last reduction before the layers' is that of the norm alone."""
     assert step.head is not None
-    norm = step.tail.reduced_bytes - step.head.reduced_bytes
-    return replace(step, tail=replace(step.tail, reduced_bytes=norm))
+    norm, waited = (getattr(step.tail, n) - getattr(step.head, n) for n in ("reduced_bytes", "waited_bytes"))
+    return replace(step, tail=replace(step.tail, reduced_bytes=norm, waited_bytes=waited))

@@ -89,7 +89,8 @@ class _Pass:
         """Return what a unit leaves besides what was there before."""
         if not self.reduces:
             return self.formed(whole)
-        return (unit.kept_bytes if self.mode == "first" or self.beside else 0) - whole * self.beside
+        new = self.mode == "first" or self.beside
+        return unit.kept_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
 
 
 def _passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:

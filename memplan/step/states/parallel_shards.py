@@ -82,12 +82,12 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
     parallel = setup.config.parallel
     if not is_sharded(parallel):
         return tuple(inventory)
-    return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.data) for tensor in inventory)
+    return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.shards) for tensor in inventory)
 
 
 def share(parallel: Parallel) -> Fraction:
     """Return what one rank holds of a tensor that divides evenly."""
-    return Fraction(1, (parallel.data if is_sharded(parallel) else 1) * parallel.tensor)
+    return Fraction(1, (parallel.shards if is_sharded(parallel) else 1) * parallel.tensor)
 
 
 def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
@@ -107,7 +107,10 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
         setup,
         stack=replace(setup.stack, autocast="never", kbit_floats="as-is"),
         config=replace(
-            config, parallel=replace(config.parallel, data=1, zero_stage=0), evaluation=False, adapter=adapter
+            config,
+            parallel=replace(config.parallel, data=1, replicate=1, zero_stage=0),
+            evaluation=False,
+            adapter=adapter,
         ),
         format_names={role: dtype if floats[role] else name for role, name in setup.format_names.items()},
         formats={role: plain if floats[role] else entry for role, entry in setup.formats.items()},
@@ -130,6 +133,8 @@ class Unit:
         cast_bytes: Its share of the weights, cast to the compute dtype before they are gathered; 0 for none.
         last_bytes: The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds
             until the end of the reduction.
+        waited_bytes: Its share of gradients as several groups reduce it among them, which it keeps until the end of backward,
+            be it its gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
     """
 
     gathered_bytes: int
@@ -140,6 +145,11 @@ class Unit:
     narrow_bytes: int
     cast_bytes: int
     last_bytes: int
+    waited_bytes: int = 0
+
+    def waiting_bytes(self, *, new: bool) -> int:
+        """What it keeps of the reduction among groups: nothing where that is its ``new`` gradient itself."""
+        return 0 if new and not self.narrow_bytes else self.waited_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -161,7 +171,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         ``foreach_all_gather`` and ``foreach_reduce`` in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
     """
-    ranks, compute = setup.config.parallel.data, setup.compute_bytes
+    ranks, compute = setup.config.parallel.shards, setup.compute_bytes
     tensors = [tensor for tensor in tensors if not is_whole(tensor, setup)]
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
@@ -177,6 +187,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
         cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute * (ranks > 1),
         last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
+        waited_bytes=trained * reduced if setup.config.parallel.replicate > 1 else 0,
     )
 
 
@@ -261,7 +272,7 @@ def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], train
 
     Formula:
         ``(N - 1) / N`` times: sharded, every layer gathered twice, the rest once, and all gradients
-        reduced and scattered; replicated, all gradients twice, as a ring reduces them.
+        reduced and scattered, their shares twice among groups; replicated, all gradients twice, as a ring reduces them.
 
     Args:
         setup: The training setup.
@@ -281,9 +292,10 @@ def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], train
     if is_partitioned(parallel):  # gathered twice, and pieces of gradients
         weights = sum(tensor.elements * tensor.count for tensor in inventory) * setup.compute_bytes
         return (2 * weights + trained_bytes * parallel.data) * (parallel.data - 1) // parallel.data
-    total = 0
+    total, reduced, shards, groups = 0, 0, parallel.shards, parallel.replicate
     for tensor in inventory:
         whole = unit((tensor,), setup)
         times = 2 if "{}" in tensor.name else 1
         total += tensor.count * (times * whole.gathered_bytes + whole.reduced_bytes)
-    return total * (parallel.data - 1) // parallel.data
+        reduced += tensor.count * whole.reduced_bytes // shards
+    return total * (shards - 1) // shards + 2 * reduced * (groups - 1) // groups

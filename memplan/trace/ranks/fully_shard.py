@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from memplan.catalog.training_config import Parallel
 from memplan.trace.recording.recorder import Recorder
 
 META = torch.device("meta")
@@ -115,14 +117,14 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def process_group(ranks: int) -> Iterator[DeviceMesh]:
-    """Set up a group of so many ranks, of which this process is the first and only one."""
+def process_group(*degrees: int) -> Iterator[DeviceMesh]:
+    """Set up a mesh of so many ranks in each dimension, of which this process is the first and only one."""
     if dist.is_initialized():
         raise RuntimeError("a process group exists already")
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=prod(degrees), store=FakeStore())
     try:
         with _without_device():
-            yield init_device_mesh("cpu", (ranks,))
+            yield init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard")[-len(degrees) :])
     finally:
         dist.destroy_process_group()
 
@@ -132,16 +134,24 @@ def _without_device() -> Iterator[None]:
     """Let FSDP2 run on ``meta`` tensors, with the CPU's streams and events, which do nothing."""
     modules: list[Any] = [_fsdp_collectives, _fsdp_param_group]
     saved = [(module, module._get_device_handle) for module in modules]
-    check = FSDPParamGroup._validate_no_meta_params
+    check, owner = FSDPParamGroup._validate_no_meta_params, modules[1]
+    reduce = owner.foreach_reduce
     for module in modules:
         module._get_device_handle = lambda _: torch.cpu
     FSDPParamGroup._validate_no_meta_params = lambda _: None  # type: ignore[method-assign]
+    owner.foreach_reduce = lambda *args: _with_event(*reduce(*args))
     try:
         yield
     finally:
         FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+        owner.foreach_reduce = reduce
         for module, handle in saved:
             module._get_device_handle = handle
+
+
+def _with_event(*reduced: Any) -> tuple[Any, ...]:
+    """Return what ``foreach_reduce`` does, with the event of the reduction among groups, which is asked for off the CPU."""
+    return (*reduced[:5], torch.cpu.Event(), *reduced[6:])
 
 
 def shard(
@@ -154,12 +164,17 @@ def shard(
         on_meta(modules, collective)
 
 
+def mesh_degrees(parallel: Parallel) -> tuple[int, ...]:
+    """Return the groups that each divide everything, if there are several, and the ranks of each."""
+    return (parallel.replicate, parallel.shards) if parallel.replicate > 1 else (parallel.shards,)
+
+
 @contextmanager
-def sharding(owner: Any, ranks: int, recorder: ShardedRecorder) -> Iterator[DeviceMesh]:
-    """Let a library's ``fully_shard``, which it has from ``owner``, shard over so many ranks that are not there."""
+def sharding(owner: Any, degrees: Sequence[int], recorder: ShardedRecorder) -> Iterator[DeviceMesh]:
+    """Let a library's ``fully_shard``, which it has from ``owner``, shard over a mesh of ranks that are not there."""
     collective, made = Allocates(), owner.fully_shard
     collective.recorder = recorder
-    with process_group(ranks) as mesh:
+    with process_group(*degrees) as mesh:
 
         def sharded(module: Any, **options: Any) -> Any:
             result = made(module, **{**options, "mesh": options.get("mesh") or mesh})

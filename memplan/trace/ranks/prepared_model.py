@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iter
     if parallel.data == 1 or runs_engine(parallel):
         yield
     elif isinstance(recorder, ShardedRecorder):
-        with _shards(recorder, parallel.data, trainer):
+        with _shards(recorder, fully_shard.mesh_degrees(parallel), trainer):
             yield
     else:
         with _replicas(recorder, parallel.data):
@@ -63,7 +63,7 @@ def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shards(recorder: ShardedRecorder, ranks: int, trainer: Any) -> Iterator[None]:
+def _shards(recorder: ShardedRecorder, degrees: Sequence[int], trainer: Any) -> Iterator[None]:
     """Let accelerate's FSDP2 shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
     state = trainer.accelerator.state
@@ -72,7 +72,7 @@ def _shards(recorder: ShardedRecorder, ranks: int, trainer: Any) -> Iterator[Non
     PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
     _numbered(trainer.model)
-    with _distributed(DistributedType.FSDP), fully_shard.sharding(torch.distributed.fsdp, ranks, recorder):
+    with _distributed(DistributedType.FSDP), fully_shard.sharding(torch.distributed.fsdp, degrees, recorder):
         yield
 
 

@@ -111,7 +111,8 @@ def trace_sharded(
     """Return the trace of one rank under ``zero_stage: 3``, whose last step is reported."""
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
     files = (__file__, str(fully_shard.__file__), str(Path(__file__).parent.with_name("tracer.py")), *skipped_files())
-    with warnings.catch_warnings(), fully_shard.process_group(setup.config.parallel.data) as mesh:
+    degrees = fully_shard.mesh_degrees(setup.config.parallel)
+    with warnings.catch_warnings(), fully_shard.process_group(*degrees) as mesh:
         # Logits are a view, as of any linear layer; nothing changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         session = ShardedSession(model.spec, setup, mesh)

@@ -34,7 +34,7 @@ from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
-from memplan.trace.ranks.fully_shard import ShardedRecorder, sharding
+from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -102,13 +102,14 @@ def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
 def _on_ranks(model: Any, setup: TrainingSetup, recorder: ShardedRecorder, around: ExitStack) -> None:
     """Divide and shard a model as ``parallelize_llama`` does, over a group that lasts as long as ``around``."""
     parallel, fsdp = setup.config.parallel, torchtitan.distributed.fsdp
-    mesh = around.enter_context(sharding(fsdp, parallel.data * parallel.tensor, recorder))
+    degrees = (parallel.gpus,) if parallel.tensor > 1 else mesh_degrees(parallel)
+    mesh = around.enter_context(sharding(fsdp, degrees, recorder))
     if parallel.tensor > 1:
         set_spmd_backend(BACKEND)
         parallel_dims.device_type = "cpu"
-        dims = ParallelDims(1, parallel.data, 1, parallel.tensor, 1, 1, mesh.size(), BACKEND)
+        dims = ParallelDims(parallel.replicate, parallel.shards, 1, parallel.tensor, 1, 1, mesh.size(), BACKEND)
         model.parallelize(dims)
-        mesh = dims.get_mesh("fsdp")
+        mesh = dims.get_mesh(["dp_replicate", "fsdp"] if parallel.replicate > 1 else ["fsdp"])
     _checkpointed(model, setup)
     if is_sharded(parallel):
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
