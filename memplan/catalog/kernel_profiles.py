@@ -19,6 +19,7 @@ LossKernel = Literal[
     "token-chunks-fp32",
     "fused-head",
     "fused-linear",
+    "cut-cross-entropy",
     "in-place",
     "chunked-backward",
     "chunked-logits",
@@ -68,7 +69,8 @@ class KernelProfile:
             ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
             own, and so are ``token-chunks-fp32``, whose rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
-            ``fused-linear``, which forms gradients in forward; ``in-place`` works in the fp32 copy; ``fp32-pieces``
+            ``fused-linear``, which forms gradients in forward, and ``cut-cross-entropy``, which forms them in backward, block
+            by block of logits that no tensor holds; ``in-place`` works in the fp32 copy; ``fp32-pieces``
             are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head.

@@ -18,7 +18,7 @@ from memplan.step.blocks.cross_entropy import (
     stretched_logits,
     tiled_cross_entropy,
 )
-from memplan.step.blocks.fused_linear_loss import linear_cross_entropy
+from memplan.step.blocks.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
@@ -34,7 +34,7 @@ from memplan.units import ceil_div
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
 
-FUSED_LOSSES = ("fused-head", "fused-linear", *TOKEN_CHUNKS)
+FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
 
 IN_PIECES = ("fp32-pieces", "fp32-stretches")
@@ -223,6 +223,8 @@ def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequ
         return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, wide=wide, bounded=bounded)
     if settings.loss == "fused-head":
         return tiled_cross_entropy(builder, x, weights, settings.vocab_size, answers=settings.answers)
+    if settings.loss == "cut-cross-entropy":
+        return cut_cross_entropy(builder, x, weights, settings.vocab_size)
     return linear_cross_entropy(builder, x, weights, settings.vocab_size)
 
 

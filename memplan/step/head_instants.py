@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.fused_linear_loss import PLACE_BYTES
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.end_settings import EndSettings
@@ -25,12 +26,17 @@ AGAIN = Recomputation("full")
 """How a chunk of a loss over chunks runs: again in backward."""
 
 
-def root_bytes(inputs: StepInputs, settings: EndSettings) -> int:
-    """Return the loss and the gradients that backward starts from; scaling forms an fp32 loss besides."""
+def root_form(inputs: StepInputs, settings: EndSettings) -> Form:
+    """Return the loss and the gradients that backward starts from, and what the loss's graph keeps as long as there is one.
+
+    Scaling forms an fp32 loss besides; the node of cut cross-entropy has the places of labels among its attributes.
+    """
     config, loss = inputs.setup.config, settings.loss_bytes
-    if config.loss_scaling:
-        return loss + 8 + (4 if config.gradient_accumulation_steps > 1 else 0)
-    return loss * (3 if config.gradient_accumulation_steps > 1 else 2)
+    several = config.gradient_accumulation_steps > 1
+    size = loss + 8 + (4 if several else 0) if config.loss_scaling else loss * (3 if several else 2)
+    places = PLACE_BYTES if settings.loss == "cut-cross-entropy" else 0
+    kept = single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, places)
+    return constant_form(Part.TEMPORARIES, size) + kept
 
 
 def gradients_left(head: Head, mode: Mode) -> int:

@@ -19,11 +19,16 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.cross_entropy import STRETCH_TOKENS
 from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.ends_on_tape import IN_PIECES
-from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_bytes, tied_sum
+from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_form, tied_sum
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.own_adapters import refuse_own_adapters
-from memplan.step.kernels.refused_code import refuse_liger, refuse_linear_attention, refuse_unquantised
+from memplan.step.kernels.refused_code import (
+    refuse_cut_cross_entropy,
+    refuse_liger,
+    refuse_linear_attention,
+    refuse_unquantised,
+)
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -120,6 +125,7 @@ def step_on_tape(
     """
     refuse_unquantised(model.spec, setup)
     refuse_liger(model.spec, setup)
+    refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
     refuse_linear_attention(model.spec, setup)
     optimizer = step_temporaries(setup, states.tensors)
@@ -271,7 +277,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from forward_instants(inputs, taped, played, base)
     base, bare_base = backward_base(inputs, taped, base)
     yield from copied_outputs(inputs, taped.head, base + played.saved + played.head.saved)
-    base += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
+    base += root_form(inputs, taped.settings)
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     bare = base + played.embedding.saved + _left_stretch(inputs, taped)
@@ -288,7 +294,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         for moment in played.layers[place.kind[0]].backward:
             yield moment.around(around, name)
     around = bare_base + escaped + constant_form(Part.GRADIENTS, formed)
-    around += constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
+    around += root_form(inputs, taped.settings)
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
         yield moment.around(around, "end of backward")

@@ -21,7 +21,11 @@ Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
 
 _BY_ACCELERATE = ("bf16", "fp32", "fused-linear", "fused-head")
-_LOSSES = {"accelerate": _BY_ACCELERATE, "axolotl": _BY_ACCELERATE, "ends-apart": ("bf16", "fp32", "chunked-backward")}
+_LOSSES = {
+    "accelerate": _BY_ACCELERATE,
+    "axolotl": (*_BY_ACCELERATE, "cut-cross-entropy"),
+    "ends-apart": ("bf16", "fp32", "chunked-backward"),
+}
 """Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
 _DEGREES = ("data", "tensor", "pipeline", "context", "expert", "replicate", "virtual", "expert_tensor")
 _AUTO = ("reduce_bucket_size", "persistence_threshold", "prefetch_bucket_size")

@@ -12,6 +12,7 @@ from memplan.step.blocks.fused_linear_loss import linear_chunk
 
 MODEL, TOKENS = "llama-3.2-1b", 2048
 LIGER = ("kernels.norm=in-place", "kernels.rotary=in-place", "kernels.activation=in-place", "kernels.loss=fused-linear")
+CUT = ("kernels.loss=cut-cross-entropy",)
 INT8 = ("weights.hidden_matrix=llm-int8",)
 
 
@@ -30,6 +31,14 @@ def test_a_chunk_of_the_fused_linear_loss_is_a_power_of_two_or_all_tokens():
     spec = find_model(MODEL, Shapes(), Catalog(data_directory())).spec
     assert linear_chunk(TOKENS, spec) == 64  # 33 of 2048 tokens for each of ceil(128256 / 2048) = 63 shares
     assert linear_chunk(1, spec) == 1
+
+
+def test_cut_cross_entropy_has_no_logits_and_the_heads_gradient_alone():
+    cut, whole = (
+        plan("activation_checkpointing=full", f"kernels.loss={loss}", stack="axolotl").expected_bytes
+        for loss in ("cut-cross-entropy", "fp32")
+    )
+    assert whole - cut > 0.9 * TOKENS * 128_256 * 4
 
 
 def test_axolotls_fused_adapters_save_less_than_pefts():
@@ -67,6 +76,9 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
             "of qwen3_moe, as Liger runs it, is not modelled",
         ),
         (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
+        (CUT, {"stack": "torchtune"}, "runs on models of transformers"),
+        (CUT, {"stack": "transformers", "model": "gpt2"}, "has no forward for gpt2"),
+        ((*CUT, "weights=fp32"), {"config": "bf16-adamw"}, "takes a head in bf16 or fp16"),
         (INT8, {"gpu": "v100-16gb"}, "needs compute capability 7.5"),
     ],
 )

@@ -47,6 +47,7 @@ NEAR = {
     "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,
     "axolotl": 0.98,
+    "axolotl.cut": 0.95,
     "axolotl.shards": 1.0,
     "axolotl.preferences": 1.0,
     "torchtitan": 0.95,

@@ -160,10 +160,16 @@ def test_a_command_is_what_its_file_says_and_its_flags_count_over_that(tmp_path)
 
 
 def test_what_is_set_besides_is_not_refused(tmp_path):
-    file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "cut_cross_entropy: true\n")
-    with pytest.raises(CannotAnswerError, match=r"--set kernels\.loss=VALUE"):
+    file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "liger_cross_entropy: true\n")
+    with pytest.raises(CannotAnswerError, match=r"in-place is not modelled yet"):
         memplan.plan(str(file), gpu="h100")
     assert memplan.plan(str(file), gpu="h100", set={"kernels.loss": "fused-linear"})
+
+
+def test_axolotls_plugin_alone_turns_cut_cross_entropy_on(tmp_path):
+    plugin = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
+    cut = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + plugin)
+    assert memplan.import_file(cut).to_dict()["training"]["kernels"]["loss"] == "cut-cross-entropy"
 
 
 def test_torchtunes_components_are_overridden_by_their_name_alone():

@@ -151,6 +151,12 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
 
 
+def with_loss(job: StackJob, loss: str) -> StackJob:
+    """Return the same job with another loss."""
+    kernels = {**job.job.training.get("kernels", {}), "loss": loss}
+    return replace(job, job=Job(job.job.model, {**job.job.training, "kernels": kernels}))
+
+
 def at_version(job: StackJob, version: str) -> StackJob:
     """Return the same job for an older version of its stack, where an engine generates."""
     training = {**job.job.training, "stack": f"{job.stack}@{version}"}

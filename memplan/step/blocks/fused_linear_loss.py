@@ -1,4 +1,4 @@
-"""Head and cross-entropy as one function that goes over chunks of tokens, and has the gradients when its forward is done."""
+"""Head and cross-entropy as one function: over chunks of tokens with gradients made in forward, or over blocks that no tensor holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from dataclasses import replace
 from memplan.model.spec import ModelSpec
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 from memplan.units import ceil_div
+
+PLACE_BYTES = 8
+"""Of a label's place, a sum of whole numbers, which torch forms in 64 bits."""
+
+LOCKED_COLUMNS = 64
+"""Columns of a gradient that share a lock in ``cce_backward_kernel``."""
 
 
 def linear_chunk(tokens: int, spec: ModelSpec) -> int:
@@ -57,6 +63,45 @@ def linear_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], 
         total = tape.value(ONE, 1, 4, part=Part.LOGITS)
         tape.apply("fused linear loss", [(x, OVER)], (total, *made), made, own, traits)
         tape.touch(padded, shifted, losses)
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply("mean", [(total, SAME)], loss, traits=SAVES_NOTHING)
+
+
+def cut_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], vocab_size: int) -> Value:
+    """Record head and cross-entropy whose logits are formed block by block inside of kernels; return the loss.
+
+    The places of labels stay as long as the loss (memplan.step.head_instants.root_form), and for backward one statistic per token and per row of the head, in fp32. Backward orders the
+    head's rows by theirs and forms both gradients as they are stored, each with locks, 4 bytes for each token and row.
+
+    Args:
+        builder: Writes on the tape.
+        x: What the head is given, in 16 bits like the head's weight.
+        weights: The head's weight, and its bias where it has one.
+        vocab_size: Rows of the head.
+
+    Source:
+        ``LinearCrossEntropyFunction`` in cut_cross_entropy/cce.py, ``_build_flat_valids`` in utils.py, ``cce_lse_forward_kernel``
+        and ``cce_backward_kernel`` (25.1.1). The fork that axolotl 0.21.0 asks for (axolotl-ai-cloud/ml-cross-entropy 100a077)
+        allocates the same but locks, h / 2048 bytes for each token and row.
+    """
+    tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
+    if x.element_bytes != weights[0].element_bytes:
+        x = builder.cast(x, weights[0].element_bytes)
+    own = [_as_stored(weight) for weight in weights]
+    locks = ceil_div(x.width, LOCKED_COLUMNS)
+    with tape.alive(x):
+        places = tape.make("labels that count", tape.value(predicted, 2, 8), scratch=[(predicted, 1)])
+        narrow = tape.make("places in 32 bits", tape.value(predicted, 2, 4), places)
+        flat = tape.make("places of labels", tape.value(predicted, 1, PLACE_BYTES), narrow)
+        sums = tape.value(predicted, 1, 4, part=Part.LOGITS)
+        means = tape.value(ONE, vocab_size, 4, part=Part.LOGITS)
+        ordered = 4 * vocab_size
+        workspace = [(predicted, 4), (ONE, ordered + 4 * locks * ceil_div(vocab_size, locks))]
+        traits = Traits(scratch=[(predicted, 4)], workspace=workspace, custom=True)
+        point, total = (tape.value(ONE, width, 4, part=Part.LOGITS) for width in (0, 1))
+        tape.apply("cut cross-entropy", [(x, NEW)], point, [x, sums, means], own, traits)
+        tape.apply("order of rows", [(point, NEW)], total, traits=Traits(packs=False, workspace=[(ONE, 3 * ordered)]))
+        tape.touch(flat)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("mean", [(total, SAME)], loss, traits=SAVES_NOTHING)
 

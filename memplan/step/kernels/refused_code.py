@@ -35,6 +35,35 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
         )
 
 
+UNCUT_FAMILIES = ("falcon", "gpt2", "gpt_neox")
+"""Families whose causal models hold their decoder under another name than the forward that cut cross-entropy puts into them calls."""
+
+
+def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for cut cross-entropy where nothing runs it.
+
+    Raises:
+        CannotAnswerError: Another library's models, a family that its forward does not fit, or a head in 32 bits.
+
+    Source:
+        ``patch_llama_like`` in axolotl/integrations/cut_cross_entropy/__init__.py (0.21.0); ``cce_backward_kernel`` in
+        cut_cross_entropy/cce_backward.py (axolotl-ai-cloud/ml-cross-entropy 100a077), which asserts 16 bits.
+    """
+    if setup.profile.loss != "cut-cross-entropy":
+        return
+    where = "kernels.loss: cut-cross-entropy"
+    if setup.stack.model_code != "transformers":
+        raise CannotAnswerError(f"{where} runs on models of transformers and not on those of {setup.stack.name}")
+    if spec.architecture in UNCUT_FAMILIES or setup.scores:
+        raise CannotAnswerError(
+            f"{where} has no forward for {spec.architecture}{' with a score' if setup.scores else ''}"
+        )
+    if (name := setup.format_names["head"]) not in ("bf16", "fp16"):
+        raise CannotAnswerError(f"{where} takes a head in bf16 or fp16, and this one is in {name}")
+    if name == "fp16" and setup.residual_bytes > FLOAT_BYTES[name]:
+        raise CannotAnswerError(f"{where} stops at rows in fp32 with a head in fp16: use compute_dtype: bf16")
+
+
 def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for gated delta networks where nothing runs them, or not as they are modelled.
 

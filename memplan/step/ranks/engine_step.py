@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
-from memplan.step.head_instants import root_bytes, tied_sum
+from memplan.step.head_instants import root_form, tied_sum
 from memplan.step.instants import (
     StepForms,
     backward_base,
@@ -109,7 +109,7 @@ class EnginePass:
         following = Following(gradients)
         yield from self.forward(self, following, played)
         base, bare = backward_base(inputs, taped, ZERO)
-        root = constant_form(Part.TEMPORARIES, root_bytes(inputs, taped.settings))
+        root = root_form(inputs, taped.settings)
         for name, moment in following.through(self.head.backward, base + root + played.saved):
             yield replace(moment, name=name or "loss backward")
         waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
@@ -235,7 +235,7 @@ class EngineStep:
         """Return the fullest moment of reducing gradients that have stayed whole, in the order of the model."""
         buckets = self._buckets().with_whole(sum(self._sizes.values()))
         moments = [buckets.arrive(name) for group in self.groups for name in group.names] + [buckets.end()]
-        root = constant_form(Part.TEMPORARIES, root_bytes(self.inputs, self.taped.settings))
+        root = root_form(self.inputs, self.taped.settings)
         form = graph_of_loss(self.inputs, self.taped) + root
         return besides(
             Instant("end of backward", "reduction of whole gradients", form), max(moments, key=lambda held: held.bytes)

@@ -255,6 +255,8 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
         what = f"model: linear attention ({spec.name})"
     elif adapter is not None and adapter.kind == "dora":
         what = "adapter.kind: dora"
+    elif setup.profile.loss == "cut-cross-entropy":
+        what = "kernels.loss: cut-cross-entropy, which gathers the head by itself,"
     elif family_code(setup.stack.model_code, spec.architecture).own_linear and not (
         adapter and setup.checkpointing == "full"
     ):

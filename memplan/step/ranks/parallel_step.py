@@ -22,7 +22,7 @@ from functools import partial
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.head_instants import head_backward, root_bytes, tied_sum
+from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
@@ -117,7 +117,7 @@ def _one_pass(step: ShardedStep, base: Form, of: _Pass) -> Iterator[Instant]:
     played = step.played_as("again" if of.beside else "first")
     saved, head = played.saved, step.taped.head
     yield from forward(step, base)
-    bare = base + leaf_of(step) + constant_form(Part.TEMPORARIES, root_bytes(step.inputs, step.taped.settings))
+    bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
     base = bare + kept_arguments(step.inputs) + tables_of_graph(step.inputs)
     if step.chunked:
         yield from chunked_head(step, base + saved, played)

@@ -18,6 +18,9 @@ Path = tuple[str, ...]
 Floats = Literal["fp32", "bf16", "fp16"]
 FLOATS = ("fp32", "bf16", "fp16")
 
+CUT = "cut-cross-entropy"
+"""The loss whose own library has the model's ends cast back, and refuses others."""
+
 
 def stack_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[Path, str]]:
     """Yield why there is no stack as a config names it; a version that was not read is refused elsewhere."""
@@ -114,7 +117,7 @@ def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str
     """
     if config.adapter is None and casts_trained(config, stack):
         return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
-    flash = (config.kernels.attention or stack.kernels.attention) == "flash"
+    flash = (config.kernels.attention or stack.kernels.attention) == "flash" or config.kernels.loss == CUT
     sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
     if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded or _casts_back(config):
         return dict(names)
@@ -138,6 +141,9 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
     if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
+    if config.kernels.loss == CUT and config.compute_dtype == "fp32":
+        text = f"{CUT} takes rows and a head in 16 bits; use compute_dtype: bf16, or fp32 as the loss"
+        yield ("kernels", "loss"), text
 
 
 def unmodelled(

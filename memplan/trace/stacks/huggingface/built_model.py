@@ -18,6 +18,7 @@ from transformers import (
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import bitsandbytes_options, quantised, quantises
+from memplan.trace.pretended_cuda.cut_loss import with_cut_cross_entropy
 from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
@@ -113,6 +114,7 @@ def loaded_model(inputs: StackInputs) -> Any:
         if quantises(setup):
             model = quantised(model, setup)
     with_liger(model, setup)
+    with_cut_cross_entropy(model, setup)
     with_linear_attention(model, setup)
     return model.train()
 
@@ -120,8 +122,11 @@ def loaded_model(inputs: StackInputs) -> Any:
 def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: StackInputs) -> Any:
     """Return a model of random weights as ``from_pretrained`` loads it onto the device from a checkpoint of it."""
     profile = inputs.setup.profile
-    if "in-place" in (profile.norm, profile.rotary, profile.activation) or profile.loss == "fused-linear":
-        raise CannotAnswerError("Liger's kernels are patched into a traced model alone")
+    if "in-place" in (profile.norm, profile.rotary, profile.activation) or profile.loss in (
+        "fused-linear",
+        "cut-cross-entropy",
+    ):
+        raise CannotAnswerError("kernels of Liger and cut cross-entropy are patched into a traced model alone")
     with tempfile.TemporaryDirectory() as folder:
         auto.from_config(config, dtype=dtype).save_pretrained(folder)
         options: dict[str, Any] = {"dtype": dtype, "device_map": {"": inputs.device}}
