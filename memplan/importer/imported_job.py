@@ -13,7 +13,7 @@ from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.conditions import version_parts
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Result
-from memplan.importer.referred_files import references, without_given
+from memplan.importer.referred_files import note_shipped, references, without_given
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
@@ -138,8 +138,13 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     launching = usable_path(str(launcher)) if launcher is not MISSING and not beside else None
     if launching is not None and is_file(launching):
         beside = [read_keys(launching)]
+    shipped = question.mappings.shipped("accelerate", str(launcher)) if launching is not None and not beside else None
+    if shipped is not None:
+        beside = [shipped]
     sources = [*beside, *(read_keys(path) for path in files), command.job]
     job = _joined(sources, question, [Path(), *(path.parent for path in files)], command)
+    if shipped is not None:
+        note_shipped(job.reading, shipped.name, str(launcher), "the command")
     if launching is not None and not beside:
         absent.append(str(launcher))
         job.reading.results["let.unread"] = Result(launching.name, LAUNCHED)
@@ -272,6 +277,7 @@ def _follow_all(
             source,
             folders,
             bool(launchers),
+            question.mappings,
         )
     ]
     beside = [(told.keys, told.head.trainer) for told in launchers]
@@ -280,7 +286,9 @@ def _follow_all(
         keys, _ = with_new_names(keys, mapped, "")
         follow(job.reading, mapped.rules, keys, LAUNCHED)
         sort_keys(job.reading, keys, mapped, job.keys)
-        referred_below = references(job.reading, mapped, keys, folders, False) if trainer == "accelerate" else []
+        referred_below = (
+            references(job.reading, mapped, keys, folders, False, question.mappings) if trainer == "accelerate" else []
+        )
         for inner, name in referred_below:
             follow(job.reading, question.mappings.body(name).rules, inner, LAUNCHED)
             sort_keys(job.reading, inner, question.mappings.body(name), job.keys)

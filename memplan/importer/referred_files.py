@@ -12,11 +12,11 @@ from memplan.importer.conditions import word
 from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
 from memplan.importer.sources.file_sources import read_keys
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
-from memplan.importer.trainer_mappings import Mapped, Reference
+from memplan.importer.trainer_mappings import Mapped, Reference, TrainerMappings
 
 
 def references(
-    reading: Reading, mapped: Mapped, keys: GivenKeys, folders: Sequence[Path], given: bool
+    reading: Reading, mapped: Mapped, keys: GivenKeys, folders: Sequence[Path], given: bool, mappings: TrainerMappings
 ) -> list[tuple[GivenKeys, str]]:
     """Return the launcher's keys that a trainer's file holds, names by path, or calls by a preset's name, each with whose they are.
 
@@ -26,6 +26,7 @@ def references(
         keys: Of one file.
         folders: Where a named file may lie.
         given: Whether a launcher's file is given besides, so that a missing one is none.
+        mappings: Know the files that packages ship.
 
     Raises:
         InvalidFileError: A named file has no keys.
@@ -36,7 +37,7 @@ def references(
         if isinstance(value, Mapping):
             found.append((keys.at(reference.key), reference.trainer))
         elif value is not MISSING and word(value) not in ("", "false", "none"):
-            found += _named_file(reading, str(value), reference, keys, folders, given)
+            found += _named_file(reading, str(value), reference, keys, folders, given, mappings)
     return found
 
 
@@ -47,7 +48,13 @@ def without_given(mapped: Mapped, later: Sequence[GivenKeys]) -> Mapped:
 
 
 def _named_file(
-    reading: Reading, value: str, reference: Reference, keys: GivenKeys, folders: Sequence[Path], given: bool
+    reading: Reading,
+    value: str,
+    reference: Reference,
+    keys: GivenKeys,
+    folders: Sequence[Path],
+    given: bool,
+    mappings: TrainerMappings,
 ) -> list[tuple[GivenKeys, str]]:
     path = usable_path(value)
     for folder in folders:
@@ -57,17 +64,19 @@ def _named_file(
                 said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
                 raise InvalidFileError([f"{launching.name}, {said}"])
             return [(launching, reference.trainer)]
-    preset = reference.presets.get(value) or reference.presets.get(path.name)
     place = keys.where(reference.key)
     if given:
         return []
+    if found := mappings.shipped(reference.trainer, reference.presets.get(value, value)):
+        note_shipped(reading, found.name, value, place)
+        return [(found, reference.trainer)]
     reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
-    if preset is None or path.suffix:
-        reading.results["let.unread"] = Result(path.name, LAUNCHED)
-        reading.need(f"the file {printable(value)} that {place} names: --with FILE")
-    if preset is None:
-        return []
-    why = f"{place}: what the trainer's own package has under the name {path.name}"
-    for name, result in preset.items():
-        reading.results[f"training.{name}"] = Result(result, DEFAULTED, reference.key, keys.name, why)
+    reading.results["let.unread"] = Result(path.name, LAUNCHED)
+    reading.need(f"the file {printable(value)} that {place} names: --with FILE")
     return []
+
+
+def note_shipped(reading: Reading, name: str, named: str, place: str) -> None:
+    """Note as an assumption that a file that is not there is what a package has under that name."""
+    why = f"{place}: {printable(named)} is not there; this is what the package has under that name"
+    reading.results["let.shipped"] = Result(name, DEFAULTED, "", name, why)

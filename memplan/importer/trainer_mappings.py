@@ -12,6 +12,7 @@ from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, read_text
 from memplan.documents.schemas import build
 from memplan.errors import unknown_name
+from memplan.importer.sources.given_keys import GivenKeys
 
 HEAD_ENDS = "\nrules:"
 """Where what tells a trainer's file ends in a mapping's own file."""
@@ -52,12 +53,12 @@ class Reference:
     Attributes:
         key: The key.
         trainer: Whose file it is.
-        presets: Names that stand for files of the trainer's own package -> what is in them.
+        presets: Names that stand for files of the trainer's own package -> their paths there.
     """
 
     key: str
     trainer: str
-    presets: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,21 @@ class TrainerMappings:
             own = _extended(own, self.body(base))
         return own
 
+    def shipped(self, launcher: str, named: str) -> GivenKeys | None:
+        """Return the keys of a file that a package ships under a folder's and a file's name; None where none does.
+
+        Args:
+            launcher: Whose file it is.
+            named: A path that ends with that folder and file.
+        """
+        path = self.folder / SHIPPED / f"{launcher}.yaml"
+        files = parse_document(read_text(path), str(path)).data if path.is_file() else {}
+        for known, file in files.items():
+            folder_and_file = "/".join(known.split("/")[-2:])
+            if f"/{named}".endswith(f"/{folder_and_file}"):
+                return GivenKeys(f"{Path(known).name} of {file['package']}", file["keys"], {})
+        return None
+
     def _with_table(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a rule with the table of another mapping's rule, ``TRAINER.KEY``, put in, and what it adds to that."""
         name = rule.get("table")
@@ -161,6 +177,10 @@ class TrainerMappings:
             other["table"] for other in self.body(trainer).rules if other.get("key") == key and "table" in other
         )
         return {**rule, "table": {**table, **rule.get("also", {})}}
+
+
+SHIPPED = "shipped"
+"""Folder of what packages' own files of launchers say."""
 
 
 @lru_cache(maxsize=2)

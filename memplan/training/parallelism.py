@@ -32,7 +32,7 @@ _AUTO = ("reduce_bucket_size", "persistence_threshold", "prefetch_bucket_size")
 _ELEMENTS = (
     ("reduce_bucket_size", 1),
     ("persistence_threshold", 0),
-    ("sub_group_size", 1),
+    ("sub_group_size", 0),
     ("prefetch_bucket_size", 0),
     ("max_live_parameters", 0),
     ("max_reuse_distance", 0),

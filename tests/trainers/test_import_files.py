@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
+from memplan.catalog.catalog import data_directory
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError
 from memplan.importer.classified_keys import known_keys
 from memplan.library.lookup.trainer_files import trainer_mappings
@@ -170,6 +172,36 @@ def test_axolotls_plugin_alone_turns_cut_cross_entropy_on(tmp_path):
     plugin = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
     cut = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + plugin)
     assert memplan.import_file(cut).to_dict()["training"]["kernels"]["loss"] == "cut-cross-entropy"
+
+
+def test_a_package_s_own_launcher_file_is_assumed_where_none_lies_there(tmp_path):
+    text = (EXAMPLES / "axolotl-full.yaml").read_text() + "deepspeed: deepspeed_configs/zero3_bf16.json\n"
+    file = written(tmp_path, text)
+    job = memplan.import_file(file, gpus=4).to_dict()
+    assert job["training"]["parallel"]["deepspeed"]["max_live_parameters"] == 0  # written without stage3_ there
+    assert [row["value"] for row in job["assumed"] if "launcher" in row["key"]] == ["zero3_bf16.json of axolotl 0.19.0"]
+    (tmp_path / "deepspeed_configs").mkdir()
+    written(
+        tmp_path / "deepspeed_configs",
+        '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}',
+        "zero3_bf16.json",
+    )
+    job = memplan.import_file(file, gpus=4).to_dict()
+    assert job["training"]["parallel"]["zero_stage"] == 1
+    assert not any("launcher" in row["key"] for row in job["assumed"])
+
+
+def test_a_file_of_that_name_in_another_folder_is_nobodys(tmp_path):
+    file = written(tmp_path, (EXAMPLES / "axolotl-full.yaml").read_text() + "deepspeed: mine/zero3_bf16.json\n")
+    assert any("mine/zero3_bf16.json" in need for need in memplan.import_file(file, gpus=4).to_dict()["needs"])
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+def test_every_shipped_file_has_known_keys_alone(tmp_path, launcher):
+    folder = data_directory() / "configs" / "trainers" / "shipped"
+    for path, file in yaml.safe_load((folder / f"{launcher}.yaml").read_text()).items():
+        job = memplan.import_file(written(tmp_path, json.dumps(file["keys"]), "keys.json"), trainer=launcher).to_dict()
+        assert job["keys"]["unknown"] == [], path
 
 
 def test_torchtunes_components_are_overridden_by_their_name_alone():
@@ -533,6 +565,8 @@ def test_a_swift_command_has_its_own_defaults():
     answer = memplan.import_file(words.split()).to_dict()
     training = answer["training"]
     assert (training["micro_batch_size"], training["gradient_accumulation_steps"]) == (1, 8)
+    shipped = training["parallel"].pop("deepspeed")  # swift/config/zero3.json
+    assert (shipped["persistence_threshold"], shipped["overlap_comm"]) == ("auto", False)
     assert training["parallel"] == {"zero_stage": 3, "engine": "deepspeed", "data": 2}
     assert answer["method"]["tuning"] == "lora"
 

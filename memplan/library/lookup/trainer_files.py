@@ -185,7 +185,8 @@ def training_data(
     _refuse_unknown(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""
-    description = f"{job.head.title} {job.version}".strip() + other
+    shipped = f", {printable(job.value('let.shipped'))}" if job.value("let.shipped") else ""
+    description = f"{job.head.title} {job.version}".strip() + other + shipped
     return {"description": description, **_known(data, TrainingConfig), "stack": stack}
 
 

@@ -122,6 +122,8 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
             rows.append({"key": short, "value": result.value, "why": result.why, "change": flag})
     for text in (text for keys in job.sources for text in keys.repeated):
         rows.append({"key": "-", "value": "the last one", "why": text, "change": ""})
+    if (shipped := job.reading.results.get("let.shipped")) is not None:
+        rows.append({"key": "launcher's file", "value": shipped.value, "why": shipped.why, "change": "--with FILE"})
     version = job.reading.results.get("let.version")
     if version is not None:
         rows.append({"key": "trainer", "value": version.value, "why": version.why, "change": "--trainer-version V"})
