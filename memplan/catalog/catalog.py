@@ -75,6 +75,8 @@ class Shelf(Generic[T]):
         Raises:
             UnknownNameError: With the nearest name or alias.
         """
+        if given in self.entries:
+            return given
         key = normalised_name(given)
         name = self.names.get(key)
         if name is None or not self._has_its_numbers(given, name):
@@ -88,10 +90,11 @@ class Shelf(Generic[T]):
         return name
 
     def __getitem__(self, given: str) -> T:
-        entry = self.entries.get(given)
-        return entry if entry is not None else self.entries[self.name_of(given)]
+        return self.entries[self.name_of(given)]
 
     def __contains__(self, given: str) -> bool:
+        if given in self.entries:
+            return True
         name = self.names.get(normalised_name(given))
         return name is not None and self._has_its_numbers(given, name)
 
@@ -124,6 +127,7 @@ class Catalog:
     def __init__(self, root: Path, extra: Path | None = None) -> None:
         self.root = root
         self.extra = extra
+        self._stacks: dict[str, Stack] = {}
         kind = "file" if extra is None else path_kind(extra)
         given = "(given as --catalog or MEMPLAN_CATALOG)"
         if extra is not None and kind == "folder" and not any(map(self._extra_files, SECTIONS)):
@@ -181,8 +185,10 @@ class Catalog:
         """
         from memplan.catalog.stacks import chosen_stack, split_name
 
-        name, version = split_name(given)
-        return chosen_stack(self.stacks.entries, self.stacks.name_of(name), version)
+        if given not in self._stacks:
+            name, version = split_name(given)
+            self._stacks[given] = chosen_stack(self.stacks.entries, self.stacks.name_of(name), version)
+        return self._stacks[given]
 
     def release_months(self) -> dict[str, str | None]:
         """Return model -> its month, None for a user's own without one; ours without a known month are left out."""

@@ -40,6 +40,9 @@ class EntryText:
         """The aliases that the text lists."""
         return self.listed("aliases")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._built or name in self._parts
+
     def listed(self, key: str) -> list[str]:
         """Return the names that the text lists under a key, in one line or one a line."""
         if f"{key}: " not in self.text and f"{key}:\n" not in self.text:
