@@ -28,7 +28,7 @@ from .operators import Operators, difference, inside  # noqa: E402
 from .tiny import CASES, OWN_CASES  # noqa: E402
 from .twins import BATCH, TOKENS, real_config, spec_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
 PROFILE = KernelProfile(norm="composite")
 """Norms step by step, as transformers writes them; the other kernels are the lab's."""

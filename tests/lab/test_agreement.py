@@ -11,6 +11,8 @@ from memplan.lab.agreement import compare, cut_model, grid
 from memplan.lab.survey.drawn_models import LINEAR
 from memplan.model.families import WITH_TOWERS
 
+pytestmark = pytest.mark.thorough
+
 CATALOG = Catalog(data_directory())
 GRID = list(grid(CATALOG))
 

@@ -24,6 +24,8 @@ from memplan.lab.training.text import library_text  # noqa: E402
 from memplan.model.inventory import parameter_count  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 CATALOG = Catalog(data_directory())
 FOLDER = data_directory() / "configs" / "evidence"
 SMALL = Size(1, 64, 2, 64, 256, batch=2, length=16, steps=2)

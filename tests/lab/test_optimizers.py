@@ -31,6 +31,8 @@ from memplan.step.states.update_algorithms import RULES  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 OPTIMIZERS = tuple(Catalog(data_directory()).optimizers.entries)
 DRAWN_FOR_EACH = 3
 SEED = int(os.environ.get("MEMPLAN_SURVEY_SEED", "0"))

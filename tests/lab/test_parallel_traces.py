@@ -15,6 +15,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
 
+pytestmark = pytest.mark.thorough
+
 SHAPES = {
     "untied": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003},
     "tied": {"layers": 3, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 700, "vocab": 4003, "tied": True},

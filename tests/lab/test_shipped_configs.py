@@ -31,6 +31,8 @@ from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 CATALOG = shipped_catalog()
 CONFIGS = list(CATALOG.configs.entries)
 LAYERS, TOKENS = 2, 64

@@ -23,6 +23,8 @@ from memplan.lab.survey.drawn_models import model_values
 from memplan.lab.survey.shrinking import shrunk
 from memplan.model.families import families, model_spec
 
+pytestmark = pytest.mark.thorough
+
 SEED = 20_261_121
 TOGETHER = 10
 BATCHES = range(10)

@@ -20,6 +20,8 @@ from memplan.library.lookup import Overrides, find_setup  # noqa: E402
 from memplan.model.readers.shapes import model_from_shapes  # noqa: E402
 from memplan.muon.weights.quantised import QuantisedWeight  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 CATALOG = Catalog(data_directory())
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "intermediate": 96, "vocab": 256}
 WIDE = TINY | {"layers": 1, "hidden": 256, "intermediate": 256}

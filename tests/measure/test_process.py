@@ -19,6 +19,8 @@ from memplan.measure.records.comparison_rows import rows_of
 from memplan.measure.records.measurement_plans import cpu_task
 from memplan.measure.records.prediction import predict
 
+pytestmark = pytest.mark.thorough
+
 ENDINGS = {
     "hung": "import time; time.sleep(60)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",

@@ -21,6 +21,8 @@ from memplan.step.states.muon_scratch import CHUNK_ELEMENTS
 from .memory import LiveStorages, storage_bytes, tensors_of
 
 gguf = pytest.importorskip("gguf")
+
+pytestmark = pytest.mark.thorough
 NAMES = sorted(WEIGHT_FORMATS)
 GGUF = [name for name in NAMES if not name.endswith("-b64")]
 GRIDS = [name for name in NAMES if isinstance(WEIGHT_FORMATS[name], GridFormat)]

@@ -181,7 +181,22 @@ def _passes(tests: Sequence[str]) -> bool:
                 os.dup2(null, stream)
             import pytest
 
-            code = int(pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+            code = int(
+                pytest.main(
+                    [
+                        "-q",
+                        "-x",
+                        "--tb=no",
+                        "-p",
+                        "no:cacheprovider",
+                        "-p",
+                        "no:xdist",
+                        "-m",
+                        "not slow and not benchmark",
+                        *tests,
+                    ]
+                )
+            )
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0

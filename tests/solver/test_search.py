@@ -19,6 +19,8 @@ from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import is_bundled
 from memplan.units import GIB
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 256
 
 

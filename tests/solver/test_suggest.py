@@ -53,6 +53,7 @@ def rows(cli):
     ],
     ids=lambda arguments: " ".join(arguments),
 )
+@pytest.mark.thorough
 def test_saved_configs_give_fit_the_same_bytes(cli, tmp_path, arguments):
     ran = cli("suggest", *arguments, "--json", "--save", tmp_path)
     assert ran.exit_code == 0
@@ -94,6 +95,7 @@ def test_coded_weights_whose_gradients_are_released_layer_by_layer_are_searched(
 
 
 # ------------------------------------------------------------------ what is asked is kept
+@pytest.mark.thorough
 def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
     job = (*ON_4090, "--keep", "offload")
     without = cli(*job)
@@ -126,6 +128,7 @@ def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_what_is_fixed_stays(rows, arguments, key, value):
     found = rows("llama-8b", "--gpu", "b200", *arguments)
     assert found
@@ -143,6 +146,7 @@ def test_batches_are_as_large_as_asked(rows):
         assert training["micro_batch_size"] * training["gradient_accumulation_steps"] >= 100
 
 
+@pytest.mark.thorough
 def test_ranks_go_by_status_and_then_by_tenths_of_time(rows):
     found = rows("llama-8b", "--gpu", "h100", "--experimental", "--most", "50")
     order = ["proven", "works", "experimental"]
@@ -175,6 +179,7 @@ def test_strict_takes_no_tight_ones(cli):
     assert strict.data["rows"] == []
 
 
+@pytest.mark.thorough
 def test_nothing_that_fits_is_a_near_miss_and_a_gpu_that_would_do(cli, tmp_path):
     ran = cli("suggest", "llama-70b", "--gpu", "rtx4090", "--experimental", "--json", "--save", tmp_path / "x.yaml")
     assert ran.exit_code == 1
@@ -224,6 +229,7 @@ def test_an_answer_without_host_memory_keeps_its_place(rows):
 
 
 @pytest.mark.parametrize("limit", [0, 16])
+@pytest.mark.thorough
 def test_offloaded_states_take_no_more_host_memory_than_is_allowed(rows, limit):
     found = rows(*ON_4090[1:], "--experimental", "--most", "50", "--host-memory", f"{limit} GiB")
     held = [r["host"]["bytes"] for r in found if r["training"]["offload"]["optimizer_states"] == "cpu"]
@@ -248,6 +254,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(refused, tmp_path):
 
 # ------------------------------------------------------------------ the trace agrees
 @pytest.mark.parametrize("index", [1, *(pytest.param(other, marks=pytest.mark.slow) for other in (0, 2, 3, 4))])
+@pytest.mark.thorough
 def test_saved_configs_give_the_trace_the_same_bytes(cli, catalog, model, tmp_path, index):
     pytest.importorskip("torch")
     from memplan.trace.tracer import trace_training

@@ -11,6 +11,8 @@ from memplan.errors import CannotAnswerError
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
 from memplan.lab.survey.drawn_jobs import Job, compared
 
+pytestmark = pytest.mark.thorough
+
 SHAPE = {
     "hidden_size": 96,
     "intermediate_size": 128,

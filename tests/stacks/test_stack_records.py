@@ -15,6 +15,8 @@ from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
 from memplan.lab.stack_survey.stack_records import read_records
 from tests.jobs import shipped_catalog
 
+pytestmark = pytest.mark.thorough
+
 FOLDER = Path(__file__).parent
 FILES = sorted((FOLDER / "records").glob("*.json"))
 PEAK_SHARE, WORST_SHARE, INSTANT_SHARE = 0.001, 0.01, 0.02

@@ -14,6 +14,8 @@ from memplan.model.model import Model  # noqa: E402
 from memplan.trace.cpu_events import cpu_peaks  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 TOLERANCE = 1e-4
 """Relative. AdamW's step counters (4 bytes each) and the generator's state that each checkpoint
 keeps (5056 bytes) lie on the CPU there and on the host of a GPU: no trace has them."""

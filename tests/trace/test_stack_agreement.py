@@ -20,7 +20,7 @@ from memplan.trace.stacks.registry import trace_stack  # noqa: E402
 from memplan.trace.stacks.stack_inputs import StackInputs, details_of  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
 KEYS: dict[str, Any] = {
     "model_type": "llama",

@@ -19,7 +19,7 @@ from memplan.trace.recording.trace_result import Trace  # noqa: E402
 from memplan.trace.stacks.registry import trace_stack, traceable_stacks  # noqa: E402
 from memplan.trace.stacks.stack_inputs import StackDetails, StackInputs  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
 KEYS = {
     "model_type": "llama",
