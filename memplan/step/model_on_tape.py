@@ -23,8 +23,9 @@ from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.training.adapters import REFERENCE
 from memplan.values import dataclass
 
-Stream = tuple[bool, int]
-"""Of the residual stream that a part is given: whether it needs a gradient, and the bytes of an element."""
+Stream = tuple[bool, int, bool]
+"""Of the residual stream that a part is given: whether it needs a gradient, the bytes of an element, and whether layers read a leaf
+of autograd's graph without a norm before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,10 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
 
     def after(kind: int) -> Stream:
         output = sections[kind].output
-        return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes
+        return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes, False
 
-    stream = (embedding.output.needs_gradient, block.residual_bytes)
+    leaf = embedding.output.needs_gradient and not embedding.tape.nodes and spec.runs[0].layer.placement == "post"
+    stream = (embedding.output.needs_gradient, block.residual_bytes, leaf)
     runs: list[tuple[LayerRun, int]] = []
     for run in _runs(spec, inputs.regime):
         first = kind_of(run, stream)
@@ -126,7 +128,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
             alone, rest = LayerRun(run.layer, 1, run.first), LayerRun(run.layer, run.count - 1, run.first + 1)
             runs += [(alone, first), (rest, kind_of(run, after(first)))]
         stream = after(runs[-1][1])
-    head = head_on_tape(settings, root, *stream)
+    head = head_on_tape(settings, root, *stream[:2])
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
     return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), head)
 

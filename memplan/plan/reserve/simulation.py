@@ -129,8 +129,6 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "the events of several GPUs' collectives are not told"
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
-    if plan.setup.formats["hidden_matrix"].product == "integers":
-        return "what its products hold until the loss goes is not told as events"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
     if plan.setup.scores:

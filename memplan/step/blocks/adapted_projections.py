@@ -179,14 +179,19 @@ def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weig
 def _norm_of_sum(
     builder: Builder, product: Value, base: Weight, size: int, rows: int, x: Value
 ) -> tuple[Value, Value | None]:
-    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each, and the weight's copy."""
+    """Return the norm of each row of a base weight and of ``product`` together, ``size`` elements each, and the weight's copy.
+
+    Codes that are multiplied as integers are decoded to fp32 (``int8_vectorwise_dequant`` in bitsandbytes/backends/default/ops.py,
+    0.50.2).
+    """
     tape, own = builder.tape, x.element_bytes
-    frozen: list[Value] = []
+    frozen, width = list[Value](), 4 if base.integers else base.element_bytes
     if base.coded:
         scratch = [(ONE, part) for part in (base.decoding_bytes, *base.decoding_parts)]
-        frozen = [tape.make("decode", builder.constant(size, builder.compute), scratch=scratch)]
+        decoded = builder.constant(size, 4 if base.integers else builder.compute)
+        frozen = [tape.make("decode", decoded, scratch=scratch)]
     read = list(frozen)
-    if base.element_bytes != own or base.foreign != x.foreign:
+    if width != own or base.foreign != x.foreign:
         read = [tape.make("cast", builder.constant(size, own), *frozen)]
     scaled = tape.make("scale", builder.constant(size, product.element_bytes), product)
     term = Value(-1, ONE, 0, own, foreign=x.foreign)

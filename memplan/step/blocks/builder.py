@@ -86,7 +86,15 @@ class Builder:
 
     def lowered(self, x: Value) -> Value:
         """Return ``x`` in the dtype of matrix products, as autocast casts it."""
-        return self.cast(x, self.compute) if self.settings.autocast else x
+        if not self.settings.autocast:
+            return x
+        if not x.leaf or x.element_bytes < 4:
+            return self.cast(x, self.compute)
+        copies, name = self.tape.cast_weights, f"given {x.storage}"
+        if name not in copies:
+            copies[name] = self.cast(x, self.compute)
+            self.tape.regional.add(copies[name].storage)
+        return copies[name]
 
     def add(self, x: Value, y: Value) -> Value:
         """Return ``x + y``, in the wider dtype; the gradient goes to both as it is, or cast."""

@@ -103,24 +103,32 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     if bias is not None:
         tape.cast_biases[bias.name] = width
     half = width == 2 and builder.settings.computes_fp16
-    coding = (0 if half else 2 * x.width) + 2 * x.width  # in fp16, and its absolute values
-    coded = tape.value(x.quantity, x.width + 4, 1, part=Part.TEMPORARIES)
-    tape.make(f"code input of {name}", coded, x, scratch=[(x.quantity, coding + x.width)])
+    coded = _coded_rows(builder, x if half else tape.make("cast", _scratch(builder, x, 2 * x.width), x))
+    sums = tape.make("multiply codes", _scratch(builder, x, 4 * rows), *coded)
+    formed = [sums] if half else [sums, tape.make("decode product", _scratch(builder, x, 2 * rows), sums)]
     out = tape.value(x.quantity, rows, width)
     out.foreign = x.foreign
-    products = (4 + (0 if half else 2)) * rows
-    decoded = (ONE, weight.rows * weight.columns * width)
-    traits = Traits(
-        packs=False,
-        scratch=[(x.quantity, products)],
-        workspace=[decoded],
-        custom=True,
-        product=True,
-        escapes=True,
-    )
+    workspace = [(ONE, weight.rows * weight.columns * width)]
+    traits = Traits(packs=False, workspace=workspace, custom=True, product=True, escapes=True, forms_last=True)
     tape.apply(f"linear {name}", [(x, NEW)], out, [x] if x.needs_gradient else [], traits=traits)
-    tape.touch(coded)
+    tape.touch(*formed, *coded)
     return out
+
+
+def _coded_rows(builder: Builder, x: Value) -> tuple[Value, Value]:
+    """Return the scales and codes of the rows of ``x``, in which outliers have been looked for."""
+    tape = builder.tape
+    scales = tape.make("scales of rows", _scratch(builder, x, 4), x)
+    codes = tape.make("code rows", _scratch(builder, x, x.coefficient // 2), x)
+    sizes = tape.make("absolute values", _scratch(builder, x, x.coefficient), x)
+    tape.make("outliers", _scratch(builder, x, x.coefficient // 2), sizes)
+    tape.touch(x)
+    return scales, codes
+
+
+def _scratch(builder: Builder, like: Value, row_bytes: int) -> Value:
+    """Return a temporary of so many bytes for each row of ``like``."""
+    return builder.tape.value(like.quantity, row_bytes, 1, part=Part.TEMPORARIES)
 
 
 def bias_sum(x: Value, bias: Weight | None) -> Reduction | None:

@@ -122,6 +122,11 @@ class PlayedSection:
         """The weights whose gradients stay, by name, and their storages."""
         return {name: self.name(storage) for name, storage in self._events.kept}
 
+    @property
+    def escaped(self) -> list[int]:
+        """What the graph of the loss holds of it."""
+        return [own for own in map(self.name, self._events.escaped) if own != NO_STORAGE]
+
     def forward(self, libraries: Libraries) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""
         self._with_libraries(self._events.forward, self._events.products[0], libraries)

@@ -35,6 +35,7 @@ class SectionEvents:
         kept: Name of each weight whose gradient stays -> its storage.
         products: Places of libraries' first products, in forward and in backward.
         used_up: Gradients that are used up within backward, and where among its events.
+        escaped: What nodes hold as attributes until the graph of the loss goes.
     """
 
     storages: tuple[Storage | Reduction, ...]
@@ -49,6 +50,7 @@ class SectionEvents:
     kept: tuple[tuple[str, int], ...]
     products: tuple[Places, Places]
     used_up: UsedUp = ()
+    escaped: tuple[int, ...] = ()
 
     def holding(self, storage: int) -> SectionEvents:
         """Return the same without what frees one storage, which a loop's own name keeps alive."""
@@ -92,10 +94,11 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         arriving = player.backward(output)
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
-    backward += recorder.rest([leaving, *recorder.kept.values()])
+    escaped = player.escaping_storages()
+    backward += recorder.rest([leaving, *recorder.kept.values(), *escaped])
     return SectionEvents(
         storages=tuple(recorder.storages),
-        forward=forward,
+        forward=tuple([2 * player.escaped.get(code >> 1, code >> 1) + (code & 1) for code in forward]),
         region_end=region_end,
         backward=backward,
         entry=entry.storage,
@@ -106,6 +109,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         kept=tuple(recorder.kept.items()),
         products=(in_forward, in_backward),
         used_up=recorder.used_up(),
+        escaped=escaped,
     )
 
 

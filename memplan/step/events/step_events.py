@@ -177,10 +177,10 @@ class StepPlayer:
             part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
             self._keep(part.kept, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
-        if self._leaf:
-            self._graph = [gradient, parts[0][1].output]
-            if not self.inputs.setup.stack.loop.holds:
-                self._let_go()
+        self._graph = [storage for _, part in reversed(parts) for storage in part.escaped]
+        self._graph += [gradient, parts[0][1].output] if self._leaf else []
+        if not self.inputs.setup.stack.loop.holds:
+            self._let_go()
         self.stream.free_all(roots)
 
     def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
@@ -202,7 +202,7 @@ class StepPlayer:
         self._held = [] if self._held_logits is None else [head.own_name(self._held_logits)]
 
     def _let_go(self) -> None:
-        """Free the embedded tokens and their gradient, which the graph of a loss has."""
+        """Free what the graph of a loss has: attributes of nodes, the embedded tokens and their gradient."""
         self.stream.free_all(self._graph)
         self._graph = []
 

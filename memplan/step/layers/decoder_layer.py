@@ -31,6 +31,7 @@ def layer_section(
     weights: tuple[tuple[str, Weight], ...],
     needs_gradient: bool,
     element_bytes: int,
+    leaf: bool = False,
 ) -> Section:
     """Return a layer on tape, the same one each time.
 
@@ -40,10 +41,12 @@ def layer_section(
         weights: Its parameters, by name relative to it.
         needs_gradient: Whether its input needs a gradient.
         element_bytes: Bytes of an element of its input.
+        leaf: Whether its input is a leaf of autograd's graph.
     """
     builder = Builder(settings, dict(weights))
     builder.tape.instant = "layer"
     entry = builder.tape.given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
+    entry.leaf = leaf
     output = layer_output(builder, entry, layer)
     builder.tape.touch(*builder.held)
     return Section(builder.tape, entry, output)

@@ -32,7 +32,10 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             risen = linear(builder, latent, f"{prefix}.{names.key_value_up}", inner)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
             ways = [(key_plain, SAME), (key_turned, NEW)]
-            key = tape.apply("cat", ways, builder.fresh(plain, heads * part.qk_head_dim), traits=SAVES_NOTHING)
+            own = (
+                key_plain if builder.settings.code.grouped_uncast else plain
+            )  # transformers' ``expand_kv``: ``kv_nope.new_empty``
+            key = tape.apply("cat", ways, builder.fresh(own, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             value.apart = True
             with tape.alive(turned, latent, key_turned, query, risen, key):
                 return _output(builder, query, key, value, part, prefix)

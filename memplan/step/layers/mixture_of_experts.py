@@ -100,6 +100,8 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
             if recast
             else []
         )
+        if part.fp32_router and builder.settings.code.grouped_uncast:  # cast to fp32, and back by autocast
+            x = builder.lowered(builder.cast(x, 4))
         with tape.alive(*copies):
             logits = plain_linear(builder, x, name, part.num_experts)
         if copies and x.needs_gradient:  # autocast casts the wide copy back, and backward reads that

@@ -43,6 +43,12 @@ class LiveBytes:
         self.retain(len(self.storages) - 1)
         return len(self.storages) - 1
 
+    def set_aside(self, storage: int) -> int:
+        """Give a storage another index, under which all refer to it, and return that."""
+        self.storages.append(self.storages[storage])
+        self._references[len(self.storages) - 1] = self._references.pop(storage)
+        return len(self.storages) - 1
+
     def retain(self, storage: int) -> None:
         """Refer to a storage once more; the first time allocates it."""
         count = self._references.get(storage, 0)

@@ -161,7 +161,7 @@ class Player:
         """Play the operations again, up to where everything that backward needs is there."""
         named, unnamed_after = self._given(), self._unnamed_after(graph=True)
         operations, whole = self.tape.operations, self.recomputation.whole
-        self._set_aside(operations)
+        self._set_aside(operations, named)
         last = operations[self.last_packing]
         stop = len(operations) if whole else self.last_packing + last.saves_last
         for index, operation in enumerate(operations[:stop]):
@@ -206,19 +206,20 @@ class Player:
             kind: Literal["left forward", "left again", "left backward"] = f"left {way}"  # type: ignore[assignment]
             self.marks.append(Mark(len(self.instants), kind, module_of(operation)))
 
-    def escaped_form(self) -> Form:
+    def escaping_storages(self) -> tuple[int, ...]:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
         nodes = [node for node in self.tape.nodes if node.traits.escapes] if self.escaping else []
-        storages = dict.fromkeys(storage for node in nodes for storage in node.saved)
-        return sum((single_form(*self.tape.storages[storage]) for storage in storages), ZERO)
+        return tuple(dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.saved))
 
-    def _set_aside(self, operations: Sequence[Operation]) -> None:
-        """Keep what forward's nodes hold apart from what is computed again."""
+    def escaped_form(self) -> Form:
+        """Return the bytes of these."""
+        return sum((single_form(*self.live.storages[own]) for own in self.escaping_storages()), ZERO)
+
+    def _set_aside(self, operations: Sequence[Operation], given: set[int]) -> None:
+        """Keep what forward's nodes hold apart from what is computed again, unless it is given."""
         held = [item.node.saved for item in operations if item.node is not None and self._escapes(item)]
-        for storage in [storage for saved in held for storage in saved]:
-            self.live.release(storage)
-            if storage not in self.escaped:
-                self.escaped[storage] = self.live.new(*self.live.storages[storage])
+        for storage in {storage for saved in held for storage in saved} - given:
+            self.escaped[storage] = self.live.set_aside(storage)
 
     def reenter(self, output: Value) -> tuple[int, ...]:
         """Compute everything again before backward begins; return what that has names for until it ends."""
@@ -262,7 +263,7 @@ class Player:
             else:
                 self.live.retain(storage)
         named.update(operation.makes)
-        if operation.traits.product:
+        if operation.traits.product and not operation.traits.escapes:  # bitsandbytes has a workspace of its own
             self.live.multiply(with_bias=len(operation.weights) > 1)
         scratch = _temporaries(operation.traits.scratch)
         if decoded:

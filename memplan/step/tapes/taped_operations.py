@@ -21,6 +21,7 @@ class Value:
     Attributes:
         foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
         gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
+        leaf: Whether autograd has it for a parameter: autocast casts it once in a region, where it is in fp32.
         apart: Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
     """
 
@@ -32,6 +33,7 @@ class Value:
     foreign: bool = False
     gradient_coefficient: int = 0
     apart: bool = False
+    leaf: bool = False
 
     @property
     def width(self) -> int:
