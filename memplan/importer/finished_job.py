@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from memplan.errors import printable
@@ -46,7 +47,30 @@ def finish(job: ImportedJob) -> ImportedJob:
     for key in ("sequence_length", "micro_batch_size"):
         if job.value(f"training.{key}") is None:
             _need(reading, key, f"no key says the {key.replace('_', ' ')}")
+    _whole_groups(job, counted=gpus is not None)
     return job
+
+
+def _whole_groups(job: ImportedJob, *, counted: bool) -> None:
+    """Note rows that are generated together and are no whole groups of one prompt's, at which a trainer stops.
+
+    Source:
+        ``GRPOConfig.__post_init__`` in trl/trainer/grpo_config.py (1.16.0), lines 1096 to 1136.
+    """
+    group, rows = job.value("method.rollout.generations"), job.value("training.micro_batch_size")
+    if not isinstance(group, int) or not isinstance(rows, int) or job.value("method.stage") != "grpo":
+        return
+    several = job.value("method.rollout.micro_batches") or job.value("training.gradient_accumulation_steps")
+    together = rows * _whole(several)
+    world = _whole(job.value("training.parallel.data"))
+    if together * world % group == 0:
+        return
+    said = job.reading.results["method.rollout.generations"]
+    text = f"{group} rows belong to each prompt (num_generations), and {together} are generated together on each GPU"
+    if counted:
+        job.reading.problems.append(f"{said.source}: {text}: expected whole groups on {world} of them")
+    else:
+        job.reading.need(f"{GPUS}, a multiple of {group // gcd(group, together)}: {text}")
 
 
 def _need(reading: Reading, name: str, why: str) -> None:

@@ -181,7 +181,8 @@ def _joined(
     environment = {name: value for source in sources for name, value in (source.environment or {}).items()}
     inputs |= {f"environment.{name}": value for name, value in environment.items()}
     reading = Reading({name: value for name, value in inputs.items() if value not in (None, "")})
-    job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), tuple(sources))
+    ordered = tuple(sorted(sources, key=lambda keys: keys is main.keys))
+    job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), ordered)
     for absent in main.keys.absent:
         reading.need(absent)
     if betraying:

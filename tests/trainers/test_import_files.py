@@ -204,6 +204,27 @@ def test_every_shipped_file_has_known_keys_alone(tmp_path, launcher):
         assert job["keys"]["unknown"] == [], path
 
 
+def test_a_trainers_file_heads_the_answer_whatever_stands_beside_it(tmp_path):
+    engine = written(tmp_path, '{"zero_optimization": {"stage": 1}}', "ds.json")
+    answer = memplan.import_file(written(tmp_path, TRL), beside=[engine], gpus=2)
+    assert answer.to_dict()["files"][-1].endswith("job.yaml")
+
+
+@pytest.mark.parametrize(("gpus", "error"), [(None, CannotAnswerError), (2, InvalidFileError), (4, None)])
+def test_rows_that_are_generated_together_are_whole_groups(tmp_path, gpus, error):
+    file = str(
+        written(
+            tmp_path,
+            f"{TRL}num_generations: 16\nper_device_train_batch_size: 4\nuse_vllm: true\nvllm_max_model_length: 1024\n",
+        )
+    )
+    if error is None:
+        assert memplan.plan(file, gpu="h100", gpus=gpus).training["parallel"]["data"] == gpus
+        return
+    with pytest.raises(error, match="16 rows belong to each prompt"):
+        memplan.plan(file, gpu="h100", gpus=gpus)
+
+
 def test_torchtunes_components_are_overridden_by_their_name_alone():
     words = ["tune", "run", "lora_finetune_single_device", "--config", str(EXAMPLES / "torchtune.yaml")]
     job = memplan.import_file([*words, "model=torchtune.models.llama3_2.lora_llama3_2_3b"]).to_dict()
@@ -767,7 +788,7 @@ def test_a_file_of_several_gpus_is_planned_for_as_many_as_are_given(cli, tmp_pat
 
 
 GENERATED = """model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
-per_device_train_batch_size: 4
+per_device_train_batch_size: 8
 reward_funcs: [accuracy]
 max_completion_length: 512
 vllm_max_model_length: 1024
@@ -786,7 +807,7 @@ vllm_max_model_length: 1024
             {"engine": "vllm", "engine_fraction": 0.5},
         ),
         ("steps_per_generation: 8\nnum_iterations: 2\n", {"micro_batches": 8, "iterations": 2}),
-        ("generation_batch_size: 16\n", {"micro_batches": 4}),
+        ("generation_batch_size: 16\n", {"micro_batches": 2}),
     ],
 )
 def test_a_file_for_grpo_says_what_generates_and_how_much_together(tmp_path, keys, rollout):
