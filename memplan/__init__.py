@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from memplan.library.runs.gridded_model import plan_grid as plan_grid
     from memplan.library.runs.history_replay import Replay as Replay
     from memplan.library.runs.history_replay import replay as replay
+    from memplan.library.runs.searched_layouts import Layouts as Layouts
+    from memplan.library.runs.searched_layouts import suggest_layouts as suggest_layouts
     from memplan.library.trainers.emitted_file import emit as emit
     from memplan.library.trainers.imported_file import Imported as Imported
     from memplan.library.trainers.imported_file import import_file as import_file
@@ -112,6 +114,8 @@ _MODULES: dict[str, str] = {
     "why": "memplan.library.runs.failed_run",
     "Gridded": "memplan.library.runs.gridded_model",
     "plan_grid": "memplan.library.runs.gridded_model",
+    "Layouts": "memplan.library.runs.searched_layouts",
+    "suggest_layouts": "memplan.library.runs.searched_layouts",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",
     "emit": "memplan.library.trainers.emitted_file",

@@ -281,7 +281,7 @@ class Catalog:
     def _name_problems(self, entry: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield what an entry names that is not there."""
         if isinstance(entry, Gpu):
-            yield from link_problems(entry, self.tables.links)
+            yield from link_problems(entry, self.tables.links, self.tables.networks)
         if isinstance(entry, StorageFormat) and entry.codec is not None:
             shipped = BuiltEntries(StorageFormat, shipped_texts(self.root / SECTIONS["formats"][0])[0], {})
             yield from codec_problems(entry, {known.codec for known in shipped.values() if known.codec})

@@ -42,11 +42,13 @@ class Interconnect:
     Attributes:
         kind: One of configs/links.yaml, or another with a ``host``.
         host: Link to the host, one of configs/links.yaml; by default that of the kind.
+        network: What joins nodes of its vendor's reference system, one port for each GPU; one of configs/networks.yaml.
     """
 
     kind: str
     bytes_per_second: int
     host: str | None = None
+    network: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from memplan.catalog.entries import Gpu, Optimizer, StorageFormat
-from memplan.catalog.shipped_tables import Link
+from memplan.catalog.shipped_tables import Link, Network
 from memplan.catalog.update_classes import optimizer_problems
 from memplan.errors import match_hint
 
@@ -38,8 +38,14 @@ def codec_problems(entry: StorageFormat, codecs: Collection[str]) -> Iterator[tu
         yield ("codec",), f"no codec is called {entry.codec!r}{hint}"
 
 
-def link_problems(entry: Gpu, links: Mapping[str, Link]) -> Iterator[tuple[EntryPath, str]]:
-    """Yield that the link of a GPU to the host is not known."""
+def link_problems(
+    entry: Gpu, links: Mapping[str, Link], networks: Mapping[str, Network]
+) -> Iterator[tuple[EntryPath, str]]:
+    """Yield that the link of a GPU to the host, or the network between its nodes, is not known."""
+    network = entry.interconnect.network
+    if network is not None and network not in networks:
+        hint = match_hint(network, networks, f"; known: {', '.join(networks)}")
+        yield ("interconnect", "network"), f"no network is called {network!r}{hint}"
     kind, host = entry.interconnect.kind, entry.interconnect.host
     known = ", ".join(links)
     if host is None and kind not in links:

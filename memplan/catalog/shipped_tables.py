@@ -33,6 +33,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Network:
+    """One port of a network between nodes.
+
+    Attributes:
+        bytes_per_second: One way.
+    """
+
+    bytes_per_second: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReserveShare:
     """Share of the allocated bytes that an allocator needs besides, in thousandths.
 
@@ -105,6 +117,7 @@ TABLES: Mapping[str, str] = {
     "contexts": "configs/hardware/contexts.yaml",
     "gaps": "configs/family_gaps.yaml",
     "links": "configs/links.yaml",
+    "networks": "configs/networks.yaml",
     "reserve": "configs/allocator_reserve.yaml",
     "unmodelled": "configs/unmodelled_models.yaml",
     "workspaces": "configs/hardware/blas_workspaces.yaml",
@@ -132,6 +145,11 @@ class ShippedTables:
     def links(self) -> Mapping[str, Link]:
         """Links of GPUs."""
         return table_of(self.root, "links", Link)
+
+    @cached_property
+    def networks(self) -> Mapping[str, Network]:
+        """Networks between nodes."""
+        return table_of(self.root, "networks", Network)
 
     @cached_property
     def unmodelled(self) -> Mapping[str, UnmodelledFamily]:

@@ -57,6 +57,7 @@ ROWS: Mapping[str, Callable[[], Schema]] = {
     "fit": plans.plan_schema,
     "compare": plans.plan_schema,
     "suggest": plans.suggested_schema,
+    "layouts": plans.layout_row,
     "frontier": plans.frontier_row,
     "largest": plans.largest_row,
     "max": plans.max_row,

@@ -25,8 +25,8 @@ from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross
 from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
 from memplan.step.divided.divided_products import whole_rows
 from memplan.step.end_settings import EndSettings, head_weights
-from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 from memplan.units import ceil_div

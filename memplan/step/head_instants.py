@@ -11,11 +11,11 @@ from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_
 from memplan.step.end_settings import EndSettings
 from memplan.step.ends_on_tape import FUSED_LOSSES, Head
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.playing.recomputation import Recomputation
-from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import BEHIND_REGION, Instant, Played
+from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 

@@ -15,7 +15,7 @@ from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import entry_problems
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.shipped_tables import TABLES, Link, ReserveShare, table_of
+from memplan.catalog.shipped_tables import TABLES, Link, Network, ReserveShare, table_of
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.documents.loading import load_document
@@ -394,7 +394,7 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list(section):
 
 
 # ------------------------------------------------------------------ tables
-@pytest.mark.parametrize(("name", "cls"), [("links", Link), ("reserve", ReserveShare)])
+@pytest.mark.parametrize(("name", "cls"), [("links", Link), ("networks", Network), ("reserve", ReserveShare)])
 def test_a_table_passes_the_strict_schema(name, cls):
     document = load_document(ROOT / TABLES[name])
     assert list(document.data) == sorted(document.data)

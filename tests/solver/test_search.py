@@ -189,7 +189,7 @@ def test_every_byte_of_offloaded_states_crosses_the_link_twice(catalog, model):
     assert there.state_bytes == 0
     assert there.host_bytes == here.state_bytes + here.host_bytes
     assert work.host_bytes == 2 * there.host_bytes
-    slow, fast = (rates_of(catalog.gpus[name], name, {}, catalog.tables.links) for name in ("rtx4090", "h100-sxm-80gb"))
+    slow, fast = (rates_of(name, catalog.gpus[name], catalog.tables.links) for name in ("rtx4090", "h100-sxm-80gb"))
     assert (slow.host_bytes, fast.host_bytes) == (32 * 10**9, 64 * 10**9)
     apart = update_picoseconds(0, 0, work, slow) - update_picoseconds(0, 0, replace(work, host_bytes=0), slow)
     assert apart == work.host_bytes * 10**12 // slow.host_bytes

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import memplan
+from memplan.cli.grids.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
+from memplan.cli.option_groups import PARALLEL, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
@@ -19,7 +20,10 @@ from memplan.errors import InvalidFileError
 from memplan.solver.search.axes import AXES
 
 if TYPE_CHECKING:
+    from memplan.library.answers.suggested_plans import SearchOptions as Searched
+    from memplan.library.answers.suggested_plans import Suggested
     from memplan.library.job_options import JobOptions
+    from memplan.library.runs.searched_layouts import Layouts
 
 _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -64,6 +68,10 @@ class SearchOptions:
             help="Most host memory for optimizer states, as 32GiB.",
         ),
     ] = None
+    network: Annotated[
+        str | None,
+        option(PARALLEL, "--network", metavar="NAME", help="Between nodes, as infiniband-400g: a port for each GPU."),
+    ] = None
     experimental: Annotated[bool, option(_SEARCH, "--experimental", help="Use experimental settings too.")] = False
     most: Annotated[int, option(_SEARCH, "--most", min=1, max=100, metavar="N", help="How many answers at most.")] = 5
     save: Annotated[
@@ -85,35 +93,49 @@ def suggest_command(
     model: ModelOptions,
     device: Annotated[DeviceOptions, without("profile")],
     training: TrainingOptions,
+    grid: Annotated[GridOptions, without("rank")],
     search: SearchOptions,
     verdict: VerdictOptions,
     output: OutputOptions,
 ) -> int:
     """Which settings should I use? The best that fit, ranked, as configs to save.
 
-    Exit code 0: some fit; 1: none does, and the nearest miss is shown.
+    On several GPUs: how they best share the job, with the front of time and memory. Exit code 0: some fit; 1: none does, and the nearest miss is shown.
     """
     if search.save is not None:
         check_target(search.save)
-    options = job_options(output, training, model, device)
+    options = job_options(output, grid.over(training), model, grid.counted(device))
     if model.model is not None and options["config"] == model.model and search.save is None:
         return _rewrite(model.model, search.write, options, verdict, output)
-    answer = memplan.suggest(
-        model.model,
-        keep=search.keep,
-        min_batch=search.min_batch,
-        min_step_batch=search.min_step_batch,
-        min_sequence=search.min_sequence,
-        host_memory=search.host_memory,
-        experimental=search.experimental,
-        strict=verdict.strict,
-        most=search.most,
-        **options,
-    )
-    document = answer.document(output.unit, full=output.whole)
+    document = _found(model.model, search, grid, verdict, options).document(output.unit, full=output.whole)
     if search.save is not None:
         save_configs(document.data["rows"], search.save)
     return emit(document, output)
+
+
+def _found(
+    model: str | None, search: SearchOptions, grid: GridOptions, verdict: VerdictOptions, options: JobOptions
+) -> Suggested | Layouts:
+    """Return how several GPUs best share the job, or the best settings."""
+    from memplan.library.runs.searched_layouts import searches_layouts
+
+    if search.network is not None and (options["gpus"] or 1) == 1:
+        raise InvalidFileError(["--network counts on several GPUs: give --gpus"])
+    asked = cast("Searched", dict(options))
+    asked |= {
+        "min_batch": search.min_batch,
+        "min_step_batch": search.min_step_batch,
+        "min_sequence": search.min_sequence,
+        "strict": verdict.strict,
+        "most": search.most,
+        "gpus_per_node": grid.gpus_per_node,
+        "network": search.network,
+    }
+    settings = search.keep or search.host_memory or search.experimental
+    if not settings and searches_layouts(model, options):
+        return memplan.suggest_layouts(model, **asked)
+    asked["keep"], asked["host_memory"], asked["experimental"] = search.keep, search.host_memory, search.experimental
+    return memplan.suggest(model, **asked)
 
 
 def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:

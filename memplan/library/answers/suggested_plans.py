@@ -13,11 +13,13 @@ from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems, settings_of
 from memplan.library.lookup import parallels
-from memplan.plan.memory_plan import Verdict
+from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Block, Document
 from memplan.report.plans.suggest_answer import suggest_document
+from memplan.solver.search.cluster import Cluster, cluster_of
 from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
+from memplan.solver.search.timing import rated_gpu
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +29,13 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("qlora", "lora")
 """Configs that train adapters alone, on weights of 4 bits and of 16."""
-SEARCH_LIMITS = {"min_batch": 2**24, "min_step_batch": 2**20, "min_sequence": 2**30, "most": 100}
+SEARCH_LIMITS = {
+    "min_batch": 2**24,
+    "min_step_batch": 2**20,
+    "min_sequence": 2**30,
+    "most": 100,
+    "gpus_per_node": 2**14,
+}
 """Keywords of a search that are numbers, each with the most that it may be."""
 
 
@@ -44,6 +52,8 @@ class SearchOptions(JobOptions, total=False):
         experimental: Whether experimental settings may be used.
         strict: Whether settings that only fit as expected are no answer.
         most: How many answers at most.
+        gpus_per_node: GPUs of a node; eight where it is not given.
+        network: What joins nodes, such as ``"infiniband-400g"``, a port for each GPU; else that of the GPU's own systems.
     """
 
     keep: Sequence[str] | None
@@ -54,6 +64,8 @@ class SearchOptions(JobOptions, total=False):
     experimental: bool
     strict: bool
     most: int | None
+    gpus_per_node: int | None
+    network: str | None
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -132,10 +144,21 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         strict=options.get("strict", False),
         most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
+        cluster=cluster_asked(device, inputs.catalog, options),
         parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
     )
     search = suggestions(known, request, device, inputs.catalog)
     return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
+
+
+def cluster_asked(device: Device, catalog: Catalog, options: SearchOptions) -> Cluster:
+    """Return where several GPUs are: the nodes and the network that were named, else eight GPUs of the vendor's own.
+
+    Raises:
+        InvalidFileError: No network has the name.
+    """
+    _, gpu = rated_gpu(device.gpu, device.name, catalog.gpus.entries)
+    return cluster_of(gpu, catalog.tables.networks, options.get("gpus_per_node"), options.get("network") or "")
 
 
 def _shown(rows: Sequence[Settings], *, strict: bool) -> tuple[Settings, ...]:

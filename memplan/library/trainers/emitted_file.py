@@ -103,7 +103,7 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
     yield "activation_checkpointing", config.activation_checkpointing
     if config.kernels.attention is not None:
         yield "kernels.attention", config.kernels.attention
-    weights = config.weights.get("default", config.compute_dtype)
+    weights = _of_all(config.weights) or config.compute_dtype
     said = writes.get("plain_weights")
     if (said == "always" or (said and config.adapter is None)) and weights in ("bf16", "fp16", "fp32"):
         yield "weights.default", weights
@@ -113,14 +113,23 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
     coded = config.weights.get("hidden_matrix", weights)
     if coded not in ("bf16", "fp16", "fp32"):
         yield "weights.hidden_matrix", coded
-    if "default" in config.optimizer:
-        yield "optimizer", config.optimizer["default"]
-    if config.kernels.optimizer is not None and "default" not in config.optimizer:
+    optimizer = _of_all(config.optimizer)
+    if optimizer is not None:
+        yield "optimizer", optimizer
+    elif config.kernels.optimizer is not None:
         yield "kernels.optimizer", config.kernels.optimizer
     if "models" in writes:
         yield "parallel.zero_stage", config.parallel.zero_stage
+        if config.parallel.tensor > 1:
+            yield "parallel.tensor", config.parallel.tensor
     if config.clip_gradients is not None:
         yield "clip_gradients", config.clip_gradients
+
+
+def _of_all(by_role: Mapping[str, str]) -> str | None:
+    """Return what is the default of all roles, or of each of them, as a config that was saved says it."""
+    named = set(by_role.values())
+    return by_role.get("default", named.pop() if len(named) == 1 else None)
 
 
 def _read_back(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> None:

@@ -136,6 +136,21 @@ def suggested_schema() -> t.Schema:
     return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
 
 
+def layout_row() -> t.Schema:
+    """Return the schema of a row of ``memplan suggest`` on several GPUs: a plan, its layout, and what it sends."""
+    seconds = t.same(t.NUMBER, "step_seconds", "exposed_seconds", "overlapped_seconds", "bubble", "tokens_per_second")
+    layout = {**t.same(t.COUNT, "data", "tensor", "pipeline", "replicate"), "sequence": t.FLAG, "zero_stage": t.BYTES}
+    own = {
+        "layout": t.object_schema({**layout, **t.same(t.TEXT, "stack", "engine")}),
+        "fullest_rank": t.BYTES_OR_NULL,
+        "own_words": t.array_schema(t.TEXT),
+        "sent": t.object_schema(t.same(t.BYTES, "inside_bytes", "between_bytes")),
+        "estimate": t.object_schema({**seconds, "tokens_per_step": t.COUNT, "rates_of": t.TEXT}),
+    }
+    plan = plan_schema()
+    return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
+
+
 def frontier_row() -> t.Schema:
     """Return the schema of a cell of ``memplan frontier``."""
     sizes = t.same(t.BYTES, "requested_bytes", "device_bytes", "upper_bytes")

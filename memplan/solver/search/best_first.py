@@ -24,11 +24,12 @@ from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.gauge import Gauge, gauge_of
+from memplan.solver.search.cluster import rates_among
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
 from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked
 from memplan.solver.search.sizes import Run, Sizes
 from memplan.solver.search.space import Space, StateChoice, optimizer_names
-from memplan.solver.search.timing import Rates, rates_of
+from memplan.solver.search.timing import Rates
 from memplan.step.kernels.on_card import refuse_unable
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
@@ -116,7 +117,7 @@ class Search:
         if model.spec.tower is not None:
             model = as_trained(model, resolve(space.base, catalog, space.base.description))
         self.model, self.space, self.device, self.length, self.catalog = model, space, device, length, catalog
-        self.rates = rates_of(device.gpu, device.name, catalog.gpus.entries, catalog.tables.links)
+        self.rates = rates_among(space.base.parallel.data, space.cluster, device, catalog)
         self.sizes = Sizes(model, space, length, catalog, self.rates, device.gpu)
         self.most_status = STATUSES.index("experimental" if experimental else "works")
         evidence = Evidence(catalog, space.base.adapter is not None)

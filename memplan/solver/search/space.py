@@ -20,6 +20,7 @@ from memplan.catalog.training_config import (
     Place,
     TrainingConfig,
 )
+from memplan.solver.search.cluster import Cluster
 from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.training.resolved import FLOAT_BYTES, is_bundled
 
@@ -76,6 +77,7 @@ class Space:
             steps that reach it.
         accumulation: Accumulation steps, where they are fixed.
         host_bytes: Host memory that offloaded states may take; None for any amount.
+        cluster: Where several GPUs are; None for nodes of eight of the vendor's own.
     """
 
     base: TrainingConfig
@@ -94,6 +96,7 @@ class Space:
     step_batch: int = 1
     accumulation: int | None = None
     host_bytes: int | None = None
+    cluster: Cluster | None = None
 
     @property
     def axes(self) -> tuple[Sequence[object], ...]:

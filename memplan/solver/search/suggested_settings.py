@@ -15,6 +15,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axes
 from memplan.solver.search.best_first import Miss, Outcome, Search
+from memplan.solver.search.cluster import Cluster
 from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
 from memplan.solver.search.pareto_front import Combination, best_few, thinned
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
@@ -37,6 +38,7 @@ class Request:
         most: How many answers at most.
         host_bytes: Most host memory that offloaded states may take; None for any amount.
         parallels: Parallel layouts to search; none is the base's own.
+        cluster: Where several GPUs are; None for nodes of eight of the vendor's own.
     """
 
     base: TrainingConfig
@@ -49,6 +51,7 @@ class Request:
     most: int = 5
     host_bytes: int | None = None
     parallels: tuple[Parallel, ...] = ()
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def space_of(request: Request, catalog: Catalog) -> Space:
     length = max(request.base.sequence_length, request.min_sequence)
     base = replace(request.base, sequence_length=length)
     batches = sorted({request.min_batch, *(batch for batch in BATCHES if batch >= request.min_batch)})
-    space = replace(full_space(base, catalog, batches, request.step_batch), host_bytes=request.host_bytes)
+    space = full_space(base, catalog, batches, request.step_batch)
+    space = replace(space, host_bytes=request.host_bytes, cluster=request.cluster)
     return with_fixed_axes(space, request.keep, catalog)
 
 

@@ -93,22 +93,22 @@ def host_link(gpu: Gpu, links: Mapping[str, Link]) -> tuple[str, int]:
     return (own.kind, own.bytes_per_second) if kind == SAME else (kind, links[kind].bytes_per_second)
 
 
-def rates_of(gpu: Gpu, name: str, known: Mapping[str, Gpu], links: Mapping[str, Link]) -> Rates:
-    """Return a GPU's rates; those of the catalog's GPU nearest in memory where it has none (``--gpu-memory``).
+def rated_gpu(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> tuple[str, Gpu]:
+    """Return a GPU that has rates, with its name: the catalog's nearest in memory where a GPU has none (``--gpu-memory``).
 
     Raises:
         CannotAnswerError: No GPU of the catalog has rates.
     """
     if gpu.bandwidth_bytes_per_second and "fp32" in gpu.dense_flops:
-        return _rates(name, gpu, links)
+        return name, gpu
     rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
     if not rated:
         raise CannotAnswerError("no GPU of the catalog has memory bandwidth and FLOP/s, which the time estimate needs")
-    nearest, entry = min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
-    return _rates(nearest, entry, links)
+    return min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
 
 
-def _rates(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
+def rates_of(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
+    """Return the rates of a GPU that has some."""
     peer = gpu.interconnect.bytes_per_second
     return Rates(name, gpu.dense_flops, gpu.bandwidth_bytes_per_second, *host_link(gpu, links), peer)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 
 from memplan.catalog.entries import StorageFormat
@@ -62,12 +62,12 @@ class FlatGroup:
         """Where each parameter begins."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of the flat tensor."""
         return round_up(sum(self.sizes), ALIGNMENT * self.ranks)
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements of each rank's piece."""
         return self.padded // self.ranks
@@ -78,6 +78,11 @@ class FlatGroup:
         ranks = range(start // self.partition, (end - 1) // self.partition + 1)
         bounds = [(max(start, rank * self.partition), min(end, (rank + 1) * self.partition)) for rank in ranks]
         return [(rank, after - before) for rank, (before, after) in zip(ranks, bounds, strict=True)]
+
+    def piece(self, place: int, rank: int) -> int:
+        """Return the elements that a rank has of the parameter in a place, of which it has some."""
+        start, first = self.starts[place], rank * self.partition
+        return min(start + self.sizes[place], first + self.partition) - max(start, first)
 
     def places(self, rank: int) -> range:
         """Return the places of the parameters of which a rank has something."""
@@ -172,17 +177,19 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
         ``scaled_global_norm``, ``get_grad_norm_direct``, ``step`` and ``_get_flat_partition_unpadded``.
     """
     width = gradient_width(setup)
-    scratch = [flat_scratch(setup, group.partition).bytes for group in groups]
+    scratch = tuple([flat_scratch(setup, group.partition).bytes for group in groups])
+    return _shares(tuple(groups), width, scratch)
+
+
+@lru_cache(maxsize=8)
+def _shares(groups: tuple[FlatGroup, ...], width: int, scratch: tuple[int, ...]) -> tuple[RankShare, ...]:
     return tuple([_share(groups, rank, width, scratch) for rank in range(groups[0].ranks)])
 
 
 def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence[int]) -> RankShare:
     owned = [group.places(rank) for group in groups]
     whole = width * sum(group.sizes[place] for group, places in zip(groups, owned, strict=True) for place in places)
-    pieces = [
-        [size for place in places for other, size in group.pieces(place) if other == rank]
-        for group, places in zip(groups, owned, strict=True)
-    ]
+    pieces = [[group.piece(place, rank) for place in places] for group, places in zip(groups, owned, strict=True)]
     paddings = [width * (group.partition - sum(sizes)) for group, sizes in zip(groups, pieces, strict=True)]
     needs = [8 * max((size for sizes in pieces for size in sizes), default=0)]
     held, last = whole + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)

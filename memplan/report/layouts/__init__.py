@@ -1,0 +1,1 @@
+"""Answers about how several GPUs share a job."""

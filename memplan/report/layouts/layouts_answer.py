@@ -1,0 +1,225 @@
+"""The answer of ``memplan suggest --gpus``: layouts that fit, what each sends over which links, or the nearest miss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memplan.model.inventory import parameter_count
+from memplan.report.document import Document, Table
+from memplan.report.plans.plan_answer import VERDICT_WORDS, plan_data
+from memplan.training.own_settings import OwnSetting, own_settings
+from memplan.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from memplan.catalog.training_config import Parallel
+    from memplan.plan.memory_plan import MemoryPlan
+    from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRow
+
+SECOND = 10**12
+MOST_REASONS = 3
+NO_MEASUREMENT = (
+    "Times are a roofline: dense FLOP/s, memory and link bandwidth as vendors state them, rings that enter and leave each node once. They",
+    "order layouts and are no measurement: kernels reach 30 to 80 % of such rates, and latency, congestion and stragglers are not in them.",
+)
+WHAT_OVERLAPS = (
+    "exposed: communication that products wait for, which is all between GPUs that share matrices; overlapped: what shards gather and",
+    "reduce beside the products. inside and between: what each GPU sends in a step within its node and to others. No pipeline, no bubble.",
+)
+
+
+def layouts_document(found: FoundLayouts, catalog_hash: str, unit: str) -> Document:
+    """Return the front, or what comes nearest.
+
+    Args:
+        found: What was found.
+        catalog_hash: For the JSON.
+        unit: Unit of bytes in tables.
+    """
+    cluster, asked = found.request.cluster, found.request.asked
+    data: dict[str, Any] = {
+        "schema": "memplan/layouts/1",
+        "gpus": asked.gpus,
+        "cluster": {
+            "gpus_per_node": cluster.per_node,
+            "link": cluster.link,
+            "link_bytes_per_second": cluster.inside,
+            "network": cluster.network,
+            "network_bytes_per_second": cluster.between,
+        },
+        "layouts": found.layouts,
+        "candidates": found.plans,
+        "rows": [_row_data(row, found, catalog_hash) for row in found.rows],
+        "left_out": list(found.left_out),
+    }
+    if found.miss is not None:
+        data["nearest_miss"] = plan_data(found.miss, catalog_hash)
+        return Document(data, (_heading(found, unit), _left_out(found), _miss_sentence(found, found.miss, unit)), 1)
+    own = tuple(f"{rank}. {_own_words(row.plan)}" for rank, row in enumerate(found.rows, 1))
+    notes = (*_left_out(found), *NO_MEASUREMENT, *WHAT_OVERLAPS)
+    blocks = (_heading(found, unit), _memory_table(found, unit), _time_table(found, unit), own, notes)
+    return Document(data, (*blocks, _sentence(found, unit)))
+
+
+def _row_data(row: LayoutRow, found: FoundLayouts, catalog_hash: str) -> dict[str, Any]:
+    """Return one answer: a plan, and what the search says of it besides."""
+    time, parallel = row.spot.time, row.spot.config.parallel
+    return plan_data(row.plan, catalog_hash) | {
+        "layout": {
+            "stack": row.plan.setup.stack.name,
+            "data": parallel.data,
+            "tensor": parallel.tensor,
+            "sequence": parallel.sequence,
+            "pipeline": parallel.pipeline,
+            "engine": parallel.engine,
+            "zero_stage": parallel.zero_stage,
+            "replicate": parallel.replicate,
+        },
+        "fullest_rank": fullest_rank(parallel),
+        "own_words": [f"{own.own_key}: {own.own_value}" for own in _own_settings(row.plan) if own.own_key],
+        "sent": {"inside_bytes": time.inside_bytes, "between_bytes": time.between_bytes},
+        "estimate": {
+            "step_seconds": time.total / SECOND,
+            "exposed_seconds": time.exposed / SECOND,
+            "overlapped_seconds": time.overlapped / SECOND,
+            "bubble": 0.0,
+            "tokens_per_step": time.tokens,
+            "tokens_per_second": 10**15 / max(time.token_femtoseconds, 1),
+            "rates_of": found.rates_of,
+        },
+    }
+
+
+def _heading(found: FoundLayouts, unit: str) -> tuple[str, ...]:
+    request, cluster = found.request, found.request.cluster
+    gpus = request.asked.gpus
+    nodes = -(-gpus // cluster.per_node)
+    where = (
+        f"{nodes:,} nodes of {cluster.per_node}, {cluster.network or 'no network known'} between"
+        if nodes > 1
+        else "one node"
+    )
+    config = request.bases[0]
+    weights = ", ".join(sorted(set(config.weights.values())))
+    usable = format_bytes(found.device.usable_bytes(0), unit)
+    return (
+        f"{found.model.spec.name} ({format_count(parameter_count(found.model.inventory))}) on {gpus:,} x {found.device.name} ({usable} each)",
+        f"{where}; {cluster.link} inside",
+        f"{found.layouts} layouts, {found.plans} with each kind of recompute; sequence {config.sequence_length:,}",
+        f"{weights} weights, products in {config.compute_dtype}; {', '.join(base.stack for base in request.bases)}",
+    )
+
+
+def sharding(parallel: Parallel) -> str:
+    """Return what data parallel GPUs divide, in a word."""
+    if parallel.engine == "deepspeed":
+        return f"zero {parallel.zero_stage}"
+    groups = f" x {parallel.replicate}" if parallel.replicate > 1 else ""
+    return f"fsdp2{groups}" if parallel.zero_stage else "ddp"
+
+
+def _memory_table(found: FoundLayouts, unit: str) -> Table:
+    rows = []
+    for rank, row in enumerate(found.rows, 1):
+        config, plan = row.spot.config, row.plan
+        parallel, steps = config.parallel, config.gradient_accumulation_steps
+        rows.append(
+            (
+                str(rank),
+                VERDICT_WORDS[plan.verdict],
+                f"{parallel.tensor}{' +sp' if parallel.sequence else ''}",
+                str(parallel.data),
+                sharding(parallel),
+                plan.setup.checkpointing,
+                str(config.micro_batch_size) if steps == 1 else f"{config.micro_batch_size} x {steps}",
+                format_bytes(plan.upper_bytes, unit),
+                f"~{_two_digits(10**15 // max(row.spot.time.token_femtoseconds, 1)):,}",
+                format_count(row.spot.time.tokens),
+            )
+        )
+    headers = ("#", "", "tp", "dp", "", "recompute", ">b", ">upper end", ">tokens/s", ">a step")
+    return Table(headers, tuple(rows))
+
+
+def _time_table(found: FoundLayouts, unit: str) -> Table:
+    rows = []
+    for rank, row in enumerate(found.rows, 1):
+        time = row.spot.time
+        rows.append(
+            (
+                str(rank),
+                f"{_rank(row.spot.config.parallel)}, {row.plan.peak.name}",
+                format_bytes(time.inside_bytes, unit),
+                format_bytes(time.between_bytes, unit),
+                f"~{time.total / SECOND:.2g} s",
+                _share(time.exposed, time.total),
+                _share(time.overlapped, time.total),
+            )
+        )
+    return Table(("#", "fullest", ">inside", ">between", ">step", ">exposed", ">overlapped"), tuple(rows))
+
+
+def fullest_rank(parallel: Parallel) -> int | None:
+    """Return the rank that is planned, which has as much as any other; DeepSpeed's fullest is another one at each instant."""
+    return None if parallel.engine == "deepspeed" else 0
+
+
+def _rank(parallel: Parallel) -> str:
+    return "rank 0" if fullest_rank(parallel) == 0 else "any rank"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"
+
+
+def _two_digits(rate: int) -> int:
+    """Return an estimate with two digits, which is more than it is good for."""
+    scale: int = 10 ** max(0, len(str(rate)) - 2)
+    return (rate + scale // 2) // scale * scale
+
+
+def _own_settings(plan: MemoryPlan) -> tuple[OwnSetting, ...]:
+    """Return what a layout sets, in the words of its stack."""
+    config = plan.setup.config
+    parallel = config.parallel
+    settings: list[tuple[str, Any]] = [("parallel.tensor", parallel.tensor)] if parallel.tensor > 1 else []
+    settings += [
+        ("parallel.zero_stage", parallel.zero_stage),
+        ("activation_checkpointing", plan.setup.checkpointing),
+        ("micro_batch_size", config.micro_batch_size),
+    ]
+    own = own_settings(plan.setup.stack, settings)
+    if parallel.engine != "deepspeed":
+        return own
+    stage = str(parallel.zero_stage)
+    return (OwnSetting(f"parallel.zero_stage={stage}", "zero_optimization.stage", stage), *own)
+
+
+def _own_words(plan: MemoryPlan) -> str:
+    said = [f"{own.own_key}: {own.own_value}" for own in _own_settings(plan) if own.own_key]
+    return f"{plan.setup.stack.name}: {', '.join(said)}"
+
+
+def _left_out(found: FoundLayouts) -> tuple[str, ...]:
+    shown = [f"Left out: {reason}" for reason in found.left_out[:MOST_REASONS]]
+    more = len(found.left_out) - MOST_REASONS
+    return (*shown, *([f"... and {more} more; --json has them"] if more > 0 else []))
+
+
+def _sentence(found: FoundLayouts, unit: str) -> str:
+    row = found.rows[0]
+    plan, gpus = row.plan, found.request.asked.gpus
+    needs = f"{format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}"
+    return (
+        f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {found.device.name}; the fastest takes up to {needs} "
+        "on each. Save them with --save FILE, and pass that to --config."
+    )
+
+
+def _miss_sentence(found: FoundLayouts, miss: MemoryPlan, unit: str) -> str:
+    parallel, over = miss.setup.config.parallel, format_bytes(miss.upper_bytes - miss.usable_bytes, unit)
+    tensor = f"tensor {parallel.tensor}{' with sequence' if parallel.sequence else ''}, " if parallel.tensor > 1 else ""
+    return (
+        f"NO: none of {found.layouts} layouts of {found.request.asked.gpus:,} x {found.device.name} fits. The nearest miss needs up to "
+        f"{format_bytes(miss.upper_bytes, unit)}, {over} too much: {tensor}data {parallel.data}, {sharding(parallel)}, "
+        f"{miss.setup.checkpointing} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
+    )

@@ -1,0 +1,122 @@
+"""The axes along which GPUs may share a job: each widens a config into those with every degree on it.
+
+Another kind of parallelism joins with a function and one line of ``AXES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.step.grids.grid import grid_of
+from memplan.step.states.parallel_shards import FULLY_SHARDED
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What layouts are asked for.
+
+    Attributes:
+        gpus: GPUs in all.
+        per_node: GPUs of a node.
+        fixed: Keys of ``parallel`` that stay as they are.
+        own_precision: Whether dtypes stay as they are, too, where an engine wants others.
+    """
+
+    gpus: int
+    per_node: int
+    fixed: Collection[str] = ()
+    own_precision: bool = True
+
+
+Axis = Callable[[TrainingConfig, Stack, Asked], Iterator[TrainingConfig]]
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending.
+
+    Example:
+        >>> divisors(12)
+        (1, 2, 3, 4, 6, 12)
+    """
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
+
+
+def share(parallel: Parallel) -> int:
+    """Return how many GPUs hold one copy of what data parallel ranks share, themselves not counted."""
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def _tensor(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+    """Yield every number of GPUs of a node that may share each layer's matrices."""
+    for degree in divisors(asked.gpus) if "tensor" in stack.divides else (1,):
+        if degree == 1 or (degree <= asked.per_node and asked.per_node % degree == 0):
+            yield _with(config, tensor=degree)
+
+
+def _sequence(config: TrainingConfig, stack: Stack, _: Asked) -> Iterator[TrainingConfig]:
+    """Yield whether these share what lies between the matrices too."""
+    yield config
+    if config.parallel.tensor > 1 and "sequence" in stack.divides:
+        yield _with(config, sequence=True)
+
+
+def _sharding(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+    """Yield what data parallel GPUs divide: everything or nothing, and DeepSpeed's stages where the stack runs it."""
+    for stage in (FULLY_SHARDED,) if "tensor" in stack.divides else (FULLY_SHARDED, 0):
+        yield _with(config, zero_stage=stage)
+    if stack.model_code != "transformers" or config.parallel.tensor > 1:
+        return
+    if not asked.own_precision:  # DeepSpeed keeps the fp32 weights itself, beside 16-bit ones
+        config = replace(config, weights={"default": config.compute_dtype}, master_weights="fp32")
+    for stage in (1, 2, 3):
+        yield _with(config, engine="deepspeed", zero_stage=stage)
+
+
+def _groups(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+    """Yield how many groups may each divide everything anew, two GPUs at least in each."""
+    yield config
+    parallel = config.parallel
+    if "replicate" in stack.divides and parallel.engine == "torch" and parallel.zero_stage == FULLY_SHARDED:
+        for number in divisors(asked.gpus // share(parallel))[1:-1]:
+            yield _with(config, replicate=number)
+
+
+AXES: Mapping[str, Axis] = {
+    "tensor": _tensor,
+    "sequence": _sequence,
+    "zero_stage": _sharding,
+    "replicate": _groups,
+}
+"""Key of ``parallel`` -> what it may be."""
+
+
+def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+    """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
+
+    Args:
+        config: The config.
+        stack: Its stack, which says what it can divide.
+        asked: How many GPUs there are, and what is fixed.
+
+    Raises:
+        InvalidFileError: No layout divides so many GPUs, which are named with the nearest that it does.
+    """
+    found = [config]
+    for key, axis in AXES.items():
+        if key not in asked.fixed:
+            found = [wider for one in found for wider in axis(one, stack, asked)]
+    whole = [one for one in found if asked.gpus % share(one.parallel) == 0]
+    if not whole:
+        grid_of(replace(found[0].parallel, data=1), asked.gpus)
+    for one in whole:
+        yield _with(one, data=asked.gpus // share(one.parallel))
+
+
+def _with(config: TrainingConfig, **degrees: Any) -> TrainingConfig:
+    return replace(config, parallel=replace(config.parallel, **degrees))

@@ -1,0 +1,188 @@
+"""Every layout of a job over GPUs that can be planned, and the front of time and memory of those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, get_args
+
+from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.model import Model
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
+from memplan.solver.layouts.arms import UNNAMED, Arm, Refusal, Spot, front, nearest_miss, reason
+from memplan.solver.layouts.degrees import Asked, layouts
+from memplan.solver.layouts.step_time import StepClock
+from memplan.solver.search.axes import BATCHES
+from memplan.solver.search.cluster import Cluster, rates_among
+from memplan.training.own_settings import is_settable
+from memplan.training.resolution.resolve_config import resolve
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRequest:
+    """What is searched.
+
+    Attributes:
+        bases: Configs to share out, each of a stack of its own.
+        asked: How many GPUs, and what is fixed of their layout.
+        cluster: Where they are.
+        fixed: Keys of the configs that stay as they are, besides those of ``parallel``.
+        min_batch: Smallest micro-batch.
+        step_batch: Least sequences of an optimizer step, over all GPUs.
+        strict: Whether what may not fit at the upper end is no answer.
+        most: How many rows at most.
+    """
+
+    bases: tuple[TrainingConfig, ...]
+    asked: Asked
+    cluster: Cluster
+    fixed: tuple[str, ...] = ()
+    min_batch: int = 1
+    step_batch: int = 1
+    strict: bool = False
+    most: int = 5
+
+    def steps(self, config: TrainingConfig, batch: int) -> int:
+        """Return the micro-batches of a step that reach the least number of sequences."""
+        if "gradient_accumulation_steps" in self.fixed:
+            return config.gradient_accumulation_steps
+        return -(-self.step_batch // (batch * config.parallel.data))
+
+    def batches(self, config: TrainingConfig) -> Sequence[int]:
+        """Return the micro-batches to try, ascending."""
+        if "micro_batch_size" in self.fixed:
+            return (config.micro_batch_size,)
+        return sorted({self.min_batch, *(batch for batch in BATCHES if batch >= self.min_batch)})
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """An answer: a layout planned in full."""
+
+    spot: Spot
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayouts:
+    """The front, or the nearest miss.
+
+    Attributes:
+        rows: Fastest first; each takes less memory than those before it.
+        miss: What needs the least memory where nothing fits.
+        layouts: How many were looked at.
+        plans: How many plans were compiled.
+        left_out: Why others cannot be planned, each reason once.
+        rates_of: The GPU whose rates the times are of.
+    """
+
+    model: Model
+    device: Device
+    request: LayoutRequest
+    rows: tuple[LayoutRow, ...]
+    miss: MemoryPlan | None
+    layouts: int
+    plans: int
+    left_out: tuple[str, ...]
+    rates_of: str
+
+
+def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> FoundLayouts:
+    """Return how so many GPUs best share a job.
+
+    Args:
+        model: The model.
+        request: What is searched.
+        device: One of the GPUs.
+        catalog: Where names are looked up.
+
+    Raises:
+        MemplanError: No layout can be planned; the first reason.
+    """
+    search = _Search(model, request, device, catalog)
+    arms = list(search.arms())
+    chosen = front(arms, device, strict=request.strict)[: request.most] if arms else []
+    rows = tuple(LayoutRow(spot, search.whole(spot.config, rank)) for rank, spot in enumerate(chosen, 1))
+    miss = None if rows else nearest_miss(arms, device)
+    refusals = search.refusals | {reason(arm.refusal): arm.refusal for arm in arms if arm.refusal is not None}
+    if not rows and miss is None:
+        error = next(iter(refusals.values()))
+        told = f"no layout of {request.asked.gpus:,} GPUs can be planned: {reason(error)}"
+        raise InvalidFileError([told]) if isinstance(error, InvalidFileError) else CannotAnswerError(told)
+    counts = search.layouts, len(arms), tuple(refusals)
+    return FoundLayouts(model, device, request, rows, miss, *counts, search.rates.source)
+
+
+class _Search:
+    """One search, with what it has found out so far."""
+
+    def __init__(self, model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> None:
+        self.model, self.request, self.device, self.catalog = model, request, device, catalog
+        self.rates = rates_among(1, request.cluster, device, catalog)
+        self.layouts = 0
+        self.refusals: dict[str, Refusal] = {}
+
+    def arms(self) -> Iterator[Arm]:
+        """Yield every layout with every kind of checkpointing."""
+        for base in self.request.bases:
+            stack = self.catalog.stack(base.stack)
+            for config in self._noted(layouts(base, stack, self.request.asked)):
+                self.layouts += 1
+                for way in _checkpointing(config, stack, self.request.fixed):
+                    yield from self._noted(self._arm(one) for one in (replace(config, activation_checkpointing=way),))
+
+    def _noted(self, values: Iterator[T]) -> Iterator[T]:
+        """Yield values until one cannot be had, and note why."""
+        try:
+            yield from values
+        except (CannotAnswerError, InvalidFileError) as error:
+            self.refusals[reason(error)] = error
+
+    def _arm(self, config: TrainingConfig) -> Arm:
+        batches = [(batch, self.request.steps(config, batch)) for batch in self.request.batches(config)]
+        batch, steps = batches[0]
+        config = replace(config, micro_batch_size=batch, gradient_accumulation_steps=steps)
+        clock = StepClock(self._plan(config), self.request.cluster, self.rates)
+        clock.step(batch, config.sequence_length, steps)
+        return Arm(config, self._plan, batches, clock)
+
+    def _plan(self, config: TrainingConfig) -> CompiledPlan:
+        return CompiledPlan(self.model, resolve(config, self.catalog, UNNAMED)).on(self.device.gpu)
+
+    def whole(self, config: TrainingConfig, rank: int) -> MemoryPlan:
+        """Return a layout planned in full, under a name of its own."""
+        setup = resolve(config, self.catalog, f"suggested-{rank}-{layout_name(config)}")
+        return CompiledPlan(self.model, setup).evaluate(self.device)
+
+
+def layout_name(config: TrainingConfig) -> str:
+    """Return a layout in a word.
+
+    Example:
+        >>> from memplan.catalog.training_config import Parallel
+        >>> layout_name(TrainingConfig("", parallel=Parallel(data=8, zero_stage=3, tensor=8, sequence=True)))
+        'tp8-sp-dp8-zero3'
+    """
+    parallel = config.parallel
+    parts = [f"tp{parallel.tensor}" if parallel.tensor > 1 else "", "sp" if parallel.sequence else ""]
+    parts += [f"pp{parallel.pipeline}" if parallel.pipeline > 1 else "", f"dp{parallel.data}"]
+    parts += [f"hsdp{parallel.replicate}" if parallel.replicate > 1 else ""]
+    engine = "ds-" if parallel.engine == "deepspeed" else ""
+    return "-".join(filter(None, (*parts, f"{engine}zero{parallel.zero_stage}")))
+
+
+def _checkpointing(config: TrainingConfig, stack: Stack, fixed: Sequence[str]) -> Iterator[Checkpointing | None]:
+    """Yield the kinds of checkpointing that a stack has words for, or the one that is fixed."""
+    if "activation_checkpointing" in fixed:
+        yield config.activation_checkpointing
+        return
+    own = (config.activation_checkpointing, stack.checkpointing.default)
+    for kind in get_args(Checkpointing):
+        if kind in own or is_settable(stack, [("activation_checkpointing", kind)]):
+            yield kind
