@@ -15,9 +15,10 @@ from memplan.values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
-KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "stable-embedding"]
+KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-embedding"]
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "both", "entropy", "fused"]
+PairKernel = Literal["fused", "rows"]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
 
 
@@ -123,12 +124,15 @@ class Loop:
             (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
             A loss over preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks
             at them where they are.
+        pairs: How a loss over pairs without a reference model looks at whole logits where they are: by one kernel
+            (``fused``), or by a sum of exponentials for each row in turn (``rows``).
     """
 
     holds: tuple[Literal["logits"], ...]
     loss: Literal["model", "loop"]
     labels: Literal["given", "shifted"]
     metrics: Metrics = "none"
+    pairs: PairKernel = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,8 @@ class Stack:
         adapter_dtype_quantised: The same on quantised weights.
         projections: How projections of codes and with adapters run.
         kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms;
-            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32; ``stable-embedding`` quantises
+            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32; ``fp32-norms`` casts embedding and
+            head to bf16 again; ``stable-embedding`` quantises
             the head too, and puts bitsandbytes' ``StableEmbedding`` in the place of the embedding, which stays: with a norm
             behind it, and gradients that no step uses or takes away.
         checkpointing: How it checkpoints activations.
@@ -213,6 +218,7 @@ class Stack:
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
         adapted_loss: Its loss where there are adapters, if it is another.
+        pair_kbit_floats: ``kbit_floats`` where pairs are compared without a reference model, if it is another.
         divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
@@ -253,6 +259,7 @@ class Stack:
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     adapted_loss: LossKernel | None = None
+    pair_kbit_floats: KbitFloats | None = None
     divides: tuple[Literal["tensor", "sequence", "replicate"], ...] = ()
     name: str = ""
     version: str = ""

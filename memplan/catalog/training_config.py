@@ -99,11 +99,13 @@ class Method:
         reference_model: ``resident`` is a frozen second copy; ``adapter-off`` the model without its adapters;
             ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
         rollout: What a method learns from that generates, which others have not.
+        chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
     """
 
     stage: Stage = "sft"
     reference_model: ReferenceModel | None = None
     rollout: Rollout | None = None
+    chosen_nll: bool | None = None
 
 
 Engine = Literal["torch", "fsdp1", "deepspeed"]

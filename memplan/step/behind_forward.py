@@ -10,7 +10,7 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.places import last_places
-from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, tables_of_graph
+from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import BEHIND_REGION, Instant
 
@@ -46,6 +46,7 @@ def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iter
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
+    around += joined_ids(inputs.setup, forward=True)
     yield from forward_alone(inputs, taped, around, EVALUATION)
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import LossKernel
-from memplan.catalog.stacks import Metrics
+from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -37,6 +37,8 @@ class EndSettings:
         scores: Whether the head yields one number for each token, of which the loss takes that of the last one.
         answers: Whether only the tokens that were generated have labels.
         metrics: What a loss's metrics copy of whole logits.
+        pairs: How a loss over pairs looks at whole logits, where it has no reference model.
+        chosen_nll: Whether the likelihood of chosen answers is a second loss.
         arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     """
 
@@ -56,6 +58,8 @@ class EndSettings:
     scores: bool = False
     answers: bool = False
     metrics: Metrics = "none"
+    pairs: PairKernel | None = None
+    chosen_nll: bool = False
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
     @property
@@ -92,6 +96,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         scores=setup.scores,
         answers=setup.answer_length > 0,
         metrics=setup.stack.loop.metrics,
+        pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
+        chosen_nll=bool(setup.config.method.chosen_nll),
         arguments=_arguments(spec, block, setup),
     )
 

@@ -10,21 +10,21 @@ from memplan.model.spec import Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.cross_entropy import (
+from memplan.step.blocks.norms import normalised
+from memplan.step.blocks.projections import bias_sum
+from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
+from memplan.step.divided.divided_products import whole_rows
+from memplan.step.end_settings import EndSettings, head_weights
+from memplan.step.losses.cross_entropy import (
     cross_entropy,
     cross_entropy_in_pieces,
-    log_probabilities,
     stretched_cross_entropy,
     stretched_logits,
     tiled_cross_entropy,
 )
-from memplan.step.blocks.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
-from memplan.step.blocks.norms import normalised
-from memplan.step.blocks.projections import bias_sum
-from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
-from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
-from memplan.step.divided.divided_products import whole_rows
-from memplan.step.end_settings import EndSettings, head_weights
+from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
+from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
+from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
@@ -197,6 +197,8 @@ def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
     """Record a loss over log-probabilities of whole logits, which the loop has a name for in fp32; return it."""
     builder.tape.leaves_region()
     wide = builder.cast(logits, 4)
+    if settings.pairs is not None:
+        return pair_log_probabilities(builder, wide, settings.pairs, nll=settings.chosen_nll)
     if settings.answers:
         return log_probabilities(builder, wide, settings.metrics, answers=True)
     with builder.tape.alive(wide):

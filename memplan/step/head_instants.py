@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.blocks.fused_linear_loss import PLACE_BYTES
-from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.end_settings import EndSettings
 from memplan.step.ends_on_tape import FUSED_LOSSES, Head
+from memplan.step.losses.fused_linear_loss import PLACE_BYTES
+from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -117,7 +117,7 @@ def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Ins
     whole = config.adapter is None and setup.checkpointing != "none"
     if setup.stack.unused_parameters == "never" or whole or config.parallel.data == 1:
         return
-    form = around + constant_form(Part.LOGITS, 8)
+    form = around + constant_form(Part.LOGITS, 0 if setup.compares_pairs else 8)
     if logits is not None:
         width = 4 if setup.autocast else logits.element_bytes
         form += single_form(Part.LOGITS, logits.quantity, 2 * width * logits.width)

@@ -16,8 +16,6 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.blocks.cross_entropy import STRETCH_TOKENS
-from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.ends_on_tape import IN_PIECES
 from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_form, tied_sum
 from memplan.step.kernels.family_code import family_code
@@ -29,6 +27,8 @@ from memplan.step.kernels.refused_code import (
     refuse_linear_attention,
     refuse_unquantised,
 )
+from memplan.step.losses.cross_entropy import STRETCH_TOKENS
+from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
 from memplan.step.states.model_states import ModelStates
@@ -100,6 +100,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             or setup.config.parallel.sequence
             or steps_through_scores(spec)
         ),
+        one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
         one_token=length == 1,
         one_chunk=(profile.loss == "fp32-stretches" and length <= STRETCH_TOKENS)
         or (profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
@@ -276,7 +277,8 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     played = taped.played(mode, inputs.recomputation)
     yield from forward_instants(inputs, taped, played, base)
     base, bare_base = backward_base(inputs, taped, base)
-    yield from copied_outputs(inputs, taped.head, base + played.saved + played.head.saved)
+    compared = ZERO if inputs.setup.compares_pairs else played.head.saved  # its loss is formed of the copy
+    yield from copied_outputs(inputs, taped.head, base + played.saved + compared)
     base += root_form(inputs, taped.settings)
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)

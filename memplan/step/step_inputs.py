@@ -191,8 +191,12 @@ def generated_rows(setup: TrainingSetup) -> Form:
 
 
 def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
-    """Return what a micro-batch of completions is joined to: ids, which an embedding that is trained saves; in forward mask and labels too."""
-    if not setup.answer_length:
+    """Return what completions, or chosen and rejected answers, are joined to: ids, which an embedding that is trained saves; in forward mask and labels too.
+
+    Source:
+        ``concatenated_inputs`` in trl/experimental/orpo/orpo_trainer.py (1.16.0).
+    """
+    if not setup.answer_length and not setup.compares_pairs:
         return ZERO
     saved = ID_BYTES if setup.config.adapter is None else 0
     kept = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved

@@ -209,6 +209,10 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     """
     if setup.stack.kbit_floats == "fp32-but-ends":
         inventory = tuple(_cast_by_name(tensor) for tensor in inventory)
+    if (
+        setup.stack.kbit_floats == "fp32-norms"
+    ):  # what of a tower is an embedding has none of the names that are cast back
+        inventory = tuple(replace(t, role="norm") if t.role == "embedding" and not t.used else t for t in inventory)
     if setup.config.adapter is None or setup.stack.model_code == "own":
         return inventory
     if setup.stable_embedding:

@@ -12,6 +12,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, Rollout, TrainingConfig
 from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.inventory import Role
+from memplan.training.rules.method_rules import UNREFERRED
 from memplan.training.rules.role_names import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 from memplan.values import dataclass
@@ -144,8 +145,15 @@ class TrainingSetup:
     @property
     def copies_logits(self) -> bool:
         """Whether metrics are made of whole logits, of which they make copies."""
+        if self.compares_pairs:
+            return False
         copied = self.profile.loss == "fp32" and self.stack.loop.metrics not in ("none", "fused")
         return copied or self.profile.loss == "log-probabilities"
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the loss compares chosen with rejected answers, and with no reference model."""
+        return self.config.method.stage in UNREFERRED
 
     @property
     def scores(self) -> bool:
@@ -179,7 +187,8 @@ class TrainingSetup:
         """Whether all that is not quantised is in fp32 beside quantised matrices."""
         if self.config.parallel.engine == "deepspeed":
             return False  # the engine casts them back
-        return self.stack.kbit_floats == "fp32" and beside_codes(self.config, self.format_names["hidden_matrix"])
+        quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
+        return self.stack.kbit_floats in ("fp32", "fp32-norms") and quantised
 
     @property
     def stable_embedding(self) -> bool:

@@ -9,11 +9,14 @@ from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec, layer_runs
+from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
+
+CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
+"""Embeddings that TRL casts back to bf16, by name (``peft_module_casting_to_bf16`` in trl/experimental/utils.py, 1.16.0)."""
 
 TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
 
@@ -38,6 +41,21 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
             "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
+        )
+    embedding = model.spec.names.embedding.rpartition(".")[-1]
+    if stack.kbit_floats == "fp32-norms" and setup.kbit_floats and embedding not in CAST_BACK:
+        raise CannotAnswerError(
+            f"{setup.name}: model: {stack.label} casts an embedding that is called {embedding} to fp32 beside quantised matrices, "
+            "and its head not, which is not modelled; use lora over bf16"
+        )
+    if (
+        setup.kbit_floats
+        and setup.autocast
+        and any(isinstance(r.layer.feed_forward, MixtureOfExperts) for r in model.spec.runs)
+    ):
+        raise CannotAnswerError(
+            f"{setup.name}: model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, "
+            "which is not modelled; use lora over bf16"
         )
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:

@@ -56,6 +56,9 @@ def test_a_reward_model_has_one_score_for_each_token_and_no_logits():
         ({"stage": "dpo", "reference_model": "none"}, "compares with a reference model"),
         ({"stage": "kto", "batch": 1}, "at least 2"),
         ({"stage": "dpoo"}, "did you mean 'dpo'"),
+        ({"stage": "orpo", "reference_model": "resident"}, "has no reference model"),
+        ({"stage": "orpo", "chosen_nll": False}, "leave it out"),
+        ({"stage": "dpo", "chosen_nll": True}, "no such second loss"),
     ],
 )
 def test_contradictions_are_refused(settings, said):
@@ -76,7 +79,8 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("torchtune", {}, ".* are sft$"),
         ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),
         ("trl@0.29", {"parallel.data": 2}, "; as TRL's newest version does: --stack trl$"),
-        ("trl", {"method.stage": "simpo"}, ".*reward, grpo$"),
+        ("trl@1.12", {"method.stage": "simpo"}, ".*its newest version runs it: --stack trl$"),
+        ("trl", {"method.stage": "orpo", "parallel.data": 2, "parallel.zero_stage": 3}, ""),
     ],
 )
 def test_steps_that_nothing_follows_are_refused(stack, settings, way):
@@ -93,6 +97,21 @@ def test_log_probabilities_of_whole_logits_take_what_older_versions_copy_of_them
         )
         each.append(part(answer, "logits") / (tokens * vocabulary))
     assert each == pytest.approx([0, 10, 12, 18], abs=0.5)
+
+
+def test_a_second_loss_over_the_chosen_answers_needs_a_copy_and_a_softmax_of_their_logits():
+    tokens, vocabulary = 2 * 2 * 2048, 128_256
+    with_it, without = (
+        part(plan("lora", stage="simpo", chosen_nll=nll), "logits") / (tokens * vocabulary) for nll in (True, False)
+    )
+    assert (with_it, without) == pytest.approx((10, 8), abs=0.1)
+    assert part(plan("lora", stage="orpo"), "logits") == pytest.approx(with_it * tokens * vocabulary, rel=0.001)
+
+
+def test_odds_of_quantised_models_stand_on_norms_in_fp32_and_embeddings_in_bf16():
+    paired, alone = (plan("qlora", stage=stage) for stage in ("orpo", "sft"))
+    norms, adapters = (2 * 16 + 1) * 2048, 11_272_192  # Llama 3.2 1B: parameters of norms, and of adapters of rank 16
+    assert part(paired, "weights") - part(alone, "weights") == 2 * (norms + adapters)
 
 
 @pytest.mark.parametrize(

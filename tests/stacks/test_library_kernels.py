@@ -8,7 +8,7 @@ import memplan
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup import Shapes, find_model
-from memplan.step.blocks.fused_linear_loss import linear_chunk
+from memplan.step.losses.fused_linear_loss import linear_chunk
 
 MODEL, TOKENS = "llama-3.2-1b", 2048
 LIGER = ("kernels.norm=in-place", "kernels.rotary=in-place", "kernels.activation=in-place", "kernels.loss=fused-linear")

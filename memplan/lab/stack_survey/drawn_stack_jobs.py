@@ -133,6 +133,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
         training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
     if stage in GENERATING:
         training["method"] |= _rollout(rng, training, own)
+    if stage in ("cpo", "simpo") and rng.random() < 0.4:
+        training["method"]["chosen_nll"] = False
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))

@@ -36,6 +36,9 @@ STAGES = {
     "kto": "kto",
     "reward": "reward",
     "grpo": "grpo",
+    "orpo": "orpo",
+    "cpo": "cpo",
+    "simpo": "simpo",
 }
 """What trainers' files call a kind of training -> the stage of a training config."""
 TUNINGS = ("full", "lora", "qlora")
@@ -179,7 +182,7 @@ def training_data(
         _refuse_first(job)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
-        data["method"] = {"stage": stage, "reference_model": method.get("reference_model")}
+        data["method"] = {key: method.get(key) for key in ("reference_model", "chosen_nll")} | {"stage": stage}
         if stage in GENERATING:
             data["method"]["rollout"] = _known(method.get("rollout", {}), Rollout)
     _refuse_unknown(text, data, TrainingConfig)

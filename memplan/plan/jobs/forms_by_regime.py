@@ -9,10 +9,10 @@ from memplan.errors import InvalidFileError
 from memplan.model.model import Model
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.blocks.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
-from memplan.step.blocks.fused_linear_loss import linear_chunk
-from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
+from memplan.step.losses.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
+from memplan.step.losses.fused_linear_loss import linear_chunk
+from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded

@@ -21,6 +21,7 @@ class Regime:
 
     Attributes:
         one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
+        one_pair: The micro-batch is one pair of a chosen and a rejected answer, which a loss over pairs cuts in two.
         one_token: Sequences of one token: exchanging dimensions moves nothing.
         one_chunk: A loss over chunks has one.
         empty_stretch: The last of several stretches of a loss has no token, so that backward never comes to its graph.
@@ -33,6 +34,7 @@ class Regime:
     """
 
     one_sequence: bool = False
+    one_pair: bool = False
     one_token: bool = False
     one_chunk: bool = False
     empty_stretch: bool = False

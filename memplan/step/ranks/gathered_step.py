@@ -14,7 +14,6 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import EVALUATION, behind_forward
-from memplan.step.blocks.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.ends_on_tape import FUSED_LOSSES
 from memplan.step.head_instants import TIED_SUM
 from memplan.step.instants import (
@@ -28,6 +27,7 @@ from memplan.step.instants import (
 )
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.ranks.engine_step import (
     FORMULA,

@@ -18,7 +18,7 @@ from memplan.training.named_recipes import with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import Path, config_problems
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
-from memplan.training.rules.method_rules import method_refusals, with_method, with_method_keys
+from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import kbit_formats, unmodelled, with_adapters
 from memplan.units import parse_bytes
@@ -45,9 +45,9 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
-    stack = with_method_keys(config, stack)
-    profile = with_method(config, stack, profile)
-    profile = with_adapters(config, profile, stack, catalog.formats[format_name(config, "hidden_matrix")])
+    hidden = catalog.formats[format_name(config, "hidden_matrix")]
+    stack = with_method_rules(config, stack, hidden)
+    profile = with_adapters(config, with_method(config, stack, profile), stack, hidden)
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)

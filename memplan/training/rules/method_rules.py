@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Method, Parallel, ReferenceModel, Rollout, TrainingConfig
@@ -14,6 +15,8 @@ from memplan.training.rules.stack_rules import beside_codes
 Path = tuple[str, ...]
 REFERRED = frozenset(("dpo", "kto"))
 """Stages whose loss compares log-probabilities with those of a reference model."""
+UNREFERRED = frozenset(("orpo", "cpo", "simpo"))
+"""Stages whose loss compares log-probabilities of whole logits with each other, and with no reference model's."""
 GENERATING = frozenset(("grpo",))
 """Stages that learn from completions which the model generates, and may stay near a reference model."""
 
@@ -22,9 +25,11 @@ def with_reference(config: TrainingConfig) -> Method:
     """Return a config's method with its reference model filled in: the model itself where adapters can be switched off.
 
     Source:
-        trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940.
+        trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940; ``cpo_alpha`` in trl/experimental/cpo/cpo_config.py.
     """
     method = config.method
+    if method.stage in UNREFERRED and method.chosen_nll is None:
+        method = replace(method, chosen_nll=True)
     if method.stage in GENERATING and method.rollout is None:
         method = replace(method, rollout=Rollout())
     if method.reference_model is not None:
@@ -35,15 +40,28 @@ def with_reference(config: TrainingConfig) -> Method:
 
 def with_method(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> KernelProfile:
     """Return the kernels of a config; a loss that compares log-probabilities may form these of whole logits."""
-    whole = config.method.stage in REFERRED | GENERATING and stack.loop.metrics != "none"
-    return replace(profile, loss="log-probabilities") if whole else profile
+    return replace(profile, loss="log-probabilities") if _compares_whole(config, stack) else profile
 
 
-def with_method_keys(config: TrainingConfig, stack: Stack) -> Stack:
-    """Return a stack without its keys that a config's method has not: no key says how long a prompt and its completion are."""
-    if config.method.stage not in GENERATING:
-        return stack
-    return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+def _compares_whole(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a config's loss compares log-probabilities that are formed of whole logits."""
+    stage = config.method.stage
+    return stage in UNREFERRED or (stage in REFERRED | GENERATING and stack.loop.metrics != "none")
+
+
+def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageFormat) -> Stack:
+    """Return a stack as a config's method has it: without a key for the length of a prompt and its completion, its floats cast otherwise.
+
+    Source:
+        ``ORPOTrainer.__init__`` and ``peft_module_casting_to_bf16`` in trl/experimental (1.16.0): norms alone stay in fp32
+        beside weights of four bits under bf16.
+    """
+    if config.method.stage in GENERATING:
+        return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
+    if config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
+        alike = hidden.product == "integers" or config.compute_dtype != "bf16"
+        return replace(stack, kbit_floats="fp32" if alike else stack.pair_kbit_floats)
+    return stack
 
 
 def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
@@ -56,6 +74,10 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield from _rollout_problems(config, method.rollout)
     if method.stage in REFERRED and method.reference_model == "none":
         yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
+    if method.chosen_nll is not None and method.stage not in UNREFERRED:
+        yield ("method", "chosen_nll"), f"{method.stage} has no such second loss; leave it out"
+    if method.chosen_nll is False and method.stage == "orpo":
+        yield ("method", "chosen_nll"), "orpo adds odds to the likelihood of chosen answers; leave it out"
     if method.reference_model == "adapter-off" and config.adapter is None:
         yield path, "there are no adapters to switch off; use resident or precomputed"
     if method.stage == "kto" and config.micro_batch_size == 1:
@@ -97,8 +119,9 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         axolotl/core/trainers/dpo/trainer.py (0.21.0).
     """
     stage, full = config.method.stage, config.adapter is None
-    whole = stage in REFERRED | GENERATING and stack.loop.metrics != "none"
-    narrow = stack.magnitudes == "cast" or whole
+    whole = _compares_whole(config, stack)
+    referred = whole and stage not in UNREFERRED
+    narrow = stage not in UNREFERRED and (stack.magnitudes == "cast" or whole)
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
@@ -122,7 +145,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
-    elif stage != "sft" and replace(config.parallel, data=config.parallel.data if whole else 1) != Parallel():
+    elif stage != "sft" and replace(config.parallel, data=config.parallel.data if referred else 1) != Parallel():
         text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
         if replace(config.parallel, data=1) == Parallel():
             text = f"{stage} on several GPUs as {stack.label} runs it is not modelled; as TRL's newest version does: --stack trl"

@@ -7,7 +7,7 @@ from typing import cast
 
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
-from memplan.training.rules.method_rules import GENERATING, REFERRED, with_reference
+from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained
 
 
@@ -50,6 +50,8 @@ def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
     rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
     if hidden not in FLOATS and config.method.stage in REFERRED:
         rule = "bf16"  # TRL's trainers make the adapters then (trl/trainer/dpo_trainer.py, 1.14.1 and 1.16.0)
+    elif hidden not in FLOATS and config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
+        rule = "fp32"  # as PEFT makes them (trl/experimental/orpo/orpo_trainer.py, 1.16.0)
     if rule == "weights":
         rule = cast("Floats", hidden if hidden in FLOATS else config.compute_dtype)  # type: ignore[assignment]
     return cast("Floats", rule)

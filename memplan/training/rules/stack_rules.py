@@ -85,6 +85,9 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         return dict(names)
     if stack.kbit_floats == "stable-embedding":
         return {**names, "head": names["hidden_matrix"]}
+    if stack.kbit_floats == "fp32-norms":
+        own: tuple[Role, ...] = ("embedding", "head")
+        return {role: name if name not in FLOATS else "bf16" if role in own else "fp32" for role, name in names.items()}
     if stack.kbit_floats == "fp32-but-ends":
         fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
         wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))

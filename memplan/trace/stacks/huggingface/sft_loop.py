@@ -18,6 +18,7 @@ import trl.trainer.sft_trainer as sft_trainer
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
+from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
@@ -33,6 +34,7 @@ from memplan.trace.stacks.huggingface.generated_rows import (
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -48,6 +50,18 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 }
 """Stage -> its trainer, and that one's arguments."""
 
+PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
+"""Stage -> what the trainer and its arguments in ``trl.experimental`` are named by."""
+
+
+def trainer_of(stage: str) -> tuple[Any, Any]:
+    """Return a stage's trainer, and that one's arguments."""
+    if stage not in PAIRS:
+        return TRAINERS[stage]
+    name = PAIRS[stage]
+    module = import_module(f"trl.experimental.{name.lower()}")
+    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+
 
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run the trainer of the setup's stage on the model that the inputs ask for."""
@@ -59,7 +73,7 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
     """Run the trainer of the setup's stage on what ``load`` returns, on a machine that is pretended already."""
     config = inputs.setup.config
     stage, reference = config.method.stage, config.method.reference_model
-    trainer_class, arguments_class = TRAINERS[stage]
+    trainer_class, arguments_class = trainer_of(stage)
     with (
         deepspeed_ranks(inputs.setup, inputs.details.rank),
         _pretended_kernels(inputs) if inputs.is_traced else nullcontext(),
@@ -77,6 +91,7 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
             more, beside = rollout_arguments(inputs.setup), {"reward_funcs": len}
         else:
             more["max_length"] = config.sequence_length
+            more |= pair_arguments(inputs.setup)
         arguments: Any = arguments_class(**keywords, **more)
         with made_on(inputs.device), loaded_reference(load, inputs):
             trainer: Any = trainer_class(
@@ -118,6 +133,8 @@ def _rows(inputs: StackInputs) -> Any:
         columns = {"chosen_ids": row, "rejected_ids": row}
     elif stage in GENERATING:
         columns = {"prompt": ["-"] * count}
+    elif stage in PAIRS:
+        return _pairs(row, prompt)
     elif stage == "kto":
         columns = {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": answer}
         columns |= {"label": [True, False] * (count // 2) + [True] * (count % 2)}
@@ -126,6 +143,27 @@ def _rows(inputs: StackInputs) -> Any:
         columns = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": answer}
         columns |= {"ref_chosen_logps": known, "ref_rejected_logps": known} if known else {}
     return datasets.Dataset.from_dict(columns)
+
+
+def _pairs(row: list[list[int]], prompt: list[list[int]]) -> Any:
+    """Return rows as ``tokenize_row`` makes them, which are made once."""
+    columns = {f"prompt_{kind}": prompt for kind in ("input_ids", "attention_mask")}
+    kinds = ("input_ids", "attention_mask", "labels")
+    columns |= {f"{side}_{kind}": row for side in ("chosen", "rejected") for kind in kinds}
+    dataset = datasets.Dataset.from_dict(columns)
+    dataset.map = lambda *_, **__: dataset
+    return dataset
+
+
+def pair_arguments(setup: TrainingSetup) -> dict[str, Any]:
+    """Return what ``CPOConfig`` has besides."""
+    method = setup.config.method
+    if PAIRS.get(method.stage) != "CPO":
+        return {}
+    return {
+        "loss_type": "simpo" if method.stage == "simpo" else "sigmoid",
+        "cpo_alpha": 1.0 if method.chosen_nll else 0.0,
+    }
 
 
 def _tokenizer() -> Any:
@@ -144,18 +182,20 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         trl 1.16.0, kernels/chunked_logprob.py: ``_forward_kernel``, ``_backward_kernel``, ``_addmm_fp32``;
         trl 1.12.0, trainer/sft_trainer.py, lines 202 to 206.
     """
+    stage = inputs.setup.config.method.stage
     if find_spec("trl.kernels.chunked_logprob") if find_spec("trl.kernels") else False:
-        replaced = _triton_kernels()
+        replaced = _triton_kernels() + (_pair_kernels() if stage in PAIRS else [])
     else:
         replaced = _chunk_loop(inputs) + log_probability_kernels()
-    stage = inputs.setup.config.method.stage
     if stage != "sft":
-        own, _ = TRAINERS[stage]
+        own, _ = trainer_of(stage)
         replaced += [
             (own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps") if hasattr(own, name)
         ]
         if stage in REFERRED:
             replaced.append((import_module(own.__module__), "hash_module", _nothing))
+        if stage in PAIRS and inputs.setup.config.compute_dtype != "bf16":  # it is told of bf16 in place of fp16
+            replaced.append((import_module(own.__module__), "peft_module_casting_to_bf16", _nothing))
     saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)
@@ -195,6 +235,17 @@ def log_probability_kernels() -> list[tuple[Any, str, Any]]:
     kernels = import_module("trl.kernels.logprob_entropy")
     launched = [(kernels, name, _Launched()) for name in ("_forward_kernel", "_backward_kernel")]
     return [*launched, (trl_utils, "_supports_trl_loss_kernel", lambda *_: True)]
+
+
+def _pair_kernels() -> list[tuple[Any, str, Any]]:
+    """Return what stands for the kernel that pairs are compared with.
+
+    Raises:
+        CannotAnswerError: triton is missing, which declares it.
+    """
+    if not find_spec("triton"):
+        raise CannotAnswerError("tracing TRL's loss over pairs needs triton: pip install triton==3.9.0")
+    return log_probability_kernels()
 
 
 def _triton_kernels() -> list[tuple[Any, str, Any]]:

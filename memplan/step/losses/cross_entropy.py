@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.catalog.stacks import Metrics
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
@@ -39,60 +37,6 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     total = tape.value(ONE, 1, logs.element_bytes)
     traits = Traits(scratch=[(ONE, loss_bytes)])
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
-
-
-def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answers: bool = False) -> Value:
-    """Record the log-probabilities of the tokens that follow, and a loss that compares those of rows; return the loss.
-
-    The exponentials of one row at a time are never more than what is formed for all rows, but where there is one row.
-
-    Args:
-        builder: Writes on the tape.
-        logits: In fp32, as the model returns them.
-        metrics: Says whether they are copied without each row's last token, or looked at where they are, by one kernel
-            or by several.
-        answers: Whether they are those of generated tokens, and are divided by the temperature in place of being copied.
-
-    Source:
-        ``_get_per_token_logps_and_entropies`` in trl/trainer/grpo_trainer.py (0.29.0);
-        ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
-        trl/trainer/utils.py; ``_LogProbEntropyFunction`` in trl/kernels/logprob_entropy.py (1.14.1); ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
-    """
-    tape, predicted = builder.tape, Quantity.ANSWER_TOKENS if answers else Quantity.PREDICTED_TOKENS
-    rows = Value(logits.storage, predicted, logits.coefficient, 4)
-    tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
-    if answers:
-        last, rows = rows, Value(logits.storage, predicted, logits.coefficient, 4)
-        tape.apply("slice", [(last, NEW)], rows, traits=SAVES_NOTHING)
-    if metrics == "fused":
-        found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
-        tape.apply(
-            "log-probabilities", [(rows, NEW)], (found, statistics), [rows, statistics], traits=Traits(custom=True)
-        )
-        return _compared(tape, found)
-    copied = metrics != "entropy"
-    if copied:
-        cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
-        name, way = ("divide", NEW) if answers else ("copy", SAME)
-        tape.apply(name, [(cut, way)], rows, traits=SAVES_NOTHING)
-    labels = [tape.make("shift labels", tape.value(predicted, 1, 8))] if copied and not answers else []
-    with tape.alive(rows, *labels):
-        chosen, sums = tape.value(predicted, 1, 4), tape.value(predicted, 1, 4)
-        tape.apply("gather", [(rows, NEW)], chosen, [rows, *labels])
-        parts = Value(rows.storage, predicted, logits.coefficient, 4)
-        tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
-        alone = [(predicted, 2 * 4 * logits.width)] if answers and builder.settings.regime.one_sequence else []
-        tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums], traits=Traits(workspace=alone))
-        return _compared(tape, chosen, sums, tape.value(predicted, 1, 1, needs_gradient=False))
-
-
-def _compared(tape: Tape, found: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:
-    """Record a loss of a few numbers over log-probabilities, which saves what of them is of prompts; return it."""
-    inputs = [(value, NEW) for value in (found, sums) if value is not None]
-    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
-    return tape.apply(
-        "compare", inputs, loss, [] if prompts is None else [prompts], traits=Traits(packs=prompts is not None)
-    )
 
 
 PIECE_TOKENS = 128

@@ -1,0 +1,133 @@
+"""What preference methods compare, on a tape: log-probabilities of whole logits."""
+
+from __future__ import annotations
+
+from memplan.catalog.stacks import Metrics, PairKernel
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.tape import Tape
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+
+LABEL_BYTES = 8
+"""Of a token: its label in 64 bits."""
+
+
+def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answers: bool = False) -> Value:
+    """Record the log-probabilities of the tokens that follow, and a loss that compares those of rows; return the loss.
+
+    The exponentials of one row at a time are never more than what is formed for all rows, but where there is one row.
+
+    Args:
+        builder: Writes on the tape.
+        logits: In fp32, as the model returns them.
+        metrics: Says whether they are copied without each row's last token, or looked at where they are, by one kernel
+            or by several.
+        answers: Whether they are those of generated tokens, and are divided by the temperature in place of being copied.
+
+    Source:
+        ``_get_per_token_logps_and_entropies`` in trl/trainer/grpo_trainer.py (0.29.0);
+        ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
+        trl/trainer/utils.py; ``_LogProbEntropyFunction`` in trl/kernels/logprob_entropy.py (1.14.1); ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
+    """
+    tape, predicted = builder.tape, Quantity.ANSWER_TOKENS if answers else Quantity.PREDICTED_TOKENS
+    rows = Value(logits.storage, predicted, logits.coefficient, 4)
+    tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
+    if answers:
+        last, rows = rows, Value(logits.storage, predicted, logits.coefficient, 4)
+        tape.apply("slice", [(last, NEW)], rows, traits=SAVES_NOTHING)
+    if metrics == "fused":
+        found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
+        tape.apply(
+            "log-probabilities", [(rows, NEW)], (found, statistics), [rows, statistics], traits=Traits(custom=True)
+        )
+        return _compared(tape, found)
+    copied = metrics != "entropy"
+    if copied:
+        cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
+        name, way = ("divide", NEW) if answers else ("copy", SAME)
+        tape.apply(name, [(cut, way)], rows, traits=SAVES_NOTHING)
+    labels = [tape.make("shift labels", tape.value(predicted, 1, 8))] if copied and not answers else []
+    with tape.alive(rows, *labels):
+        chosen, sums = tape.value(predicted, 1, 4), tape.value(predicted, 1, 4)
+        tape.apply("gather", [(rows, NEW)], chosen, [rows, *labels])
+        parts = Value(rows.storage, predicted, logits.coefficient, 4)
+        tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
+        alone = [(predicted, 2 * 4 * logits.width)] if answers and builder.settings.regime.one_sequence else []
+        tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums], traits=Traits(workspace=alone))
+        return _compared(tape, chosen, sums, tape.value(predicted, 1, 1, needs_gradient=False))
+
+
+def _compared(tape: Tape, found: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:
+    """Record a loss of a few numbers over log-probabilities, which saves what of them is of prompts; return it."""
+    inputs = [(value, NEW) for value in (found, sums) if value is not None]
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply(
+        "compare", inputs, loss, [] if prompts is None else [prompts], traits=Traits(packs=prompts is not None)
+    )
+
+
+def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, *, nll: bool) -> Value:
+    """Record log-probabilities of chosen and rejected answers, compared with each other; return the loss.
+
+    Args:
+        builder: Writes on the tape.
+        logits: In fp32, as the model returns them: of the chosen answers, then of the rejected ones.
+        kernel: How it looks at them where they are.
+        nll: Whether the likelihood of the chosen answers is a second loss.
+
+    Source:
+        ``concatenated_forward`` and ``get_batch_logps`` in trl/experimental/orpo/orpo_trainer.py and cpo/cpo_trainer.py
+        (0.29.0, 1.16.0); ``selective_log_softmax`` in trl/trainer/utils.py.
+    """
+    tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
+    with tape.alive(logits):
+        labels = tape.make("labels", tape.value(Quantity.TOKENS, 1, LABEL_BYTES))
+        losses = [_chosen_likelihood(builder, logits, labels)] if nll else []
+        rows = Value(logits.storage, predicted, logits.coefficient, 4)
+        tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
+        targets = tape.make("shift labels", tape.value(predicted, 1, LABEL_BYTES))
+        mask = tape.make("mask", tape.value(predicted, 1, 1))
+        if kernel == "fused":
+            found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
+            saved = [rows, targets, statistics]
+            tape.apply("log-probabilities", [(rows, NEW)], (found, statistics), saved, traits=Traits(custom=True))
+            losses.append(found)
+        else:
+            losses += _row_by_row(tape, rows, targets)
+        loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+        return tape.apply("compare", [(value, NEW) for value in losses], loss, [mask])
+
+
+def _row_by_row(tape: Tape, rows: Value, targets: Value) -> list[Value]:
+    """Record chosen logits, and a sum of exponentials for each row in turn; return both."""
+    predicted = rows.quantity
+    chosen, sums = tape.value(predicted, 1, 4), tape.value(predicted, 1, 4)
+    tape.apply("gather", [(rows, NEW)], chosen, [rows, targets])
+    parts = Value(rows.storage, predicted, rows.coefficient, 4)
+    tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
+    tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums])
+    return [chosen, sums]
+
+
+def _chosen_likelihood(builder: Builder, logits: Value, labels: Value) -> Value:
+    """Record cross-entropy of the chosen answers, whose rows come first; copied where there are several; return the loss."""
+    tape, predicted, one = builder.tape, Quantity.PREDICTED_TOKENS, builder.settings.regime.one_pair
+    half = logits.coefficient // 2
+    chosen = Value(logits.storage, logits.quantity, half, 4)
+    tape.apply("rows of chosen answers", [(logits, NEW)], chosen, traits=SAVES_NOTHING)
+    rows = Value(logits.storage, predicted, half, 4)
+    tape.apply("slice", [(chosen, NEW)], rows, traits=SAVES_NOTHING)
+    if not one:
+        cut, rows = rows, _half_of(tape, predicted, half)
+        tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
+    targets = labels if one else tape.make("shift chosen labels", tape.value(predicted, 1, LABEL_BYTES // 2))
+    logs, loss = _half_of(tape, predicted, half), tape.value(ONE, 0, 4, part=Part.LOGITS)
+    tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
+    return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, tape.value(ONE, 1, 4), targets])
+
+
+def _half_of(tape: Tape, quantity: Quantity, coefficient: int) -> Value:
+    """Return a new tensor of logits in fp32 of half of the rows."""
+    value = tape.value(quantity, coefficient, 1, part=Part.LOGITS)
+    value.element_bytes = 4
+    return value
