@@ -486,7 +486,7 @@ def test_a_trainers_file_is_model_and_config_of_a_plan(name):
 
 def test_methods_that_are_not_modelled_are_never_planned_as_others(tmp_path):
     text = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: x}]\nsequence_len: 1024\n"
-    for stage, said in (("ebft", "full ebft is not modelled"), ("gdpo", "not modelled")):
+    for stage, said in (("ebft", "full ebft is not modelled"),):
         with pytest.raises(CannotAnswerError, match=said):
             memplan.plan(written(tmp_path, f"{text}rl: {stage}\n"), gpu="a100-80gb")
 
