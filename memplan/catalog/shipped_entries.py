@@ -40,9 +40,6 @@ class EntryText:
         """The aliases that the text lists."""
         return self.listed("aliases")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._built or name in self._parts
-
     def listed(self, key: str) -> list[str]:
         """Return the names that the text lists under a key, in one line or one a line."""
         if f"{key}: " not in self.text and f"{key}:\n" not in self.text:
@@ -98,6 +95,9 @@ class BuiltEntries(Mapping[str, T]):
         if name not in self._built:
             self._built[name] = build(self._cls, self._parts[name].data())
         return self._built[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built or name in self._parts
 
     def listed(self, key: str) -> Iterator[tuple[str, str]]:
         """Yield what entries list under a key of names, each with the entry's name; none of ours is built for it."""

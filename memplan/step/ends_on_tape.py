@@ -25,8 +25,8 @@ from memplan.step.losses.cross_entropy import (
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
+from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 from memplan.units import ceil_div

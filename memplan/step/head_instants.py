@@ -11,11 +11,11 @@ from memplan.step.ends_on_tape import FUSED_LOSSES, Head
 from memplan.step.losses.fused_linear_loss import PLACE_BYTES
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import BEHIND_REGION, Instant, Played
-from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 

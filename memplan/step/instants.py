@@ -31,6 +31,7 @@ from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.places import Place, ends, last_places
+from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
 from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_arguments, tables_of_graph
@@ -45,7 +46,6 @@ from memplan.step.tapes.linear_forms import (
     single_form,
 )
 from memplan.step.tapes.played import Instant
-from memplan.step.tapes.section import SavedTensor
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div

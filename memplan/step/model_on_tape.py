@@ -12,13 +12,13 @@ from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.places import layer_counts
+from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.liveness import Recomputation
 from memplan.step.tapes.played import Played
-from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.training.adapters import REFERENCE
 from memplan.values import dataclass

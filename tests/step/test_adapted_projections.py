@@ -16,8 +16,8 @@ from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.section import play
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolution.resolve_config import resolve
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Quantity, quantities
-from memplan.step.tapes.liveness import Recomputation
-from memplan.step.tapes.section import play
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, Traits, Value
 from memplan.step.tapes.taped_weight import Weight

@@ -21,10 +21,10 @@ from memplan.step.behind_forward import EVALUATION
 from memplan.step.instants import StepForms, held_by_loop, step_instants
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.playing.section import SavedTensor
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant
-from memplan.step.tapes.section import SavedTensor
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up

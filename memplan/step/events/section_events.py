@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from memplan.step.playing.backward import play_backward
+from memplan.step.playing.player import Player
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
+from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Storage
-from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
-from memplan.step.tapes.section import Section
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.step.tapes.taped_weight import Mode
 from memplan.values import dataclass
@@ -91,7 +93,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     region_end, _ = recorder.cut()
     arriving = NO_STORAGE
     if tape.nodes:
-        arriving = player.backward(output)
+        arriving = play_backward(player, output)
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
     escaped = player.escaping_storages()

@@ -16,7 +16,7 @@ from memplan.step.layers.attention import attention
 from memplan.step.layers.feed_forward import mlp
 from memplan.step.layers.latent_attention import latent_attention
 from memplan.step.layers.mixture_of_experts import mixture
-from memplan.step.tapes.section import Section
+from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight
 

@@ -24,6 +24,10 @@ from memplan.step.instants import (
     saved_by_layers,
 )
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.playing.backward import play_backward
+from memplan.step.playing.player import Player
+from memplan.step.playing.recomputation import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Recomputation
+from memplan.step.playing.section import Section
 from memplan.step.ranks.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, trained_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
@@ -31,9 +35,7 @@ from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
-from memplan.step.tapes.liveness import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Player, Recomputation
 from memplan.step.tapes.played import Instant, dominant
-from memplan.step.tapes.section import Section
 
 Segment = tuple[tuple[Instant, ...], Instant | None, Mark | None]
 """Moments of a part, then what happens beside its operations, and the moment at which it does; an end has none."""
@@ -64,7 +66,7 @@ def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, 
         return Segments(forward)
     player.marks, player.instants = [], []
     player.region_ends()
-    player.backward(section.output)
+    play_backward(player, section.output)
     return Segments(forward, _cut(player))
 
 

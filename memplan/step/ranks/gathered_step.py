@@ -29,6 +29,7 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.playing.recomputation import Mark
 from memplan.step.ranks.engine_step import (
     FORMULA,
     EnginePass,
@@ -46,7 +47,6 @@ from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.states.single_tensors import in_layers
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
-from memplan.step.tapes.liveness import Mark
 from memplan.step.tapes.played import Instant
 from memplan.units import ceil_div, format_bytes
 

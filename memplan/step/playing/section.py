@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memplan.step.playing.backward import play_backward
+from memplan.step.playing.player import Player
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity
-from memplan.step.tapes.liveness import NOTHING_AGAIN, Player, Recomputation
 from memplan.step.tapes.played import Played, dominant
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
@@ -33,7 +35,7 @@ def play(
     carried = player.region_ends()
     saved = player.live.form()
     if tape.nodes:
-        player.backward(output)
+        play_backward(player, output)
     return Played(dominant(forward), saved, carried, dominant(player.instants), player.escaped_form())
 
 

@@ -1,0 +1,233 @@
+"""Backward of a tape: gradients of its nodes, from the last to the first, and what is alive at each moment.
+
+Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.step.playing.player import Player, temporaries
+from memplan.step.playing.recomputation import Mark, module_of
+from memplan.step.tapes.event_recorder import EventRecorder
+from memplan.step.tapes.linear_forms import Part, Quantity, Storage, scratch_pieces
+from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Reduction, Value
+from memplan.step.tapes.taped_weight import Weight
+
+
+def play_backward(player: Player, output: Value) -> int:
+    """Play backward from the gradient of ``output``; return its storage.
+
+    Args:
+        player: What has played forward; it notes the moments, and has the gradients of what the tape was given.
+        output: What the tape returned.
+    """
+    return _Backward(player).play(output)
+
+
+class _Backward:
+    """Backward of what a player has played forward."""
+
+    def __init__(self, player: Player) -> None:
+        self.player, self.live = player, player.live
+
+    def play(self, output: Value) -> int:
+        """Play backward from the gradient of ``output``; return its storage."""
+        arriving = self.start(output)
+        named = self.player.reenter(output) if self.player.recomputation.reentrant else ()
+        for node in reversed(self.player.tape.nodes):
+            self.run(node)
+        if (
+            self.player.marks is not None and self.player.visits and self.player.gradients
+        ):  # what the part was given needs one
+            self.player.marks.append(Mark(len(self.player.instants), "left backward", ""))
+        self.live.release_all(named)
+        return arriving
+
+    def start(self, output: Value) -> int:
+        """Begin backward with the gradient of ``output``; return its storage."""
+        arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
+        self.player.gradients[id(output)] = arriving
+        self.player.note("", "start")
+        if self.player.visits:
+            self.player.mark("backward", "", self.player.tape.nodes[-1].instant)
+        return arriving
+
+    def gradient_part(self, value: Value) -> Part:
+        """Gradients of logits are logits; other gradients of activations are temporaries."""
+        return Part.LOGITS if self.live.storages[value.storage][0] is Part.LOGITS else Part.TEMPORARIES
+
+    def run(self, node: Node) -> None:
+        """Run the backward of one operation; the first that needs what was not saved has it computed again."""
+        arrived = [g for g in [self.player.gradients.pop(id(value), None) for value in node.outputs] if g is not None]
+        if arrived:
+            if self.player.visits and (name := module_of(node)):
+                self.player.mark("backward", name, node.instant)
+            self.form(node, arrived)
+            if node.inputs:
+                self.player.end(node, "backward")
+        else:
+            self.unsave(node)
+
+    def unsave(self, node: Node) -> None:
+        """Let go of what a node has saved, and after the last that saved something of what checkpointing did."""
+        if self.player.to_recompute:
+            return
+        if not node.traits.escapes:
+            self.live.release_all(node.saved)
+        if node is not self.player.first_packing:
+            return
+        self.live.release_all(self.player.cache)
+        self.player.cache = set()
+        if self.player.entry is not None:
+            self.live.release(self.player.entry.storage)
+
+    def form(self, node: Node, arrived: list[int]) -> None:
+        """Form the gradients of a node's inputs and weights."""
+        # A product with codes asks for what it saved only once its input's gradient is there (memplan/trace/reference/weight_storage.py).
+        late = any(w.coded for w in node.weights) and not node.traits.packs
+        if not late:
+            self.recompute_for(node)
+        early = self._taken(node) if node.traits.forms_last else []
+        first = self.weight_gradients(node) if node.weight_first else []
+        if first:
+            self.live.multiply()
+        decoded = self.player.decoded(node.weights, node.instant, node.name)
+        for weight in node.weights:
+            if again := weight.decoding_again:
+                self.player.with_scratch(node.instant, node.name, again)
+        formed = self.input_gradients(node, arrived)
+        if node.inputs and any(weight.coded or not node.traits.custom for weight in node.weights):
+            self.live.multiply()
+        if decoded:
+            self.player.note(node.instant, node.name)
+        self.live.give_back(decoded)
+        if late:
+            self.recompute_for(node)
+        self.finish(node, arrived, formed, first or self.weight_gradients(node), early)
+
+    def weight_gradients(self, node: Node) -> list[tuple[Weight, int]]:
+        """Form the gradients of a node's weights; return them with their storages."""
+        trained = [weight for weight in node.weights if weight.trainable]
+        if made := node.traits.made[len(node.traits.made) - len(trained) :]:
+            self.live.retain_all(value.storage for value in made)
+            return [(weight, value.storage) for weight, value in zip(trained, made, strict=True)]
+        return [(weight, self.live.new(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)) for weight in trained]
+
+    def input_gradients(self, node: Node, arrived: list[int]) -> list[tuple[Value, int]]:
+        """Form the gradients of a node's inputs; return them with their storages."""
+        formed: list[tuple[Value, int]] = []
+        made = iter(node.traits.made)
+        for value, how in node.inputs:
+            if how is OVER:
+                over = next(made, value).storage
+                self.live.retain(over)
+                formed.append((value, over))
+            elif how is SAME:
+                self.live.retain(arrived[0])
+                formed.append((value, arrived[0]))
+            else:
+                size = value.gradient_coefficient or value.coefficient
+                formed.append((value, self.live.new(self.gradient_part(value), value.quantity, size)))
+                if how is VIEW:
+                    self.player.views.add(formed[-1][1])
+        return formed
+
+    def recompute_for(self, node: Node) -> None:
+        """Compute again what was not saved, where a node is the first to need any of it."""
+        if node.packs and self.player.to_recompute:
+            self.player.recompute(node.instant)
+            self.player.to_recompute = False
+
+    def finish(
+        self,
+        node: Node,
+        arrived: list[int],
+        formed: list[tuple[Value, int]],
+        trained: list[tuple[Weight, int]],
+        early: Sequence[Storage] = (),
+    ) -> None:
+        """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
+        reduces = node.traits.reduces
+        # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
+        again = self.player.checkpointing != "none" and not self.player.recomputation.reentrant
+        late = again and (reduces is not None or bool(node.traits.casts))
+        taken = early or self._taken(node)
+        uncast = self.live.take(temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])
+        self._note_sums(node, None if again else reduces)
+        self.live.give_back(uncast)
+        if not late:
+            self.live.give_back(taken)
+        for weight, gradient in trained:
+            if weight.coded:
+                self.store(node, weight, gradient)
+        if not again:
+            self.live.release_all(arrived)  # a function of torch returns before its node lets go of what it saved
+        self.unsave(node)
+        if late:
+            self._note_sums(node, reduces)
+            self.live.give_back(taken)
+        if again:
+            self.live.release_all(arrived)
+        for weight, gradient in trained:
+            if not weight.coded:
+                self.store(node, weight, gradient)
+        for value, gradient in formed:
+            self.accumulate(node, value, gradient)
+
+    def _taken(self, node: Node) -> Sequence[Storage]:
+        """Allocate what a backward takes for itself; a function written in Python multiplies when it has that."""
+        taken = self.live.take(temporaries(node.traits.workspace))
+        if node.traits.custom and any(weight.is_matrix for weight in node.weights):
+            self.live.multiply()
+        return taken
+
+    def _note_sums(self, node: Node, reduces: Reduction | None) -> None:
+        """Note what is alive while a node forms the sum over rows that it may have."""
+        if reduces is not None:
+            self.live.reduce(reduces)
+        self.player.note(node.instant, node.name, reduces)
+
+    def store(self, node: Node, weight: Weight, formed: int) -> None:
+        """Store, add or use up a weight's gradient, which has just been formed."""
+        if self.player.marks is not None and not weight.delayed:
+            self.player.note(node.instant, f"{weight.name} gradient")
+            self.player.marks.append(Mark(len(self.player.instants) - 1, "gradient", weight.name))
+            self.live.release(formed)
+            return
+        mode = weight.own_mode(self.player.mode)
+        if weight.delayed:
+            mode = "first"
+        elif weight.shared and self.player.mode != "layer":
+            mode = "again"
+        if isinstance(self.live, EventRecorder):
+            self.live.store(weight, mode, formed)
+            return
+        stored = weight.gradient_bytes if mode == "first" else 0
+        stays: int | None = formed
+        if stored != weight.formed_bytes or weight.converted:
+            stays = self.live.new(Part.GRADIENTS, Quantity.ONE, stored) if stored else None
+        if extra := weight.storing_bytes(mode):
+            rest = extra - (stored if stays != formed else 0)
+            taken = self.live.take(scratch_pieces(rest, weight.own_bytes if self.player.mode == "layer" else rest))
+            self.player.note(node.instant, f"{weight.name} gradient")
+            self.live.give_back(taken)
+        if stays is not None:
+            self.live.keep(weight.name, stays)
+        if weight.summed:
+            self.live.hand_on(weight.name, formed)
+        elif stays != formed:
+            self.live.release(formed)
+
+    def accumulate(self, node: Node, value: Value, gradient: int) -> None:
+        """Add a gradient to what the value has already, in place where nobody else refers to that."""
+        previous = self.player.gradients.get(id(value))
+        if previous is None:
+            self.player.gradients[id(value)] = gradient
+            return
+        if self.live.is_shared(previous) or previous in self.player.views:
+            total = self.live.new(self.gradient_part(value), value.quantity, value.coefficient)
+            self.player.note(node.instant, f"{node.name} sum")
+            self.live.release(previous)
+            self.player.gradients[id(value)] = total
+        self.live.release(gradient)

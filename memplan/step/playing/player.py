@@ -1,0 +1,256 @@
+"""A tape played: what is alive at each moment of forward, and of what is computed again.
+
+Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from memplan.step.playing.recomputation import Mark, Recomputation, Way, module_of
+from memplan.step.tapes.event_recorder import EventRecorder
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, single_form
+from memplan.step.tapes.live_bytes import LiveBytes
+from memplan.step.tapes.played import BEHIND_REGION, Instant
+from memplan.step.tapes.tape import FOREVER, Tape
+from memplan.step.tapes.taped_operations import Node, Operation, Reduction, Sizes, Value
+from memplan.step.tapes.taped_weight import Mode, Weight
+
+Sink = LiveBytes | EventRecorder
+"""What a player tells of every storage: one counts bytes, the other writes events down."""
+
+
+class Player:
+    """Plays a tape: forward, and what checkpointing computes again; :func:`play_backward` plays backward.
+
+    Args:
+        tape: The operations.
+        mode: What becomes of weight gradients.
+        entry: What the part is given; checkpointing saves it until backward is done.
+        recomputation: What forward saves, and what is computed again.
+        live: What is told of every storage: one that counts by default, or one that writes events down.
+
+    Attributes:
+        marks: Where it is a list, gradients of weights leave as they are formed, and it gets each one.
+        visits: Whether it gets the beginnings and ends of modules too.
+    """
+
+    def __init__(
+        self, tape: Tape, mode: Mode, entry: Value | None, recomputation: Recomputation, live: Sink | None = None
+    ) -> None:
+        self.tape, self.mode, self.recomputation = tape, mode, recomputation
+        self.checkpointing = recomputation.kind
+        self.live: Sink = live or LiveBytes(tape.storages)
+        self.gradients: dict[int, int] = {}
+        self.views: set[int] = set()
+        self.instants: list[Instant] = []
+        self.marks: list[Mark] | None = None
+        self.visits = False
+        self.cache: set[int] = set()
+        self.region: set[int] = set()
+        packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
+        self.first_packing = tape.operations[packing[0]].node if packing else None
+        self.last_packing = packing[-1] if packing else -1
+        self.to_recompute = recomputation.kind != "none" and bool(packing)
+        self.entry = entry if self.to_recompute else None
+        self.escaping = recomputation.kind == "none" or not recomputation.reentrant
+        self.escaped: dict[int, int] = {}
+
+    # ---------------------------------------------------------------- forward
+    def forward(self, *, saves: bool) -> None:
+        """Play all operations, and save for backward what checkpointing says."""
+        named = self._given()
+        graph = saves and self.checkpointing == "none"
+        unnamed_after = self._unnamed_after(graph)
+        cached = self._cached() if saves and self.checkpointing == "selective" and self.to_recompute else ()
+        if self.entry is not None and saves:
+            self.live.retain(self.entry.storage)
+        instant = "forward"
+        for index, operation in enumerate(self.tape.operations):
+            if index == self.tape.region_end:
+                self.live.release_all(named & self.tape.regional)
+                named -= self.tape.regional
+                instant = BEHIND_REGION
+            self._begin(index, "forward", instant)
+            self._make(operation, instant, named)
+            if graph or (saves and self._escapes(operation)):
+                self._save(operation)
+            elif index in cached:
+                self.cache.update(operation.makes)
+                self.live.retain_all(operation.makes)
+            self._forget(named, unnamed_after.get(index, ()))
+            self.end(operation, "forward")
+        self.live.release_all(named - self.tape.regional)
+        self.region = named & self.tape.regional
+
+    def _escapes(self, operation: Operation) -> bool:
+        """Tell whether an operation saves its tensors though it is computed again."""
+        return self.escaping and operation.node is not None and operation.node.traits.escapes
+
+    def _cached(self) -> set[int]:
+        """Return the indices of the operations whose results selective checkpointing saves."""
+        products = [index for index, item in enumerate(self.tape.operations) if item.traits.product]
+        matrices = [index for index in products if self.tape.operations[index].traits.matrices]
+        return set(products) - set(matrices[1::2] if self.recomputation.alternate else ())
+
+    def region_ends(self) -> Form:
+        """Let go of what autocast has cast; return what goes with it."""
+        if not self.region:
+            return ZERO
+        before = self.live.form()
+        self.live.release_all(self.region)
+        self.region = set()
+        return before - self.live.form()
+
+    def recompute(self, instant: str) -> None:
+        """Play the operations again, up to where everything that backward needs is there."""
+        named, unnamed_after = self._given(), self._unnamed_after(graph=True)
+        operations, whole = self.tape.operations, self.recomputation.whole
+        self._set_aside(operations, named)
+        last = operations[self.last_packing]
+        stop = len(operations) if whole else self.last_packing + last.saves_last
+        for index, operation in enumerate(operations[:stop]):
+            self._begin(index, "again", instant)
+            self._make(operation, instant, named)
+            if not self._escapes(operation):
+                self._save(operation)
+                self._mark_saved(operation)
+            self._forget(named, unnamed_after.get(index, ()))
+            if whole or operation is not last:
+                self.end(operation, "again")
+        if not last.saves_last and not whole:
+            self._begin(stop, "again", instant)
+            self._save(last)
+            self._mark_saved(last)
+        self.live.release_all(named)
+
+    def _begin(self, index: int, way: Way, instant: str) -> None:
+        """Mark the module that begins with an operation."""
+        if self.visits and (name := self.tape.entered.get(index) or module_of(self.tape.operations[index])):
+            self.mark(way, name, instant)
+
+    def mark(self, way: Way, name: str, instant: str) -> None:
+        """Mark that a module begins, and note what is alive then."""
+        assert self.marks is not None
+        self.note(instant, "gather")
+        self.marks.append(Mark(len(self.instants) - 1, way, name))
+
+    def _mark_saved(self, operation: Operation) -> None:
+        """Mark that the hooks of checkpointing hold a module's weights; a graph of its own has the parameters themselves."""
+        if (
+            self.visits
+            and self.marks is not None
+            and operation.weights
+            and operation.node
+            and not self.recomputation.reentrant
+        ):
+            self.marks.append(Mark(len(self.instants), "saved", module_of(operation)))
+
+    def end(self, operation: Operation | Node, way: Way) -> None:
+        """Mark the end of the module that an operation stands for."""
+        if self.visits and self.marks is not None and operation.weights:
+            kind: Literal["left forward", "left again", "left backward"] = f"left {way}"  # type: ignore[assignment]
+            self.marks.append(Mark(len(self.instants), kind, module_of(operation)))
+
+    def escaping_storages(self) -> tuple[int, ...]:
+        """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
+        nodes = [node for node in self.tape.nodes if node.traits.escapes] if self.escaping else []
+        return tuple(dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.saved))
+
+    def escaped_form(self) -> Form:
+        """Return the bytes of these."""
+        return sum((single_form(*self.live.storages[own]) for own in self.escaping_storages()), ZERO)
+
+    def _set_aside(self, operations: Sequence[Operation], given: set[int]) -> None:
+        """Keep what forward's nodes hold apart from what is computed again, unless it is given."""
+        held = [item.node.saved for item in operations if item.node is not None and self._escapes(item)]
+        for storage in {storage for saved in held for storage in saved} - given:
+            self.escaped[storage] = self.live.set_aside(storage)
+
+    def reenter(self, output: Value) -> tuple[int, ...]:
+        """Compute everything again before backward begins; return what that has names for until it ends."""
+        if not self.to_recompute or self.entry is None:
+            return ()
+        self.to_recompute = False
+        named = (self.gradients[id(output)], self.entry.storage, output.storage)
+        self.live.retain_all(named[:2])
+        self.recompute(self.tape.nodes[-1].instant)
+        self.live.retain(output.storage)
+        return named
+
+    def _given(self) -> set[int]:
+        """Return the storages that are there before the first operation."""
+        named = {storage for storage, last in self.tape.last_use.items() if last == FOREVER} | self.tape.given_until
+        self.live.retain_all(named)
+        return named
+
+    def _unnamed_after(self, graph: bool) -> dict[int, list[int]]:
+        """Return, for the index of an operation, the storages that nothing names after it.
+
+        Args:
+            graph: Whether a graph is built, which may name storages longer than forward does.
+        """
+        uses, regional = self.tape.graph_use if graph else {}, self.tape.regional
+        storages: dict[int, list[int]] = {}
+        for storage, last in self.tape.last_use.items():
+            if storage not in regional:
+                storages.setdefault(max(last, uses.get(storage, 0)), []).append(storage)
+        return storages
+
+    def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
+        """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
+        decoded = self.decoded(operation.weights, instant, operation.name)
+        for weight in operation.weights:
+            if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
+                self.with_scratch(instant, operation.name, decoding)
+        for storage in operation.makes:
+            if storage in self.cache:
+                self.cache.remove(storage)
+            else:
+                self.live.retain(storage)
+        named.update(operation.makes)
+        if operation.traits.product and not operation.traits.escapes:  # bitsandbytes has a workspace of its own
+            self.live.multiply(with_bias=len(operation.weights) > 1)
+        scratch = temporaries(operation.traits.scratch)
+        if decoded:
+            scratch += [scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2]
+        self.with_scratch(instant, operation.name, scratch)
+        self.live.give_back(decoded)
+
+    def decoded(self, weights: Sequence[Weight], instant: str, name: str) -> Sequence[Storage]:
+        """Allocate the copies of weights that a product reads, operators of torch forming them from temporaries."""
+        parts = [(Part.TEMPORARIES, Quantity.ONE, size) for weight in weights for size in weight.decoding_parts]
+        temporaries = self.live.take(parts)
+        decoded = self.live.take([(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in weights if not w.copy_saved])
+        if parts:
+            self.note(instant, name)
+            self.live.give_back(temporaries)
+        return decoded
+
+    def _save(self, operation: Operation) -> None:
+        if operation.node is not None:
+            self.live.retain_all(operation.node.saved)
+
+    def _forget(self, named: set[int], storages: Sequence[int]) -> None:
+        """Drop the storages that nothing names any more."""
+        for storage in storages:
+            if storage in named:
+                named.remove(storage)
+                self.live.release(storage)
+
+    # ---------------------------------------------------------------- moments
+    def note(self, name: str, operation: str, reduces: Reduction | None = None) -> None:
+        """Note what is alive now."""
+        self.instants.append(Instant(name, operation, self.live.form(), 0, reduces))
+
+    def with_scratch(self, instant: str, operation: str, scratch: Sequence[Storage]) -> None:
+        """Note the moment at which an operation's scratch memory is there."""
+        taken = self.live.take(scratch)
+        self.note(instant, operation)
+        self.live.give_back(taken)
+
+
+def temporaries(sizes: Sizes) -> list[Storage]:
+    """Return sizes as storages of temporaries."""
+    return [(Part.TEMPORARIES, *item) for item in sizes]
