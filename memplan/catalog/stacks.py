@@ -10,7 +10,7 @@ from memplan.catalog.entries import Source
 from memplan.catalog.kernel_profiles import KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing, Stage
 from memplan.documents.schemas import build
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError, printable
 from memplan.values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
@@ -342,8 +342,15 @@ def split_name(given: str) -> tuple[str, str]:
     Example:
         >>> split_name("trl@1.6"), split_name("trl")
         (('trl', '1.6'), ('trl', ''))
+
+    Raises:
+        InvalidFileError: The @ is its end.
     """
-    name, _, version = given.partition("@")
+    name, told, version = given.partition("@")
+    if told and not version:
+        raise InvalidFileError(
+            [f"stack: {printable(given)}: expected a version behind the @, such as {printable(name)}@1.14"]
+        )
     return name, version
 
 

@@ -167,6 +167,23 @@ def test_a_wrong_setting_is_refused_in_one_line(refused, setting, message):
     assert message in refused(*ONE, "--set", setting)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--with", "ds_z3.json"), "--with ds_z3.json: goes with a trainer's own file, and none is given"),
+        (("--stack", "trl@"), "trl@: expected a version behind the @"),
+        (
+            ("--set", "method={stage: grpo, rollout: {micro_batches: 1000000000}}"),
+            "--set method.rollout.micro_batches: expected a whole number from 1 to 1,048,576",
+        ),
+        (("--set", "parallel.deepspeed.overlap_comm=true"), "--set parallel.deepspeed: counts with"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_has_no_effect_or_bound_is_refused(refused, arguments, message):
+    assert message in refused(*ONE, *arguments)
+
+
 def test_contradictions_are_refused(refused):
     assert "cannot accumulate" in refused(
         *ONE, "--set", "gradients.lifetime=layer", "--set", "gradient_accumulation_steps=2"

@@ -181,7 +181,7 @@ def test_only_tokens_that_were_generated_have_log_probabilities():
     ("keys", "said"),
     [
         ({"method.rollout.completion_length": 2048}, "expected 1 to sequence_length less one"),
-        ({"method.rollout.micro_batches": 0}, "at least one micro-batch"),
+        ({"method.rollout.micro_batches": 0}, "expected a whole number from 1"),
         ({"micro_batch_size": 1}, "of which it takes at least 2"),
         ({"method.rollout.engine_fraction": 1.5}, "a share of the GPU"),
         ({"method.stage": "dpo", "method.rollout.engine": "vllm"}, "generates nothing"),

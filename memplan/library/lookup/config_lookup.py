@@ -87,8 +87,9 @@ def find_setup(
     shown = name if document is None else document.name
 
     def where(path: KeyPath) -> str:
-        if path in given or path[0] in changes or document is None:
-            return f"--set {'.'.join(path)}" if path in given else f"{shown}: {'.'.join(path)}"
+        is_set = any(one[: len(path)] == path[: len(one)] for one in given)
+        if is_set or path[0] in changes or document is None:
+            return f"--set {'.'.join(path)}" if is_set else f"{shown}: {'.'.join(path)}"
         return document.where(path)
 
     setup = resolve(replace(config, **changes), catalog, name if name != "-" else "stdin", where)
@@ -182,6 +183,10 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
     """Return the config, and the document that it stands in where it was not taken as shipped."""
     from memplan.catalog.training_config import TrainingConfig
 
+    if overrides.beside and not (isinstance(name, str) and is_trainer_file(name)):
+        raise InvalidFileError(
+            [f"--with {printable(overrides.beside[0])}: goes with a trainer's own file, and none is given"]
+        )
     if not isinstance(name, str):
         document = _own_document(name)
     elif not _is_file(name):

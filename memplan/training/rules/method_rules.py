@@ -96,8 +96,10 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
         yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
     if not 0 < rollout.completion_length < config.sequence_length:
         yield (*path, "completion_length"), f"expected 1 to sequence_length less one, {config.sequence_length - 1}"
-    if rollout.iterations < 1 or (rollout.micro_batches is not None and rollout.micro_batches < 1):
-        yield path, "expected at least one micro-batch and iteration"
+    for key in ("micro_batches", "iterations"):
+        value = getattr(rollout, key)
+        if value is not None and not 1 <= value <= 2**20:
+            yield (*path, key), f"expected a whole number from 1 to 1,048,576, got {value}"
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
     micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
