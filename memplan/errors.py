@@ -8,6 +8,8 @@ from functools import lru_cache
 from typing import Self
 
 MAXIMUM_SHOWN = 20
+MOST_EXPLAINED = 200
+"""Problems that are explained, each with the nearest name, which takes a millisecond; no more are looked for where names are."""
 """Problems of a file that its message lists; nobody reads on."""
 LONGEST_PROBLEM = 2_000
 """Characters of one problem that its message has, however long what it quotes from the file is."""

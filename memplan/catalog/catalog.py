@@ -16,6 +16,7 @@ from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
 from memplan.documents.schemas import validate
 from memplan.errors import (
+    MOST_EXPLAINED,
     CatalogError,
     InvalidFileError,
     UnknownNameError,
@@ -274,6 +275,8 @@ class Catalog:
                     problems += (f"{document.where((*keys, *at))}: {text}" for at, text in wrong)
                 except InvalidFileError as error:
                     problems += (problem for problem in error.problems if problem not in problems)
+                if len(problems) >= MOST_EXPLAINED:
+                    raise InvalidFileError(problems)
         if problems:
             raise InvalidFileError(problems)
         return entries

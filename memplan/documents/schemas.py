@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from memplan.documents.loading import Document, Key
-from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.errors import MOST_EXPLAINED, InvalidFileError, match_hint, printable
 
 T = TypeVar("T")
 
@@ -86,7 +86,8 @@ def validate(cls: type[T], document: Document, data: Any = ..., path: tuple[Key,
         result = _adapter(typing.cast("Any", cls)).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         located = [(item, _keys(value, item)) for item in error.errors()]
-        problems |= {_problem(cls, document, (*path, *keys), keys, item) for item, keys in located}
+        problems |= {_problem(cls, document, (*path, *keys), keys, item) for item, keys in located[:MOST_EXPLAINED]}
+        problems |= {f"{document.where((*path, *keys))}: {item['msg']}" for item, keys in located[MOST_EXPLAINED:]}
         paths = [(*path, *keys) for _, keys in located]
     if problems:
         raise InvalidFileError(sorted(problems, key=_line_number), paths)

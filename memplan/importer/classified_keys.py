@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from memplan.errors import match_hint, printable
+from memplan.errors import MOST_EXPLAINED, match_hint, printable
 from memplan.importer.conditions import is_on, word
 from memplan.importer.interpreter import ARITHMETIC, REFERENCE
 from memplan.importer.reading import Reading, Refusal, UsedKey
@@ -102,10 +102,11 @@ def _sort(
     done: SortedKeys,
     ruled: Iterable[str],
 ) -> None:
+    above = {name[:dot] for name in (*ruled, *mapped.not_modelled, *mapped.irrelevant) for dot in _dots(name)}
     for key, value in data.items():
         path = f"{prefix}{key}"
         below = f"{path}."
-        inner = any(name.startswith(below) for name in (*ruled, *mapped.not_modelled, *mapped.irrelevant))
+        inner = path in above
         refusal = _listed(path, mapped.not_modelled)
         if isinstance(value, Mapping) and inner:
             _sort(reading, keys, value, below, mapped, done, ruled)
@@ -121,8 +122,13 @@ def _sort(
         ):
             done.irrelevant.append(path)
         else:
-            nearest = match_hint(path, known_keys(mapped))
+            hinted = len(done.unknown) < MOST_EXPLAINED
+            nearest = match_hint(path, known_keys(mapped)) if hinted else ""
             done.unknown.append(UnknownKey(path, keys.name, keys.line(path), nearest))
+
+
+def _dots(name: str) -> list[int]:
+    return [place for place, letter in enumerate(name) if letter == "."]
 
 
 def _not_modelled(reading: Reading, keys: GivenKeys, path: str, value: Any, why: str) -> None:

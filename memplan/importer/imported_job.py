@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, Literal
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
-from memplan.importer.conditions import version_parts
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Result
 from memplan.importer.referred_files import note_shipped, references, without_given
@@ -23,6 +23,7 @@ from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappin
 Role = Literal["job", "launcher", "not_training"]
 
 GPUS = "--gpus N, the number of GPUs"
+VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,4}", re.ASCII)
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the environment that set the caching allocator."""
 
@@ -212,12 +213,8 @@ def _stated_version(version: str) -> str:
     Raises:
         InvalidFileError: It is none.
     """
-    try:
-        version_parts(version)
-    except ValueError:
-        raise InvalidFileError(
-            [f"--trainer-version {printable(version)}: expected numbers with dots, such as 0.19"]
-        ) from None
+    if version and not VERSION.fullmatch(version):
+        raise InvalidFileError([f"--trainer-version {printable(version)}: expected numbers with dots, such as 0.19"])
     return version
 
 

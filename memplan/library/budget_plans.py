@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from memplan.budget.baseline import Baseline
 from memplan.budget.budget_files import BudgetFile, in_reading_order
-from memplan.budget.budget_jobs import Job
+from memplan.budget.budget_jobs import LONGEST_MATRIX, Job
 from memplan.budget.evaluation import Figures, Result, evaluated, not_evaluated
 from memplan.catalog.catalog import Catalog
 from memplan.documents.loading import load_document
 from memplan.documents.opening import path_kind, usable_path
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, normalised_name
+from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, MemplanError, normalised_name
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -63,7 +63,9 @@ class Workshop:
             InvalidFileError: Every problem of the budget, every unknown name and unreadable file of every job.
         """
         self.problems = list(budget.problems)
-        results = [result for job in budget.jobs for result in self._job(job, baseline)]
+        results = []
+        for job in budget.jobs:
+            results += self._job(job, baseline) if len(self.problems) < MOST_EXPLAINED else []
         if self.problems:
             raise InvalidFileError(in_reading_order(self.problems))
         return results
@@ -85,7 +87,7 @@ class Workshop:
     def _devices(self, job: Job) -> list[Device]:
         """Return the GPUs of a job, noting those that are unknown or named twice."""
         devices: dict[str, Device] = {}
-        for index, name in enumerate(job.gpus):
+        for index, name in enumerate(job.gpus[:LONGEST_MATRIX]):
             where = job.where("gpus", index) if "gpus" in job.own else job.where("gpu")
             try:
                 if normalised_name(name) == "local":

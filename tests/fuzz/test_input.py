@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from .arguments import command_line
 from .hostile import damaged, damages, edited, edits, serialised
 from .running import called, check, outcome, peak_bytes
-from .seeds import safetensors, seeds
+from .seeds import CONFIG, GPU, TRAINERS, safetensors, seeds
 
 FILE_CASES, LINE_CASES = 400, 120
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
@@ -92,6 +92,33 @@ def test_damaged_files_are_answered_or_refused(workplace):
 def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     searched(LINE_CASES, run_a_command_line)
+
+
+MISTAKES = 5000
+KEYS = "".join(f"a{number}b: {number}\n" for number in range(MISTAKES))
+WORDS = ", ".join(f"h10{number}" for number in range(MISTAKES))
+FULL_OF_MISTAKES = {
+    "a training config": (f"description: x\n{KEYS}", ("fit", "gpt2", *GPU, "--config", "{}")),
+    "entries of a catalog": (f"gpus: {{{WORDS.replace(',', ': {},')}: {{}}}}", ("list", "gpus", "--catalog", "{}")),
+    "jobs of a budget": (f"version: 1\nbudgets: [{'{nam: q}, ' * MISTAKES}]", ("check", "{}")),
+    "GPUs of a budget": (
+        f"version: 1\nbudgets: [{{name: a, model: gpt2, config: lora, gpus: [{WORDS}]}}]",
+        ("check", "{}"),
+    ),
+    "prices": (
+        f"currency: USD\nprices: {{{WORDS.replace(',', ': 1,')}: 1}}",
+        ("where", "gpt2", *CONFIG, "--price", "{}"),
+    ),
+    "a trainer's keys": ((TRAINERS / "axolotl.yaml").read_text() + KEYS, ("import", "{}")),
+}
+
+
+@pytest.mark.parametrize("kind", FULL_OF_MISTAKES)
+def test_a_file_of_thousands_of_mistakes_is_answered_or_refused_at_once(tmp_path, kind):
+    text, command = FULL_OF_MISTAKES[kind]
+    path, peak = tmp_path / "file.yaml", peak_bytes()
+    path.write_text(text)
+    check(outcome([str(path) if word == "{}" else word for word in command]), peak)
 
 
 @pytest.mark.slow

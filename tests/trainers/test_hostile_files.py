@@ -41,9 +41,24 @@ def test_an_impossible_value_is_refused_with_the_key_and_line_that_hold_it(tmp_p
         memplan.import_file(written(tmp_path, text))
 
 
-def test_a_version_that_is_none_is_refused():
-    with pytest.raises(InvalidFileError, match=r"--trainer-version x\.y: expected numbers"):
-        memplan.import_file(EXAMPLES / "axolotl.yaml", trainer_version="x.y")
+@pytest.mark.parametrize("version", ["x.y", "1e3", "-1", "1_0", "."])
+def test_a_version_that_is_none_is_refused(version):
+    with pytest.raises(InvalidFileError, match=rf"--trainer-version {version}: expected numbers"):
+        memplan.import_file(EXAMPLES / "axolotl.yaml", trainer_version=version)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("cut_off.json", '{"zero_optimization": {"stage": 2},\n', r"cut_off\.json:2: not JSON"),
+        ("digits.toml", f"a = {'9' * 5000}\n", "a number too long"),
+        ("deep.toml", f"b = 1\n{'a.' * 50_000}a = 1\n", r"deep\.toml:2: nested too deeply"),
+    ],
+)
+def test_what_its_parser_breaks_on_is_refused_by_its_line(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidFileError, match=said):
+        memplan.import_file(tmp_path / name)
 
 
 def test_a_way_of_sharding_that_is_not_known_is_not_passed_over(tmp_path):

@@ -28,7 +28,7 @@ class EmitOptions:
 def emit_command(
     model: Annotated[ModelOptions, without("beside")],
     device: Annotated[DeviceOptions, without("profile")],
-    training: TrainingOptions,
+    training: Annotated[TrainingOptions, without("stack")],
     file: EmitOptions,
     output: Annotated[OutputOptions, without("as_json", "form", "units", "quiet")],
 ) -> int:
@@ -37,6 +37,5 @@ def emit_command(
     Exit code 0: it is written; 3: that trainer has no keys for it.
     """
     options = job_options(output, training, model, device)
-    options["stack"] = None
     deliver(memplan.emit(model.model, file.trainer, **options), output.file)
     return 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memplan.documents.loading import parse_document
+from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import read_text, shown_path
 from memplan.errors import InvalidFileError
 from memplan.importer.sources.argument_vectors import CommandLine, command_line
@@ -84,7 +84,7 @@ def _json(text: str, name: str) -> Any:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip()[:60] if text.strip() else ""
+        line = text.split("\n")[error.lineno - 1].strip()[:60]
         raise InvalidFileError(
             [f"{name}:{error.lineno}: not JSON, which has no comments or placeholders: {line!r}"]
         ) from None
@@ -93,16 +93,24 @@ def _json(text: str, name: str) -> Any:
     return parse_document(text.replace("\t", " "), name, last_counts=True)
 
 
+_DEEP_KEY = re.compile(rf"(?<![\w\"'.-])(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAXIMUM_DEPTH}}}")
+"""What tomllib takes quadratic time over: a key of so many parts."""
+
+
 def _toml(text: str, name: str) -> GivenKeys:
     import tomllib
 
+    if found := _DEEP_KEY.search(text):
+        raise InvalidFileError([f"{name}:{text.count(chr(10), 0, found.start()) + 1}: nested too deeply"])
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         raise InvalidFileError([f"{name}:{line[1] if line else 1}: not valid TOML: {error}"]) from None
-    except RecursionError:
-        raise InvalidFileError([f"{name}:1: nested too deeply"]) from None
+    except (RecursionError, ValueError):  # of integers with thousands of digits
+        raise InvalidFileError(
+            [f"{name}:1: not TOML that can be read: nested too deeply, or a number too long"]
+        ) from None
     return GivenKeys(name, data, toml_lines(text))
 
 

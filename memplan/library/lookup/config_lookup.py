@@ -13,7 +13,7 @@ from memplan.catalog.stacks import DEFAULT_STACK, PRESET_STACKS
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
-from memplan.errors import CannotAnswerError, InvalidFileError, printable
+from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, printable
 from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_data
 from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
@@ -250,7 +250,7 @@ def _further_problems(document: Document, error: InvalidFileError, catalog: Cata
     """Return what is wrong with the rest of a config, its values of the wrong kind left out."""
     from memplan.catalog.training_config import TrainingConfig
 
-    if not isinstance(document.data, dict):
+    if not isinstance(document.data, dict) or len(error.paths) > MOST_EXPLAINED:
         return []
     data: Any = document.data
     for path in error.paths:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.loading import load_document
-from memplan.errors import InvalidFileError, MemplanError
+from memplan.errors import MOST_EXPLAINED, InvalidFileError, MemplanError
 from memplan.report.largest.largest_model_answer import Prices
 
 MOST_PRICE = 10**6
@@ -42,6 +42,8 @@ def load_prices(path: Path, catalog: Catalog) -> Prices:
     if nested:
         read.problems.extend(f"{document.where((k,))}: unknown key" for k in data if k not in ("prices", "currency"))
     for given, value in entries.items():
+        if len(read.problems) >= MOST_EXPLAINED:
+            break
         where = document.where(("prices", given) if nested else (given,))
         _read_price(read, given, value, where, catalog)
     currency = data.get("currency", "")
