@@ -17,7 +17,7 @@ from memplan.step.states.parallel_shards import (
     runs_engine,
     sent_bytes,
 )
-from memplan.step.states.update_kernels import unproven_updates
+from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from memplan.model.inventory import Role
-from memplan.step.states.model_states import slot_bytes
 from memplan.step.states.parallel_shards import share
+from memplan.step.tensors.state_slots import slot_bytes
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.values import dataclass
 

@@ -7,7 +7,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.playing.recomputation import Recomputation
-from memplan.step.states.model_states import ModelStates, TensorStates
+from memplan.step.states.model_states import ModelStates
 from memplan.step.states.muon_scratch import codec_scratch, decoding_bytes, decoding_rows_bytes
 from memplan.step.states.optimizer_scratch import (
     Temporaries,
@@ -18,6 +18,7 @@ from memplan.step.states.optimizer_scratch import (
 )
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass

@@ -19,8 +19,9 @@ from memplan.solver.search.timing import (
     update_work,
     work_of,
 )
-from memplan.step.states.model_states import slot_bytes, tensor_states
 from memplan.step.states.muon_scratch import decoding_bytes
+from memplan.step.tensors.state_slots import slot_bytes
+from memplan.step.tensors.tensor_states import tensor_states
 from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())

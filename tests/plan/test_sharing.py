@@ -13,7 +13,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.step import instants
 from memplan.step.ends_on_tape import embedding_section, evaluated_head, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
-from memplan.step.states.model_states import model_states, tensor_states
+from memplan.step.states.model_states import model_states
+from memplan.step.tensors.tensor_states import tensor_states
 from memplan.training.adapters import adapter_tensors
 
 ALTERNATING = ("smollm3-3b", "gemma-2-9b", "gpt-oss-20b", "gemma-3-12b", "deepseek-v2-lite", "qwen2-57b-a14b")

@@ -14,7 +14,7 @@ from memplan.muon import Muon
 from memplan.muon.group_options import DEFAULTS, checked_keys
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
-from memplan.step.states.model_states import stored_format
+from memplan.step.tensors.tensor_states import stored_format
 from memplan.trace.jobs.bundled_optimizer import update_options
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 

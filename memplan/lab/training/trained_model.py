@@ -16,7 +16,7 @@ from memplan.model.spec import ModelSpec
 from memplan.muon.weights.quantised import QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
-from memplan.step.states.model_states import stored_format
+from memplan.step.tensors.tensor_states import stored_format
 from memplan.trace.jobs.reference_job import reference_options
 from memplan.trace.reference.decoder import Embedding, ReferenceModel
 from memplan.trace.reference.parts import Linear

@@ -12,7 +12,7 @@ from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
-    from memplan.step.states.model_states import TensorStates
+    from memplan.step.tensors.tensor_states import TensorStates
 
 LEGEND = (
     "b: micro-batch size; t: sequence length; n: elements of a tensor. Every tensor's bytes are rounded up to whole blocks; "

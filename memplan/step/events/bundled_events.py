@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from memplan.catalog.entries import StateSlot
 from memplan.step.events.event_stream import EventStream
-from memplan.step.states.model_states import TensorStates, is_exempt
 from memplan.step.states.muon_scratch import COLUMN_CHUNK, chunk_elements, codec_scratch, index_bytes, weight_block
+from memplan.step.tensors.state_slots import is_exempt
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.step.states.model_states import TensorStates
 from memplan.step.states.muon_scratch import codec_scratch
 from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES
 
 

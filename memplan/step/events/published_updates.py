@@ -12,7 +12,7 @@ from math import prod
 from memplan.catalog.entries import Form
 from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.step.events.event_stream import EventStream
-from memplan.step.states.model_states import TensorStates
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES
 
 MakeStates = Callable[[int], None]

@@ -11,7 +11,6 @@ from memplan.step.events import bundled_events
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.published_updates import RULES, kinds
-from memplan.step.states.model_states import TensorStates, is_exempt, slot_bytes
 from memplan.step.states.optimizer_scratch import (
     FOREACH_CHUNK_ELEMENTS,
     handed_over,
@@ -21,8 +20,10 @@ from memplan.step.states.optimizer_scratch import (
 )
 from memplan.step.states.single_tensors import Named
 from memplan.step.states.update_algorithms import scratch_of
-from memplan.step.states.update_kernels import has_fused_kernel, kept_slots
 from memplan.step.step_inputs import StepInputs
+from memplan.step.tensors.state_slots import is_exempt, slot_bytes
+from memplan.step.tensors.tensor_states import TensorStates
+from memplan.step.tensors.update_kernels import has_fused_kernel, kept_slots
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import ceil_div
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from memplan.step.states.model_states import ModelStates, TensorStates
+from memplan.step.states.model_states import ModelStates
+from memplan.step.tensors.tensor_states import TensorStates
 
 CastBias = tuple[str, int, int, int]
 """A bias of several layers: its name, the first layer, how many there are, and the bytes of an element afterwards."""

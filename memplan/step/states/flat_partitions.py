@@ -21,10 +21,11 @@ from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
-from memplan.step.states.model_states import ModelStates, TensorStates, model_states, tensor_states
+from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.step.states.single_tensors import Named, in_layers
+from memplan.step.tensors.tensor_states import TensorStates, tensor_states
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 from memplan.values import dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
-from memplan.step.states.model_states import TensorStates, slot_bytes
+from memplan.step.tensors.state_slots import slot_bytes
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.units import round_up
 
 CHUNK_ELEMENTS = 2**20

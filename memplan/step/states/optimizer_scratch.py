@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.model.inventory import Role
-from memplan.step.states.model_states import TensorStates, is_exempt
 from memplan.step.states.muon_scratch import (
     CHUNK_ELEMENTS,
     COLUMN_CHUNK,
@@ -19,6 +18,8 @@ from memplan.step.states.muon_scratch import (
     weight_scratch_bytes,
 )
 from memplan.step.states.update_algorithms import run_of, scratch_of
+from memplan.step.tensors.state_slots import is_exempt
+from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from memplan.step.states.model_states import TensorStates
 from memplan.step.states.update_algorithms import run_of
+from memplan.step.tensors.tensor_states import TensorStates
 
 Named = tuple[str, TensorStates]
 """A single tensor: its name, with the number of its layer, and its states."""

@@ -14,8 +14,8 @@ from memplan.catalog.entries import Form, Optimizer, UpdateScratch
 from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.catalog.update_classes import UPDATE_CLASSES
 from memplan.errors import CannotAnswerError
-from memplan.step.states.model_states import TensorStates
-from memplan.step.states.update_kernels import Stepper
+from memplan.step.tensors.tensor_states import TensorStates
+from memplan.step.tensors.update_kernels import Stepper
 from memplan.training.resolved import FLOAT_BYTES
 
 Scratch = tuple[int, str]

@@ -17,9 +17,9 @@ from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_CLASSES
 from memplan.errors import CannotAnswerError
-from memplan.step.states.model_states import is_exempt, slot_bytes
 from memplan.step.states.update_algorithms import depends_on_kernel
-from memplan.step.states.update_kernels import Updated, stepper
+from memplan.step.tensors.state_slots import is_exempt, slot_bytes
+from memplan.step.tensors.update_kernels import Updated, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion, PagedAdamw
@@ -235,7 +235,7 @@ _REFERENCES: dict[str, Any] = {
 
 
 def _updated(weight: Trained, setup: TrainingSetup) -> Updated:
-    """Return what an update is given of a weight, as the formula says it (:func:`memplan.step.states.model_states.updated`)."""
+    """Return what an update is given of a weight, as the formula says it (:func:`memplan.step.tensors.tensor_states.updated`)."""
     coded = weight.weight is not None
     own = setup.config.compute_dtype if coded else _DTYPE_NAMES[weight.tensor.dtype]
     gradient = own if weight.keeps is None else _DTYPE_NAMES[weight.keeps]

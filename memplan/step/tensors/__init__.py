@@ -1,0 +1,1 @@
+"""One parameter tensor: what training stores for it, and what updates it."""

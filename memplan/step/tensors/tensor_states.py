@@ -1,0 +1,221 @@
+"""What training keeps for one parameter tensor, exact to the byte."""
+
+from __future__ import annotations
+
+from memplan.catalog.entries import Optimizer, StorageFormat
+from memplan.model.inventory import ParameterTensor, Role
+from memplan.step.tensors.state_slots import placed_bytes
+from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStates:
+    """What training keeps for one parameter tensor; times ``tensor.count`` for all layers.
+
+    Attributes:
+        tensor: The parameter.
+        format_name: How its weight is stored.
+        trainable: Whether it has a gradient.
+        weight_bytes: Stored weight.
+        master_bytes: Second copy that the optimizer updates.
+        formed_bytes: Gradient as backward forms it.
+        gradient_bytes: Gradient as it is kept.
+        state_bytes: Optimizer states on the device.
+        host_bytes: Optimizer states on the host: step counters, and all where they are offloaded.
+        element_bytes: Bytes of an element as operations read it: its own, or decoded.
+        copy_bytes: Copy of the weight in the compute dtype that a product needs; 0 for none.
+        optimizer_name: Optimizer that takes it.
+        optimizer: The same, as its catalog entry.
+        gradient_name: Dtype of its gradient as it is kept.
+        stepper: The class that updates it; None where it is frozen, or no optimizer has it.
+        coded_as: Format whose codec codes its weight again; None for floats, and for codes that stay.
+    """
+
+    tensor: ParameterTensor
+    format_name: str
+    trainable: bool
+    weight_bytes: int
+    master_bytes: int
+    formed_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    host_bytes: int
+    element_bytes: int
+    copy_bytes: int
+    optimizer_name: str
+    optimizer: Optimizer
+    gradient_name: str
+    stepper: Stepper | None
+    coded_as: StorageFormat | None
+
+    def of(self, tensor: ParameterTensor) -> TensorStates:
+        """Return the states of another tensor of the same role and shape; ``replace`` takes four times as long."""
+        return TensorStates(
+            tensor,
+            self.format_name,
+            self.trainable,
+            self.weight_bytes,
+            self.master_bytes,
+            self.formed_bytes,
+            self.gradient_bytes,
+            self.state_bytes,
+            self.host_bytes,
+            self.element_bytes,
+            self.copy_bytes,
+            self.optimizer_name,
+            self.optimizer,
+            self.gradient_name,
+            self.stepper,
+            self.coded_as,
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a product decodes the weight first."""
+        return self.format_name not in FLOAT_BYTES
+
+
+def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, StorageFormat]:
+    """Return the format of a tensor: that of its role, where its rows divide into blocks.
+
+    Rows that do not divide, and tensors of one dimension, stay in the compute dtype.
+    """
+    name, chosen = setup.format_names[tensor.role], setup.formats[tensor.role]
+    if not tensor.used and setup.stack.vision == "frozen" and setup.autocast:
+        name = min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
+        chosen = chosen if name == setup.format_names[tensor.role] else plain_format(name)
+    fits = chosen.block_elements == 1 or (
+        len(tensor.shape) > 1 and (chosen.blocking == "tensor" or tensor.shape[-1] % chosen.block_elements == 0)
+    )
+    if fits:
+        return name, chosen
+    compute = setup.config.compute_dtype
+    return compute, plain_format(compute)
+
+
+def plain_format(name: str) -> StorageFormat:
+    """Return a float format of that name."""
+    return StorageFormat(name, 1, FLOAT_BYTES[name], "", (), "float")
+
+
+def tensor_states(
+    setup: TrainingSetup, tensor: ParameterTensor, frozen: bool, together: Stepper | None = None
+) -> TensorStates:
+    """Return the bytes that training keeps for one tensor.
+
+    Args:
+        setup: The training setup.
+        tensor: The parameter.
+        frozen: Whether it is not trained.
+        together: The class that updates it together with others; by default what updates it alone.
+
+    Formula:
+        weight: ``ceil(n / block_elements) * block_bytes + tensor_bytes`` of its format;
+        gradient: ``n * element_bytes + tensor_bytes``; states: the sum over the optimizer's slots.
+
+    Raises:
+        CannotAnswerError: Nothing updates the tensor as its optimizer would.
+    """
+    elements = tensor.elements
+    name, layout = stored_format(setup, tensor)
+    own_bytes = FLOAT_BYTES.get(name, setup.compute_bytes)
+    wide = tensor.role in ("norm", "embedding") or setup.wide_floats or _read_uncast(setup, tensor, name)
+    computed = own_bytes if wide else min(own_bytes, setup.compute_bytes)
+    optimizer_name, optimizer = setup.optimizer_names[tensor.role], setup.optimizers[tensor.role]
+    given = updated(setup, tensor)
+    kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
+    master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
+    device, host = placed_bytes(setup, optimizer, kind, tensor.shape, master_bytes or own_bytes) if kind else (0, 0)
+    return TensorStates(
+        tensor=tensor,
+        format_name=name,
+        trainable=not frozen,
+        weight_bytes=_stored_bytes(setup, layout, elements) + layout.row_bytes * tensor.shape[0],
+        master_bytes=0 if frozen else elements * master_bytes,
+        formed_bytes=0 if frozen else elements * computed,
+        gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),
+        state_bytes=device,
+        host_bytes=host,
+        element_bytes=own_bytes,
+        copy_bytes=_copy_bytes(setup, tensor, name),
+        optimizer_name=optimizer_name,
+        optimizer=optimizer,
+        gradient_name=given.gradient,
+        stepper=kind,
+        coded_as=layout if layout.training == "coded" else None,
+    )
+
+
+def _stored_bytes(setup: TrainingSetup, layout: StorageFormat, elements: int) -> int:
+    """Return the bytes of a stored weight: whole blocks, or each level of a format's own as its library stores them."""
+    exact = setup.stack.projections.codes_result == "input"
+    return layout.level_bytes(elements) if exact else layout.tensor_storage_bytes(elements)
+
+
+def updated(setup: TrainingSetup, tensor: ParameterTensor) -> Updated:
+    """Return what an update is given of a tensor."""
+    name, layout = stored_format(setup, tensor)
+    own = name if name in FLOAT_BYTES else setup.config.compute_dtype
+    gradient = setup.config.gradients.dtype or own
+    return Updated(name, gradient, len(tensor.shape), name not in FLOAT_BYTES, layout.codec)
+
+
+def _gradient_bytes(setup: TrainingSetup, elements: int, own_bytes: int) -> int:
+    """Return the bytes of a gradient as it is kept."""
+    if setup.gradient is None:
+        return elements * own_bytes
+    return elements * setup.gradient.element_bytes + setup.gradient.tensor_bytes
+
+
+def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int:
+    """Return the bytes of the copy in the compute dtype that a product makes, or 0."""
+    if (
+        FLOAT_BYTES.get(name) == setup.compute_bytes
+        or tensor.role == "norm"
+        or (name in FLOAT_BYTES and setup.wide_floats)
+        or _read_uncast(setup, tensor, name)
+    ):
+        return 0
+    return tensor.elements * setup.compute_bytes
+
+
+def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bool:
+    """Tell whether a tensor of stacked experts, a matrix or a bias, is read in its own dtype, under autocast too.
+
+    Source:
+        ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
+    """
+    stacked = tensor.role == "expert_matrix" or (tensor.role == "bias" and len(tensor.shape) > 1)
+    return name in FLOAT_BYTES and stacked and setup.stack.model_code == "transformers"
+
+
+def adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStates:
+    """Return the states of an adapter's matrix, which has its own dtype."""
+    dtype, width = setup.adapter_dtype, FLOAT_BYTES[setup.adapter_dtype]
+    role: Role = "hidden_matrix" if len(tensor.shape) > 1 else "norm"
+    name, optimizer = setup.optimizer_names[role], setup.optimizers[role]
+    alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
+    kind = stepper(setup, name, optimizer, [alone])
+    device, host = placed_bytes(setup, optimizer, kind, tensor.shape, width) if tensor.used else (0, 0)
+    size = tensor.elements * width
+    cast = setup.autocast and dtype != setup.config.compute_dtype
+    return TensorStates(
+        tensor=tensor,
+        format_name=dtype,
+        trainable=tensor.used,
+        weight_bytes=size,
+        master_bytes=0,
+        formed_bytes=size if tensor.used else 0,
+        gradient_bytes=_gradient_bytes(setup, tensor.elements, width) if tensor.used else 0,
+        state_bytes=device,
+        host_bytes=host,
+        element_bytes=width,
+        copy_bytes=tensor.elements * setup.compute_bytes if cast else 0,
+        optimizer_name=name,
+        optimizer=optimizer,
+        gradient_name=alone.gradient,
+        stepper=kind,
+        coded_as=None,
+    )
