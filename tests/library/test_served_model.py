@@ -78,7 +78,7 @@ def test_what_does_not_fit_exits_with_1(cli):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--method", "orpo"), 3, "method orpo is not modelled"),
+        (("--method", "ppo"), 3, "method ppo is not modelled"),
         (("--method", "inference", "--weights", "q6-b64"), 3, "Q6-B64 is memplan.muon's own"),
         (("--method", "inferenc"), 2, "did you mean 'inference'"),
         (("--context", 9), 2, "--context counts with --method inference alone"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import Stage, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
 from memplan.library.lookup import find_device
@@ -24,10 +24,10 @@ from memplan.training.resolved import FLOAT_BYTES
 if TYPE_CHECKING:
     from memplan.report.document import Document
 
-METHODS = ("sft", "pretrain", "dpo", "kto", "reward", "inference")
-"""Methods that are planned; all but the last are training steps, and the first two are the same."""
+METHODS = ("pretrain", *(stage for stage in get_args(Stage) if stage != "grpo"), "inference")
+"""Methods that are planned; all but the last are training steps, and the first is another name of the second."""
 
-OTHER_METHODS = ("cpo", "distillation", "orpo", "ppo", "simpo")
+OTHER_METHODS = ("distillation", "ppo")
 """Methods that people name and that are not modelled."""
 
 KEY_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
