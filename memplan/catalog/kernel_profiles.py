@@ -29,7 +29,11 @@ LossKernel = Literal[
 ]
 ElementwiseKernel = Literal["composite", "fused", "in-place"]
 RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]
-AdapterKernel = Literal["composite", "fused"]
+AdapterKernel = Literal[
+    "composite", "fused", "fused-qkv", "fused-o", "fused-mlp", "fused-qkv-o", "fused-qkv-mlp", "fused-o-mlp"
+]
+ADAPTED = ("qkv", "o", "mlp")
+"""What adapters are fused with: query, key and value together; the attention's output; a gated part."""
 LinearAttentionKernel = Literal["torch", "fla"]
 
 
@@ -75,7 +79,8 @@ class KernelProfile:
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head.
         loss_chunks: Chunks of a chunked loss.
-        adapters: ``fused`` is one function for a projection, or several of one input, and its adapter.
+        adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
+            its like are some of these without the others.
         linear_attention: Gated delta networks: ``torch`` is transformers' own code, which computes in fp32 and saves much;
             ``fla`` the kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed.
     """
@@ -90,6 +95,12 @@ class KernelProfile:
     loss_chunks: int = 8
     adapters: AdapterKernel = "composite"
     linear_attention: LinearAttentionKernel = "torch"
+
+    @property
+    def fused_adapters(self) -> tuple[str, ...]:
+        """Which projections run as one function with their adapters: of ``qkv``, ``o`` and ``mlp``."""
+        _, *parts = self.adapters.split("-")
+        return ADAPTED if self.adapters == "fused" else tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(f"{where} sharding it is not modelled; {replicas}")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
-    if setup.profile.adapters == "fused" and model.spec.architecture == "qwen2_5_vl":
+    if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
             "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"

@@ -46,6 +46,8 @@ def test_axolotls_fused_adapters_save_less_than_pefts():
     apart = plan("activation_checkpointing=none", "kernels.adapters=composite", stack="axolotl", config="qlora")
     assert fused.components["weights"] == apart.components["weights"]
     assert fused.components["activations"] < apart.components["activations"]
+    some = plan("activation_checkpointing=none", "kernels.adapters=fused-mlp", stack="axolotl", config="qlora")
+    assert fused.components["activations"] < some.components["activations"] < apart.components["activations"]
 
 
 def test_axolotl_trains_embedding_and_norms_in_fp32_but_with_flash_attention():

@@ -191,6 +191,19 @@ def test_a_package_s_own_launcher_file_is_assumed_where_none_lies_there(tmp_path
     assert not any("launcher" in row["key"] for row in job["assumed"])
 
 
+@pytest.mark.parametrize(
+    ("keys", "adapters"),
+    [
+        ("lora_mlp_kernel: true\n", "fused-mlp"),
+        ("lora_qkv_kernel: true\nlora_o_kernel: true\nlora_mlp_kernel: false\n", "fused-qkv-o"),
+        ("lora_o_kernel: false\n", "composite"),
+    ],
+)
+def test_axolotls_lora_functions_are_switched_on_one_by_one(tmp_path, keys, adapters):
+    file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + keys)
+    assert memplan.import_file(file).to_dict()["training"]["kernels"]["adapters"] == adapters
+
+
 def test_a_file_of_that_name_in_another_folder_is_nobodys(tmp_path):
     file = written(tmp_path, (EXAMPLES / "axolotl-full.yaml").read_text() + "deepspeed: mine/zero3_bf16.json\n")
     assert any("mine/zero3_bf16.json" in need for need in memplan.import_file(file, gpus=4).to_dict()["needs"])

@@ -23,7 +23,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     drawn_stack_job,
     stack_verdict,
     under_deepspeed,
-    with_loss,
+    with_kernels,
     with_stage,
 )
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
-    jobs = [with_loss(job, options.loss) for job in jobs] if options.loss else jobs
+    chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
+    jobs = [with_kernels(job, chosen) for job in jobs] if chosen else jobs
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
     jobs = [job for job in jobs if not options.family or job.family in options.family]
     jobs = [job for job in jobs if not options.method or job.method in options.method]
@@ -89,7 +90,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", action="append", help="only models of this family; may be repeated")
     parser.add_argument("--method", action="append", help="only full, lora, nf4, nf4-dq or llm-int8")
     parser.add_argument("--stage", action="append", help="jobs of this preference method instead; may be repeated")
-    parser.add_argument("--loss", help="kernels.loss of every job instead")
+    parser.add_argument(
+        "--kernel", action="append", metavar="KEY=VALUE", help="a kernel of every job instead; may be repeated"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every job that differs")
     parser.add_argument(
         "--at", metavar="VERSION", help="an older version of the stack, which has to be the one installed"

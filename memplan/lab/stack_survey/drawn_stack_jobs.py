@@ -153,9 +153,9 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
 
 
-def with_loss(job: StackJob, loss: str) -> StackJob:
-    """Return the same job with another loss."""
-    kernels = {**job.job.training.get("kernels", {}), "loss": loss}
+def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:
+    """Return the same job with some other kernels."""
+    kernels = {**job.job.training.get("kernels", {}), **chosen}
     return replace(job, job=Job(job.job.model, {**job.job.training, "kernels": kernels}))
 
 

@@ -73,7 +73,7 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
 def _refuse_fused_adapters(setup: TrainingSetup) -> None:
     """Raise for adapters fused with projections beyond what the tape has of them."""
     adapter = setup.config.adapter
-    if adapter is None or setup.profile.adapters != "fused":
+    if adapter is None or not setup.profile.fused_adapters:
         return
     if adapter.kind == "dora" or setup.residual_bytes != setup.compute_bytes:
         what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"

@@ -21,10 +21,9 @@ from memplan.step.tapes.taped_weight import Weight
 PARTS = ("lora_A", "lora_B")
 
 
-def fuses(builder: Builder, names: Sequence[str]) -> bool:
-    """Tell whether the projections of these names run as one function: where each has an adapter."""
-    fused = builder.profile.adapters == "fused"
-    return fused and all(f"{name}.lora_A.weight" in builder.weights for name in names)
+def fuses(builder: Builder, part: str, names: Sequence[str]) -> bool:
+    """Tell whether the projections of these names, which are ``qkv``, ``o`` or ``mlp``, run as one function: where each has an adapter."""
+    return part in builder.profile.fused_adapters and all(f"{name}.lora_A.weight" in builder.weights for name in names)
 
 
 def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) -> list[Value]:

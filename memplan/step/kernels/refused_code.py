@@ -84,9 +84,9 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
             "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
             f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
         )
-    if setup.profile.adapters == "fused":
+    if setup.profile.fused_adapters:
         raise CannotAnswerError(
-            f"kernels.adapters: fused is not modelled for gated delta networks, which {spec.name} has"
+            f"kernels.adapters: {setup.profile.adapters} is not modelled for gated delta networks, which {spec.name} has"
         )
     if setup.checkpointing == "selective":
         raise CannotAnswerError(

@@ -46,7 +46,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 out = _gated(builder, out, gate)
             with builder.tape.alive(out, *builder.named):
                 name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
-                if fuses(builder, (name,)):
+                if fuses(builder, "o", (name,)):
                     return fused_linears(builder, out, ((name, hidden),))[0]
                 return row_product(builder, out, name, hidden)
 
@@ -71,7 +71,7 @@ def _norms_at_once(builder: Builder, part: Attention, prefix: str) -> bool:
     return (
         part.query_key_norm is not None
         and builder.settings.code.norms_at_once
-        and not fuses(builder, _names(builder, prefix))
+        and not fuses(builder, "qkv", _names(builder, prefix))
     )
 
 
@@ -117,7 +117,7 @@ def _projections(
         return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
-    if fuses(builder, projections):
+    if fuses(builder, "qkv", projections):
         query, key, value = fused_linears(builder, x, list(zip(projections, sizes, strict=True)))
         return (query, key, value), ()
     query, gates = _query_and_gate(builder, x, part, prefix)

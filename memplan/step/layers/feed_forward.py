@@ -24,7 +24,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
             with tape.alive(both):
                 hidden = gated(builder, gate, up)
                 return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
-        elif fuses(builder, mlp_names(builder, prefix)):
+        elif fuses(builder, "mlp", mlp_names(builder, prefix)):
             return fused_mlp(builder, x, prefix, inner)
         elif builder.profile.activation != "composite":
             gate = linear(builder, x, f"{prefix}.{names.gate}", inner)

@@ -93,7 +93,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
     if (
         floats
-        or setup.profile.adapters == "fused"
+        or "qkv" in setup.profile.fused_adapters
         or setup.trains_codes
         or setup.stack.projections.codes_result != "input"
         or setup.formats["hidden_matrix"].product == "integers"

@@ -89,7 +89,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         own: tuple[Role, ...] = ("embedding", "head")
         return {role: name if name not in FLOATS else "bf16" if role in own else "fp32" for role, name in names.items()}
     if stack.kbit_floats == "fp32-but-ends":
-        fused = (config.kernels.adapters or stack.kernels.adapters) == "fused"
+        fused = config.kernels.over(stack.kernels).fused_adapters
         wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))
         return {role: "fp32" if role in wide and name in FLOATS else name for role, name in names.items()}
     return {role: "fp32" if name in FLOATS else name for role, name in names.items()}

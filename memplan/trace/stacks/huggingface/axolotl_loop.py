@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from memplan.catalog.kernel_profiles import ADAPTED
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantises
 from memplan.trace.recording.recorder import Recorder
@@ -49,8 +50,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         model = _prepared(inputs)
         if setup.config.adapter is not None:
             model = with_adapters(model, inputs)
-            if setup.profile.adapters == "fused":
-                _with_functions(model, patches)
+            if setup.profile.fused_adapters:
+                _with_functions(model, patches, setup.profile.fused_adapters)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
         trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
@@ -77,15 +78,16 @@ def _cast_ends(model: Any, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def _with_functions(model: Any, patches: ModuleType) -> None:
+def _with_functions(model: Any, patches: ModuleType, fused: Sequence[str]) -> None:
     """Put axolotl's functions in the place of PEFT's layers, as its patch manager does."""
     kernels: Any = patches
     attention = type(_layers(model)[0].self_attn)
     saved = {name: attention.__dict__.get(name) for name in ("forward", "_original_forward")}
     kernels.get_attention_cls_from_config = lambda _: attention
     try:
-        kernels.patch_self_attn_lora(SimpleNamespace())
-        options = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), True)
+        if "qkv" in fused or "o" in fused:
+            kernels.patch_self_attn_lora(SimpleNamespace())
+        options = {f"lora_{part}_kernel": part in fused for part in ADAPTED}
         empty = dict.fromkeys(("use_scattermoe", "use_sonicmoe", "lora_embedding_kernel"))
         kernels.apply_lora_kernel_patches(model, SimpleNamespace(**options, **empty))
     except AssertionError as error:
@@ -93,9 +95,9 @@ def _with_functions(model: Any, patches: ModuleType) -> None:
     for layer in _layers(model):  # the class goes back to what it was, its objects keep the patched function
         layer.self_attn.forward = attention.forward.__get__(layer.self_attn)
     for name, value in saved.items():
-        if value is None:
+        if value is None and name in attention.__dict__:
             delattr(attention, name)
-        else:
+        elif value is not None:
             setattr(attention, name, value)
 
 
