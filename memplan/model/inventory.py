@@ -184,11 +184,11 @@ def norm_names(names: TensorNames, layer: Layer) -> tuple[str, ...]:
     return (names.input_norm, names.post_attention_norm)[: layer.parallel_norms]
 
 
-def _norm(name: str, norm: Norm, size: int) -> Iterator[ParameterTensor]:
+def _norm(name: str, norm: Norm, *shape: int) -> Iterator[ParameterTensor]:
     if norm.weight:
-        yield ParameterTensor(f"{name}.weight", (size,), "norm")
+        yield ParameterTensor(f"{name}.weight", shape, "norm")
     if norm.bias:
-        yield ParameterTensor(f"{name}.bias", (size,), "bias")
+        yield ParameterTensor(f"{name}.bias", shape, "bias")
 
 
 def _linear(
@@ -216,13 +216,8 @@ def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
         yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
     yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.query_size, part.output_bias)
     if part.query_key_norm is not None:
-        per_head = part.query_key_norm_scope == "head"
-        yield from _norm(
-            f"{prefix}.{names.query_norm}", part.query_key_norm, part.head_dim if per_head else part.query_size
-        )
-        yield from _norm(
-            f"{prefix}.{names.key_norm}", part.query_key_norm, part.head_dim if per_head else part.key_value_size
-        )
+        for name, heads in ((names.query_norm, part.num_heads), (names.key_norm, part.num_key_value_heads)):
+            yield from _norm(f"{prefix}.{name}", part.query_key_norm, *part.norm_shape(heads))
 
 
 def _gated_delta_net(spec: ModelSpec, part: GatedDeltaNet) -> Iterator[ParameterTensor]:

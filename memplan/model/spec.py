@@ -14,7 +14,7 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
 from memplan.values import dataclass
 
-Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "clamped-swiglu"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "relu-squared", "clamped-swiglu"]
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
 
@@ -50,7 +50,10 @@ class Attention:
         output_bias: Bias on the output projection.
         fused_qkv: One projection yields query, key and value, whose views share storage.
         query_key_norm: Norm of queries and keys, or None.
-        query_key_norm_scope: ``head`` normalises each head, ``full`` all heads together.
+        query_key_norm_scope: ``head`` normalises each head, ``each`` does so by a scale of its own for each (Command R),
+            ``full`` all heads together.
+        norms_rotated: Queries and keys are normalised after they are rotated (Hunyuan).
+        clip: Bound that queries, keys and values are clipped to in place, before anything else (OLMo 1.7); 0.0 for none.
         sinks: One learned logit per head that takes part in the softmax (gpt-oss).
         logit_softcap: Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
         scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
@@ -67,13 +70,20 @@ class Attention:
     output_bias: bool = False
     fused_qkv: bool = False
     query_key_norm: Norm | None = None
-    query_key_norm_scope: Literal["head", "full"] = "head"
+    query_key_norm_scope: Literal["head", "each", "full"] = "head"
+    norms_rotated: bool = False
+    clip: float = 0.0
     sinks: bool = False
     logit_softcap: float = 0.0
     scale: float | None = None
     output_gate: bool = False
     scales_query: bool = False
     windowed: bool = False
+
+    def norm_shape(self, heads: int) -> tuple[int, ...]:
+        """Return the shape of the scale that normalises this many heads."""
+        shapes = {"head": (self.head_dim,), "each": (heads, self.head_dim), "full": (heads * self.head_dim,)}
+        return shapes[self.query_key_norm_scope]
 
     @property
     def query_size(self) -> int:
@@ -182,6 +192,7 @@ class Layer:
             ``sandwich``: before and after (Gemma 2, 3); ``parallel``: attention and
             feed-forward read the same input and are added together (NeoX, Falcon, Phi).
         parallel_norms: With ``parallel``: norms in front, one shared or one for each.
+        residual_scale: Factor of what attention and feed-forward add (Granite); 0.0 for none.
     """
 
     attention: Attention | LatentAttention | GatedDeltaNet
@@ -189,6 +200,7 @@ class Layer:
     norm: Norm
     placement: Placement = "pre"
     parallel_norms: int = 1
+    residual_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +282,7 @@ class ModelSpec:
         max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
         embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
         final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
+        logit_scale: Factor of the logits (Command R, Granite); 0.0 for none.
         window: Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
         rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
         transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
@@ -292,6 +305,7 @@ class ModelSpec:
     max_position_embeddings: int = 0
     embedding_scale: float = 0.0
     final_logit_softcap: float = 0.0
+    logit_scale: float = 0.0
     rotary_tables: int = 1
     window: int = 0
     full_layers: tuple[int, ...] = ()

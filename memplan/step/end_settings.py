@@ -29,6 +29,7 @@ class EndSettings:
         embedding_scale: Whether the embedding is scaled.
         head_bias: Whether the head has a bias.
         bounded_logits: Whether a scaled tanh bounds the logits.
+        scaled_logits: Whether they are multiplied by a factor, or divided by one.
         loss: Kernel of the cross-entropy.
         names_logits: Whether the model has a name for logits until its forward ends.
         shifts_labels: Whether the loss is given a shifted copy of the labels.
@@ -50,6 +51,7 @@ class EndSettings:
     embedding_scale: bool
     head_bias: bool
     bounded_logits: bool
+    scaled_logits: bool
     loss: LossKernel
     names_logits: bool
     shifts_labels: bool
@@ -88,6 +90,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
+        scaled_logits=bool(spec.logit_scale),
         loss="bf16" if setup.scores else setup.profile.loss,
         names_logits=setup.stack.loop.loss == "model",
         shifts_labels=setup.stack.loop.labels == "shifted",

@@ -96,8 +96,9 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
-    # A library that asks for a gradient asks for that of what its module returns, which scales where there is a scale.
-    x.needs_gradient = x.needs_gradient or (settings.input_gradients and not settings.embedding_scale)
+    # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
+    scales = settings.embedding_scale and not block.code.scales_embedded
+    x.needs_gradient = x.needs_gradient or (settings.input_gradients and not scales)
     if f"{names.embedding}.norm.weight" in builder.weights:
         x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
     if settings.learned_positions:
@@ -332,6 +333,7 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
             logits = _with_bias(builder, logits, biases, x)
         tape.touch(*([copy] if copy is not None else []))
     tape.instant = "loss backward"
+    logits = builder.pointwise("scale", logits) if settings.scaled_logits else logits
     return _bounded(builder, logits, named=not settings.block.code.forms_tables) if settings.bounded_logits else logits
 
 

@@ -137,7 +137,7 @@ def _scoring(model: Model, spec: ModelSpec) -> Model:
     Source:
         ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
     """
-    spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0)
+    spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
     head = f"{spec.names.head}.weight"
     inventory = [replace(t, shape=(1, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)]
     return replace(model, spec=spec, inventory=tuple(inventory))

@@ -26,7 +26,7 @@ from memplan.trace.transformers_models import without_packing  # noqa: E402
 
 from .operators import Operators, difference, inside  # noqa: E402
 from .tiny import CASES, OWN_CASES  # noqa: E402
-from .twins import BATCH, TOKENS, real_config, spec_of  # noqa: E402
+from .twins import BATCH, NEIGHBOURS, TOKENS, real_config, spec_of  # noqa: E402
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
@@ -46,8 +46,8 @@ def steps_through_scores(spec: ModelSpec) -> bool:
 
 
 def rotated(spec: ModelSpec) -> int:
-    part = part_of(spec)
-    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+    parts = [run.layer.attention for run in spec.runs]
+    return max(part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim for part in parts)
 
 
 def stream(spec: ModelSpec) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def of_rotation(spec: ModelSpec, key: Key) -> bool:
     name, shape, _, *numbers = key
     width = rotated(spec)
     turns = name in ("add", "mul", "sub", "neg") and bool({width, width // 2} & set(shape)) and shape != stream(spec)
-    return name == "cat" or (turns and set(numbers) <= {1.0})
+    return name in ("cat", "stack") or (turns and set(numbers) <= {1.0})
 
 
 def of_fused_rows(spec: ModelSpec, key: Key) -> bool:
@@ -88,6 +88,12 @@ def of_falcon(spec: ModelSpec, key: Key) -> bool:
     kernels = ("attention", "attention_backward", "_scaled_dot_product_efficient_attention")
     copies = ("index", "index_put", "sum", "cat", "masked_fill", "mm", "addmm", "neg", "add", "mul")
     return name in (*kernels, f"{kernels[-1]}_backward", *copies) and len(key) <= 4
+
+
+def of_centred_norm(spec: ModelSpec, key: Key) -> bool:
+    """What forms a layer norm in fp32, operation by operation, and the kernel that does so at once."""
+    shapes = (stream(spec), (BATCH * TOKENS,), (spec.hidden_size,))
+    return key[0].startswith("native_layer_norm") or (key[1] in shapes and key[2] is not torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ DELIBERATE = (
         "gelu_new is eight operators in transformers, one kernel here",
     ),
     Rule(
-        ("gpt_oss", "deepseek_v2", "deepseek_v3"),
+        ("gpt_oss", "deepseek_v2", "deepseek_v3", *NEIGHBOURS),
         of_rotation,
         "halves, interleaved pairs or complex numbers are rotated there, halves that are formed as tensors here",
     ),
@@ -135,7 +141,17 @@ DELIBERATE = (
         "factors of the queries are formed from the numbers of the positions there, and are ones here",
     ),
     Rule(
-        ("phi3",),
+        ("cohere", "cohere2"),
+        of_centred_norm,
+        "a layer norm is a dozen operators in fp32 there, one kernel here",
+    ),
+    Rule(
+        ("granite",),
+        lambda spec, key: key[0] in ("div", "mul") and key[1] == (BATCH * TOKENS, spec.vocab_size),
+        "logits are divided there, and multiplied by the inverse here",
+    ),
+    Rule(
+        ("phi3", "glm", "glm4"),
         of_fused_rows,
         "parts of a fused projection are sliced there, which fills a gradient for each with zeros; split here",
     ),

@@ -84,6 +84,37 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "olmo2-bias": ("olmo2", BASE | {"attention_bias": True} | TIED),
     "olmo3": ("olmo3", GROUPED),
     "olmo3-listed": ("olmo3", GROUPED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2} | TIED),
+    "olmo-clipped": ("olmo", GROUPED | {"clip_qkv": 0.1}),
+    "cohere": ("cohere", GROUPED),
+    "cohere-query-key-norm": ("cohere", GROUPED | {"use_qk_norm": True, "attention_bias": True} | UNTIED),
+    "cohere2": ("cohere2", GROUPED | {"attention_bias": True}),
+    "cohere2-listed": ("cohere2", GROUPED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2} | UNTIED),
+    "granite": (
+        "granite",
+        GROUPED | {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    ),
+    "granite-bias": (
+        "granite",
+        GROUPED | {"attention_multiplier": 0.1, "attention_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "hunyuan": ("hunyuan_v1_dense", GROUPED | {"head_dim": 24}),
+    "hunyuan-bias": ("hunyuan_v1_dense", BASE | {"head_dim": 16, "attention_bias": True} | TIED),
+    "seed-oss": ("seed_oss", GROUPED | {"head_dim": 24}),
+    "seed-oss-bias": (
+        "seed_oss",
+        GROUPED | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "exaone4": ("exaone4", GROUPED | {"num_hidden_layers": 4}),
+    "exaone4-listed": ("exaone4", GROUPED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2} | TIED),
+    "arcee": ("arcee", GROUPED),
+    "arcee-bias": ("arcee", GROUPED | {"head_dim": 24, "attention_bias": True, "mlp_bias": True} | TIED),
+    "starcoder2": ("starcoder2", GROUPED),
+    "starcoder2-no-bias": ("starcoder2", GROUPED | {"use_bias": False, "sliding_window": 64} | UNTIED),
+    "glm": ("glm", GROUPED | {"head_dim": 32}),
+    "glm-whole": ("glm", GROUPED | {"head_dim": 16, "partial_rotary_factor": 1.0, "attention_bias": False} | TIED),
+    "glm4": ("glm4", GROUPED | {"head_dim": 32}),
+    "ernie4.5": ("ernie4_5", GROUPED | {"head_dim": 24}),
+    "ernie4.5-bias": ("ernie4_5", GROUPED | {"use_bias": True} | UNTIED),
     "stablelm": ("stablelm", GROUPED),
     "stablelm-bias": ("stablelm", GROUPED | {"use_qkv_bias": True} | TIED),
     "stablelm-parallel": ("stablelm", GROUPED | {"use_parallel_residual": True}),
@@ -123,4 +154,6 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 THEIRS = ("qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
-"""Those that memplan's own models run as well as transformers': without gated delta networks and vision towers."""
+OWN_CASES.remove("cohere-query-key-norm")
+"""Those that memplan's own models run as well as transformers': without gated delta networks, vision towers and norms with a scale
+for each head."""

@@ -18,6 +18,9 @@ from memplan.trace.reference.run_options import ReferenceOptions
 
 from .tiny import CASES
 
+NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4_5")
+"""Families that rotate neighbouring dimensions of a head."""
+
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BATCH, TOKENS = 3, 7
 
@@ -66,14 +69,27 @@ def reordered(spec: ModelSpec, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of transformers with its rows in the reference model's order.
 
     Rows of a fused projection come by key-value head in GPT-NeoX and Falcon, and rotated dimensions in pairs
-    in DeepSeek; the lab has parts and halves. Which row is whose moves no byte.
+    in DeepSeek and :data:`NEIGHBOURS`; the lab has parts and halves. Which row is whose moves no byte.
     """
     part = spec.runs[0].layer.attention
     if isinstance(part, LatentAttention):
         return _halves(part, name, tensor)
     if spec.architecture in ("gpt_neox", "falcon") and f".{spec.names.qkv}." in name:
         return _parts(part, tensor)
+    if spec.architecture in NEIGHBOURS and f".{spec.names.attention}." in name:
+        heads = {spec.names.query: part.num_heads, spec.names.key: part.num_key_value_heads}.get(name.split(".")[-2])
+        return (
+            tensor
+            if heads is None
+            else _neighbours(tensor, heads, max(run.layer.attention.rotary_dim for run in spec.runs))
+        )
     return tensor
+
+
+def _neighbours(tensor: Tensor, heads: int, rotated: int) -> Tensor:
+    whole = tensor.view(heads, -1, *tensor.shape[1:])
+    turned = whole[:, :rotated]
+    return torch.cat((turned[:, ::2], turned[:, 1::2], whole[:, rotated:]), 1).reshape(tensor.shape)
 
 
 def _parts(part: Attention, tensor: Tensor) -> Tensor:
@@ -124,6 +140,8 @@ def tables_of(found: list[Any], device: str = "cpu") -> Tables:
         return Tables(torch.empty(0, device=device), torch.empty(0, device=device), mask)
     pair = (found[0].real, found[0].imag) if isinstance(found[0], Tensor) else found[0]
     once = isinstance(found[0], Tensor) or not torch.equal(*pair[0][0].chunk(2, -1))
+    if not isinstance(found[0], Tensor) and torch.equal(pair[0][..., ::2], pair[0][..., 1::2]):
+        pair = pair[0][..., ::2], pair[1][..., ::2]
     cos, sin = (torch.cat((part[0], part[0]), -1) if once else part[0] for part in pair)
     return Tables(cos, sin, mask)
 

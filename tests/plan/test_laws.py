@@ -312,12 +312,15 @@ def floats(value: Any, path: str = "plan") -> list[str]:
 
 
 FACTORS = {
+    "clip",
     "dropout",
     "attention_dropout",
     "embedding_scale",
     "epsilon",
     "final_logit_softcap",
+    "logit_scale",
     "logit_softcap",
+    "residual_scale",
     "scale",
     "score_scale",
 }

@@ -34,6 +34,12 @@ OWN_HEAD_WIDTH = frozenset(
         "gemma3_text",
         "gpt_oss",
         "ministral3",
+        "hunyuan_v1_dense",
+        "seed_oss",
+        "ernie4_5",
+        "glm",
+        "glm4",
+        "arcee",
         *LINEAR,
     }
 )
@@ -119,7 +125,13 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
 
 def _odd(rng: Random, family: str) -> Values:
     """Return a small model of a family, of sizes that no release has."""
-    whole = family in ("stablelm", "gpt_neox", *LINEAR)  # a quarter of a head's dimensions is rotated, in pairs
+    whole = family in (
+        "stablelm",
+        "gpt_neox",
+        "glm",
+        "glm4",
+        *LINEAR,
+    )  # a quarter of a head's dimensions is rotated, in pairs
     heads, width = rng.choice(HEADS), rng.choice([n for n in WIDTHS if not whole or n % 8 == 0])
     hidden = heads * width
     if family in OWN_HEAD_WIDTH and rng.random() < 0.5:
@@ -177,7 +189,19 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
         "gpt_neox": {"use_parallel_residual": flag},
         "phi": {"qk_layernorm": flag, "partial_rotary_factor": 0.5},
-        "olmo": {"attention_bias": flag},
+        "olmo": {"attention_bias": flag, "clip_qkv": rng.choice((None, 8.0))},
+        "cohere": {"attention_bias": flag, "use_qk_norm": rng.random() < 0.5},
+        "cohere2": {"attention_bias": flag, "sliding_window": rng.choice((100, 4096))},
+        "exaone4": {"sliding_window": rng.choice((100, 4096))},
+        "granite": {"attention_bias": flag, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+        "hunyuan_v1_dense": {"attention_bias": flag},
+        "seed_oss": {"attention_out_bias": flag, "residual_dropout": rng.choice((0.0, 0.1))},
+        "ernie4_5": {"use_bias": flag},
+        "arcee": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
+        "starcoder2": {
+            "use_bias": flag,
+            **dict.fromkeys(("residual_dropout", "embedding_dropout"), rng.choice((0.0, 0.1))),
+        },
         "gemma2": {"attention_bias": flag},
     }
     if family in LINEAR:

@@ -112,6 +112,15 @@ def gated_mlp(config: ConfigValues, *, bias: bool = False) -> Mlp:
     return Mlp(config.integer("intermediate_size"), config.activation("hidden_act"), bias=bias)
 
 
+def factor(config: ConfigValues, key: str, default: float = 1.0) -> float:
+    """Return a factor above 0; a missing key means ``default``."""
+    value = config.number(key, default=default, maximum=1e9)
+    if value:
+        return value
+    config.problem(key, "expected a number above 0, got 0")
+    return 1.0
+
+
 def sparse_layers(config: ConfigValues, count: int) -> list[bool]:
     """Return for each layer whether it has experts, as Qwen's MoE families decide it.
 

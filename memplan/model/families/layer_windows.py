@@ -8,13 +8,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_WINDOWS: Mapping[str, int] = {
-    **dict.fromkeys(("gemma2", "gemma3_text", "olmo3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), 4096),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "olmo3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "cohere2", "exaone4"), 4096
+    ),
     "gpt_oss": 128,
 }
 """Windows where a config names none: each family's configuration class in transformers v5.23.0. Mistral's, 4,096 there, is
 none here: entries of the catalog name a window only where there is one."""
 
-EVERY_NTH_FULL: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+EVERY_NTH_FULL: Mapping[str, int] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+    "olmo3": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+}
 """Families whose layers alternate between windows and full attention; every so many is full."""
 
 MAX_WINDOW_LAYERS = 28

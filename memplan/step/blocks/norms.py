@@ -20,6 +20,8 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
         promotes = composite and builder.settings.code.promotes
         if builder.profile.norm == "in-place" and norm.kind == "rms":
             return _norm_in_place(builder, x, norm, name, used, x.width // size)
+        if builder.settings.code.centred_norms:
+            return _centred_norm(builder, x, used, x.width // size)
         own = x.element_bytes
         x = builder.cast(x, 4) if builder.settings.autocast and not promotes else x
         casts = [
@@ -95,6 +97,43 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
             wide_weight = (tape.make("cast weight", builder.constant(used[0].rows, 4)),) if copies else ()
             return builder.cast(_times_weight(builder, normal, used, wide_weight), x.element_bytes)
         return _times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
+
+
+def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> Value:
+    """Return a layer norm as Python code writes it, in fp32: the mean is taken away twice.
+
+    Source:
+        ``CohereLayerNorm.forward`` in transformers/models/cohere/modeling_cohere.py (5.23.0).
+    """
+    tape, wide = builder.tape, builder.cast(x, 4)
+    full = [(wide.quantity, wide.coefficient)]
+
+    def mean(value: Value) -> Value:
+        return tape.apply("mean", [(value, NEW)], tape.value(x.quantity, rows, 4), traits=SAVES_NOTHING)
+
+    def centred() -> Value:
+        traits = Traits(packs=False, workspace=full)
+        return tape.apply("sub", [(wide, SAME), (means, NEW)], builder.fresh(wide), traits=traits)
+
+    with tape.alive(wide):
+        means = mean(wide)
+        with tape.alive(means):
+            traits = Traits(workspace=full * 2, forms_last=True)
+            apart = centred()
+            variance = mean(tape.apply("pow", [(apart, NEW)], builder.fresh(wide), [apart], traits=traits))
+            with tape.alive(variance):
+                apart = centred()
+                with tape.alive(apart):
+                    shifted = tape.apply("add", [(variance, SAME)], builder.fresh(variance), traits=SAVES_NOTHING)
+                    inverse = builder.fresh(shifted)
+                    tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
+                ways, traits = [(apart, NEW), (inverse, NEW)], Traits(workspace=full, forms_last=True)
+                normal = tape.apply("mul", ways, builder.fresh(wide), [apart, inverse], traits=traits)
+    narrow, elements = used[0].element_bytes != 4, used[0].own_bytes // used[0].element_bytes
+    with tape.alive(normal):
+        copies = (tape.make("cast weight", builder.constant(elements, 4)),) if narrow else ()
+        scaled = _times_weight(builder, normal, used, copies)
+    return builder.cast(scaled, x.element_bytes)
 
 
 def _times_weight(builder: Builder, x: Value, used: list[Weight], shifted: tuple[Value, ...] = ()) -> Value:

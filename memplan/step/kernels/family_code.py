@@ -27,7 +27,7 @@ class FamilyCode:
             head of keys and values repeated by the products themselves.
         wide_softmax: Whether attention step by step forms probabilities in fp32.
         adapts_experts: Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
-        masks: How many masks a forward makes: of windowed layers and of others.
+        masks: How many masks a forward makes: of windowed layers and of others; 0 for one of the first where there are any.
         idle_mask: Whether each forward makes the mask of windowed layers where there are none, which no layer is given.
         masks_from: Layers from which on a model has both kinds, and rotary tables of both.
         asks_for_groups: Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
@@ -52,10 +52,14 @@ class FamilyCode:
             ``parts-first`` with the second norm after attention; ``own`` is the bundled models' way.
         shared_first: Whether shared experts run before routed ones, and their gate after these.
         drops_embedding: Whether a probability of dropout that a model is released with applies to its embedding too.
+        scales_embedded: Whether the model scales what its embedding has returned, and not the embedding itself.
         masks_layers: Whether each layer within a window makes a mask of its own, of floats and for one sequence.
         masks_always: Whether scaled-dot-product attention is always given a mask.
         rotates_together: Whether one function rotates query and key, whose caller has names for them until it returns.
         norms_at_once: Whether query and key are normalised as they are projected, each before the next.
+        neighbours: How neighbours among a head's dimensions are turned, where these and not halves are: ``wide`` in fp32;
+            ``spread`` by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
+        centred_norms: Whether layer norms are formed operation by operation, in fp32.
         half_tables: Whether a pair of dimensions shares its entries of the rotary tables.
         names_passed: Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
         halves_by_tables: Whether halves of a head turn by a table of cosines and one of sines, each cast to the head's dtype
@@ -103,10 +107,13 @@ class FamilyCode:
     sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
     shared_first: bool = False
     drops_embedding: bool = True
+    scales_embedded: bool = False
     masks_layers: bool = False
     masks_always: bool = False
     rotates_together: bool = False
     norms_at_once: bool = False
+    neighbours: Literal["", "wide", "spread", "spread-wide"] = ""
+    centred_norms: bool = False
     half_tables: bool = False
     names_passed: bool = False
     casts_scale: bool = False
@@ -206,6 +213,15 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     ),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     "deepseek_v3": replace(TRANSFORMERS, adapts_experts=True),
+    "cohere": replace(TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first", norms_at_once=True),
+    "cohere2": replace(
+        TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4
+    ),
+    "exaone4": replace(TRANSFORMERS, masks=0, masks_from=4),
+    **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, neighbours="spread")),
+    "ernie4_5": replace(TRANSFORMERS, neighbours="spread-wide", wide_rotary=True),
+    "granite": replace(TRANSFORMERS, scales_embedded=True),
+    "seed_oss": replace(TRANSFORMERS, drops_embedding=False),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,

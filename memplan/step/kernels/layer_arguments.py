@@ -31,7 +31,7 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: boo
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
-    masks = 1 if kept and alike else code.masks
+    masks = 1 if kept and alike else code.masks or (2 if spec.window else 1)
     return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
 
 

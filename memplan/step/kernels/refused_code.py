@@ -122,6 +122,12 @@ def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
     """
     code = family_code(setup.stack.model_code, spec.architecture)
+    apart = getattr(spec.runs[0].layer.attention, "query_key_norm_scope", "head") == "each"
+    if apart and setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{spec.name} normalises each head by a scale of its own, which models of transformers do and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
     quantised = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
     if (
         quantised

@@ -10,6 +10,7 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_products import row_product
 from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
+from memplan.step.layers.neighbours import turned_neighbours
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
@@ -24,12 +25,18 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         else:
             (query, key, value), gates = _projections(builder, x, part, prefix)
         query.apart = key.apart = value.apart = True
-        if part.query_key_norm is not None and not _norms_at_once(builder, part, prefix):
+        if part.clip:
+            query, key, value = _clipped(builder, query, key, value)
+        late = part.norms_rotated
+        if part.query_key_norm is not None and not late and not _norms_at_once(builder, part, prefix):
             query, key = _normed(builder, query, key, value, part, prefix)
         named = gates
         if not builder.settings.code.query_first:
             with builder.tape.alive(*gates):
-                query, key, named = turned(builder, (query, key, value), part)
+                turn = turned_neighbours if builder.settings.code.neighbours and part.rotary_dim else turned
+                query, key, named = turn(builder, (query, key, value), part)
+        if part.query_key_norm is not None and late:
+            query, key = _normed(builder, query, key, value, part, prefix)
         if part.scales_query:
             with builder.tape.alive(key, value, *named):
                 query = _scaled(builder, query)
@@ -61,6 +68,21 @@ def _scaled(builder: Builder, query: Value) -> Value:
     return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
 
 
+def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
+    """Return what projections yield, clipped in place, of which backward needs a copy as it was before.
+
+    Source:
+        ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in derivatives.yaml (v2.13.0).
+    """
+    with builder.tape.alive(*projected):
+        clipped = []
+        for x in projected:
+            out = builder.tape.view(x)
+            out.apart = True
+            clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)]))
+        return tuple(clipped)
+
+
 def _names(builder: Builder, prefix: str) -> list[str]:
     names = builder.settings.names
     return [f"{prefix}.{name}" for name in (names.query, names.key, names.value)]
@@ -71,6 +93,7 @@ def _norms_at_once(builder: Builder, part: Attention, prefix: str) -> bool:
     return (
         part.query_key_norm is not None
         and builder.settings.code.norms_at_once
+        and not part.norms_rotated
         and not fuses(builder, "qkv", _names(builder, prefix))
     )
 
@@ -158,7 +181,7 @@ def _normed(
 def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -> Value:
     """Return a query or a key normalised, each head alone or all together."""
     assert part.query_key_norm is not None
-    size = part.head_dim if part.query_key_norm_scope == "head" else x.width
+    size = x.width if part.query_key_norm_scope == "full" else part.head_dim
     normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size)
     normal.apart = True
     return normal

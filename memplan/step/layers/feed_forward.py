@@ -48,7 +48,20 @@ def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
     """Return the activation of ``x``, which saves its input."""
     if kind == "gelu-new" and builder.settings.code.functions:
         return _gelu_new(builder, x)
+    if kind == "relu-squared":
+        return _relu_squared(builder, x)
     return builder.pointwise(ACTIVATION, x, (x,))
+
+
+def _relu_squared(builder: Builder, x: Value) -> Value:
+    """Return ``relu(x) ** 2``: the power, which autocast forms in fp32, saves what the other has saved, or a copy of it."""
+    tape = builder.tape
+    tape.entered[len(tape.operations)] = ACTIVATION
+    positive = builder.fresh(x)
+    tape.apply("relu", [(x, NEW)], positive, [positive])
+    wide = builder.cast(positive, 4) if builder.settings.autocast else positive
+    traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
+    return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
 
 
 def _gelu_new(builder: Builder, x: Value) -> Value:

@@ -43,13 +43,13 @@ def _turned_together(
             first = builder.cast(first, query.element_bytes, foreign=query.foreign)
             with tape.alive(first):
                 return first, builder.cast(second, key.element_bytes, foreign=key.foreign), ()
-    rotated = _rotated(builder, builder.sliced(query, query.width // part.head_dim * part.rotary_dim))
+    rotated = turned_whole(builder, builder.sliced(query, query.width // part.head_dim * part.rotary_dim))
     with tape.alive(rotated):
-        other = _rotated(builder, builder.sliced(key, key.width // part.head_dim * part.rotary_dim))
+        other = turned_whole(builder, builder.sliced(key, key.width // part.head_dim * part.rotary_dim))
     with tape.alive(other):
-        first = _joined(builder, query, rotated)
+        first = joined_heads(builder, query, rotated)
         with tape.alive(first, *((rotated,) if code.names_passed else ())):
-            second = _joined(builder, key, other)
+            second = joined_heads(builder, key, other)
     named = (rotated, other) if each else (query, key, rotated, other)
     return first, second, named if code.names_passed else ()
 
@@ -101,11 +101,11 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
         if builder.profile.rotary == "pairs":
             return _turned_pairs(builder, x)
         if rotary_dim == head_dim and not builder.settings.code.joins_rotated:
-            return _rotated(builder, x)
-        return _joined(builder, x, _rotated(builder, builder.sliced(x, x.width // head_dim * rotary_dim)))
+            return turned_whole(builder, x)
+        return joined_heads(builder, x, turned_whole(builder, builder.sliced(x, x.width // head_dim * rotary_dim)))
 
 
-def _joined(builder: Builder, x: Value, rotated: Value) -> Value:
+def joined_heads(builder: Builder, x: Value, rotated: Value) -> Value:
     """Return the rotated dimensions of ``x`` joined with those that are not."""
     passed = builder.sliced(x, x.width - rotated.width)
     joined = builder.fresh(x, element_bytes=promoted(rotated, passed))
@@ -150,17 +150,17 @@ def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
             table = tape.value(Quantity.POSITIONS, head_dim, x.element_bytes)
             tables.append(tape.make(f"cast {name}", table))
     with tape.alive(*tables):
-        rotated = _rotated(builder, x, tables)
+        rotated = turned_whole(builder, x, tables)
         with tape.alive(rotated):
             return builder.cast(rotated, x.element_bytes)
 
 
-def _rotated(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
+def turned_whole(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
     tape, half, formed = builder.tape, x.width // 2, builder.settings.code.forms_tables
     width = max(x.element_bytes, _table_bytes(builder))
     with tape.alive(x):
-        by_cos = [_by_table(builder, "mul cos", x, width, tables[:1])] if formed else []
+        by_cos = [by_table(builder, "mul cos", x, width, tables[:1])] if formed else []
         with tape.alive(*by_cos):
             parts = (
                 [builder.sliced(x, half)] if formed else []
@@ -169,8 +169,8 @@ def _rotated(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
             first = parts[0] if formed else builder.sliced(x, half)
             turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
         with tape.alive(*(() if formed else (turned,))):
-            by_cos = by_cos or [_by_table(builder, "mul cos", x, width, tables[:1])]
-            by_sin = _by_table(builder, "mul sin", turned, width, tables[1:])
+            by_cos = by_cos or [by_table(builder, "mul cos", x, width, tables[:1])]
+            by_sin = by_table(builder, "mul sin", turned, width, tables[1:])
             total = tape.apply(
                 "add", [(by_cos[0], SAME), (by_sin, SAME)], builder.fresh(by_cos[0]), traits=SAVES_NOTHING
             )
@@ -189,7 +189,7 @@ def _table_bytes(builder: Builder) -> int:
     )
 
 
-def _by_table(builder: Builder, name: str, x: Value, width: int, tables: Sequence[Value]) -> Value:
+def by_table(builder: Builder, name: str, x: Value, width: int, tables: Sequence[Value]) -> Value:
     """Return ``x`` times a table; of a wider product the gradient is formed wide, and cast."""
     workspace = [(x.quantity, x.width * width)] if width != x.element_bytes else []
     out = builder.fresh(x, element_bytes=width)

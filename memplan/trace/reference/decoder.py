@@ -63,12 +63,14 @@ class LayerPart(nn.Module):
         if self.layer.placement == "sandwich":
             x = x + self._dropped(norms[1](attend(norms[0](x), tables)))
             return x + self._dropped(norms[3](feed(norms[2](x))))
-        x = x + self._dropped(attend(norms[0](x), tables))
-        return x + self._dropped(feed(norms[1](x)))
+        scale = self.layer.residual_scale or None
+        x = x + self._dropped(attend(norms[0](x), tables), scale)
+        return x + self._dropped(feed(norms[1](x)), scale)
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropped(self, x: Tensor, scale: float | None = None) -> Tensor:
         options = self.run.options
-        return dropped(x, options.dropout if self.training else 0.0, options.target)
+        x = dropped(x, options.dropout if self.training else 0.0, options.target)
+        return x if scale is None else x * scale
 
 
 def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.device) -> nn.Module:
@@ -213,6 +215,8 @@ class ReferenceModel(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self._head[0](x)
         self.run.probe.backward_reaches(logits, "head backward")
+        if self.spec.logit_scale:
+            logits = logits * self.spec.logit_scale
         cap = self.spec.final_logit_softcap
         if cap:
             logits = torch.tanh(logits / cap) * cap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, ModelSpec, Norm
 from memplan.trace.reference.operations import attention, eager_attention
 from memplan.trace.reference.parts import Linear, NormPart, Tables, attach, parameter, rotary
@@ -45,6 +46,8 @@ class AttentionPart(nn.Module):
         part, names = self.part, spec.names
         per_head = part.query_key_norm_scope == "head"
         sizes = (part.head_dim, part.head_dim) if per_head else (part.query_size, part.key_value_size)
+        if part.query_key_norm_scope == "each":
+            raise CannotAnswerError(f"{spec.name} has a norm for each head, which memplan's own models have not")
         self._norms = tuple(
             attach(self, name, NormPart(norm, size, self.run, device))
             for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
@@ -56,6 +59,8 @@ class AttentionPart(nn.Module):
         width = self.part.rotary_dim
         query = rotary(query, tables, width, self.run)
         key = rotary(key, tables, width, self.run)
+        if self.part.norms_rotated:
+            query, key = self._norms[0](query), self._norms[1](key)
         if self.part.scales_query:
             query = query * tables.cos.new_ones((query.shape[-2], 1)).to(query.dtype)
         out = self._attend(query, key, value, tables)
@@ -76,10 +81,12 @@ class AttentionPart(nn.Module):
             query, key, value = self._qkv[0](x).split(sizes, dim=-1)
         else:
             query, key, value = (projection(x) for projection in self._qkv)
+        if part.clip:
+            query, key, value = (x.clamp_(-part.clip, part.clip) for x in (query, key, value))
         if self._norms and part.query_key_norm_scope == "full":
             query, key = self._norms[0](query), self._norms[1](key)
         query, key, value = (x.view(*x.shape[:-1], -1, part.head_dim) for x in (query, key, value))
-        if self._norms and part.query_key_norm_scope == "head":
+        if self._norms and part.query_key_norm_scope == "head" and not part.norms_rotated:
             query, key = self._norms[0](query), self._norms[1](key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 

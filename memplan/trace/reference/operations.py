@@ -203,6 +203,7 @@ def activated(x: Tensor, kind: Activation) -> Tensor:
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
+    "relu-squared": lambda x: torch.square(F.relu(x)),
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "gelu-new": partial(F.gelu, approximate="tanh"),

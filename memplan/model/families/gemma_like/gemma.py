@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.model.families.common_parts import attention, model, rms_norm, shape
+from memplan.model.families.common_parts import attention, factor, model, rms_norm, shape
 from memplan.model.spec import Activation, Layer, Mlp, ModelSpec
 
 if TYPE_CHECKING:
@@ -36,8 +36,4 @@ def query_scale(config: ConfigValues) -> float:
     Formula:
         ``query_pre_attn_scalar ** -0.5``; a missing key means 256, as in transformers.
     """
-    scalar = config.number("query_pre_attn_scalar", default=256.0, maximum=2.0**24)
-    if scalar:
-        return float(scalar**-0.5)
-    config.problem("query_pre_attn_scalar", "expected a number above 0, got 0")
-    return 1.0
+    return float(factor(config, "query_pre_attn_scalar", 256.0) ** -0.5)

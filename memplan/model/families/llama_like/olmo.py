@@ -1,4 +1,4 @@
-"""OLMo 1: Llama's layers behind a LayerNorm that has neither scale nor shift.
+"""OLMo 1: Llama's layers behind a LayerNorm that has neither scale nor shift; 1.7 clips queries, keys and values.
 
 Source: ``transformers/models/olmo/modeling_olmo.py``; https://arxiv.org/abs/2402.00838.
 """
@@ -18,5 +18,5 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     """Return the shapes of an OLMo config."""
     common = shape(config)
     bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias, clip=config.cap("clip_qkv", 0.0))
     return model(config, common, Layer(heads, gated_mlp(config), Norm("layer", weight=False)))

@@ -1,0 +1,24 @@
+"""Arcee's AFM: Llama's attention, and a feed-forward part of two matrices around a squared ReLU.
+
+Source: ``transformers/models/arcee/modeling_arcee.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memplan.model.families.common_parts import attention, model, rms_norm, shape
+from memplan.model.spec import Layer, Mlp, ModelSpec
+
+if TYPE_CHECKING:
+    from memplan.model.families.config_values import ConfigValues
+
+
+def model_spec(config: ConfigValues) -> ModelSpec:
+    """Return the shapes of an AFM config."""
+    common = shape(config)
+    bias = config.flag("attention_bias")
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    config.only("hidden_act", "relu2")
+    mlp = Mlp(config.integer("intermediate_size"), "relu-squared", gated=False, bias=config.flag("mlp_bias"))
+    return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)))

@@ -1,0 +1,1 @@
+"""Families whose rotary positions turn neighbouring dimensions of a head, and not its halves."""

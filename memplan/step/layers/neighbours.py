@@ -1,0 +1,88 @@
+"""Rotary positions that turn neighbouring dimensions of a head, and not its halves, as some families of transformers have them."""
+
+from __future__ import annotations
+
+from memplan.model.spec import Attention
+from memplan.step.blocks.builder import Builder
+from memplan.step.layers.rotation import Rotated, by_table, joined_heads, turned_whole
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
+
+Turned = tuple[Value, Value]
+"""Query and key."""
+
+
+def turned_neighbours(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return query and key rotated by a function that forms neighbours as tensors, and nothing besides.
+
+    Source:
+        ``apply_rotary_pos_emb`` in transformers 5.23.0, models/cohere (``wide``), glm (``spread``) and ernie4_5
+        (``spread-wide``).
+    """
+    query, key, _ = heads
+    with builder.tape.alive(*heads):
+        if builder.settings.code.neighbours == "wide":
+            return (*_turned_wide(builder, query, key), ())
+        wide = builder.settings.code.neighbours == "spread-wide"
+        spread = [_spread(builder, part, 4 if wide else builder.settings.residual_bytes) for _ in ("cos", "sin")]
+        with builder.tape.alive(*spread):
+            turn = _turned_by_wide if wide else _turned_in_part
+            return (*turn(builder, query, key, part, spread), ())
+
+
+def _spread(builder: Builder, part: Attention, element_bytes: int) -> Value:
+    """Return half of a table with each entry twice, which every layer makes anew."""
+    table = builder.tape.value(Quantity.POSITIONS, part.rotary_dim, element_bytes, needs_gradient=False)
+    return builder.tape.make("spread table", table)
+
+
+def _turned_wide(builder: Builder, query: Value, key: Value) -> Turned:
+    """Return both turned in fp32, which they are cast to before either is."""
+    tape = builder.tape
+    wide = builder.cast(query, 4)
+    with tape.alive(wide):
+        other = builder.cast(key, 4)
+        with tape.alive(other):
+            first = turned_whole(builder, wide)
+            with tape.alive(first):
+                second = turned_whole(builder, other)
+                return _narrowed(builder, (first, second), (query, key))
+
+
+def _narrowed(builder: Builder, turned: Turned, given: Turned) -> Turned:
+    with builder.tape.alive(*turned):
+        first = builder.cast(turned[0], given[0].element_bytes, foreign=given[0].foreign)
+        with builder.tape.alive(first):
+            return first, builder.cast(turned[1], given[1].element_bytes, foreign=given[1].foreign)
+
+
+def _turned_in_part(builder: Builder, query: Value, key: Value, part: Attention, spread: list[Value]) -> Turned:
+    """Return both turned, each joined with its dimensions that are not, even where there are none of these."""
+    tape = builder.tape
+    share = part.rotary_dim / part.head_dim
+    first = turned_whole(builder, builder.sliced(query, int(query.width * share)), spread)
+    with tape.alive(first):
+        second = turned_whole(builder, builder.sliced(key, int(key.width * share)), spread)
+    with tape.alive(second):
+        first = joined_heads(builder, query, first)
+        with tape.alive(first):
+            return first, joined_heads(builder, key, second)
+
+
+def _turned_by_wide(builder: Builder, query: Value, key: Value, _: Attention, spread: list[Value]) -> Turned:
+    """Return both turned by tables in fp32, to which each factor is cast by itself."""
+    first = _by_wide_tables(builder, query, spread)
+    with builder.tape.alive(first):
+        return _narrowed(builder, (first, _by_wide_tables(builder, key, spread)), (query, key))
+
+
+def _by_wide_tables(builder: Builder, x: Value, spread: list[Value]) -> Value:
+    tape = builder.tape
+    by_cos = by_table(builder, "mul cos", builder.cast(x, 4), 4, spread[:1])
+    with tape.alive(by_cos):
+        first, second = builder.sliced(x, x.width // 2), builder.sliced(x, x.width // 2)
+        negative = builder.pointwise("neg", second)
+        ways = [(negative, SAME), (first, SAME)]
+        turned = tape.apply("cat", ways, builder.fresh(x), traits=SAVES_NOTHING)
+        by_sin = by_table(builder, "mul sin", builder.cast(turned, 4), 4, spread[1:])
+        return tape.apply("add", [(by_cos, SAME), (by_sin, SAME)], builder.fresh(by_cos), traits=SAVES_NOTHING)
