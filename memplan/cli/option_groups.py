@@ -46,8 +46,14 @@ class Unit(StrEnum):
     bytes = "bytes"
 
 
+LARGEST_NUMBER = 2**30
+"""Of steps, tokens, seconds: beyond any that is meant."""
+
+
 def option(heading: str, *names: str, help: str, **settings: Any) -> Any:
-    """Return an option that stands under a heading of help."""
+    """Return an option that stands under a heading of help; a number from somewhere has an end, which infinity is beyond."""
+    if "min" in settings:
+        settings.setdefault("max", LARGEST_NUMBER)
     return typer.Option(*names, help=help, rich_help_panel=heading, **settings)
 
 

@@ -268,6 +268,11 @@ def test_a_wrong_shorthand_says_which_key_it_is(cli):
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize("option", [("--timeout", "inf"), ("--timeout", "1e400"), ("--synthetic", "9" * 30)])
+def test_no_number_of_a_run_is_beyond_all_bounds(refused, option):
+    assert f"Invalid value for '{option[0]}': Input should be less than or equal to" in refused("run", "x.py", *option)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "1e3", "two", "1.5"])
 @pytest.mark.parametrize("flag", ["-b", "-s", "--gpus"])
 def test_a_shorthand_takes_positive_integers_alone(cli, flag, value):

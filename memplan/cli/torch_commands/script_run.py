@@ -20,6 +20,9 @@ from memplan.errors import InvalidFileError
 _RUN = "Run"
 
 
+LONGEST_RUN = 7 * 86_400
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """A script with its own arguments, and how it is run."""
@@ -52,7 +55,7 @@ class RunOptions:
         Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
     ] = None
     timeout: Annotated[
-        float, option(_RUN, "--timeout", min=1, metavar="S", help="Seconds that the script may take.")
+        float, option(_RUN, "--timeout", min=1, max=LONGEST_RUN, metavar="S", help="Seconds that the script may take.")
     ] = 600
     worst: Annotated[
         bool, option(_RUN, "--worst", help="Masks hold everything, and tokens go to the same experts.")
