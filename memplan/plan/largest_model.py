@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
 
 from memplan.catalog.training_config import MAXIMUM_GPUS
 from memplan.errors import CannotAnswerError, MemplanError
@@ -12,14 +11,11 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.job_allowances import devices_for, searched_allowances
-from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
 from memplan.values import dataclass
-
-MOST_RANKS = 2**12
-"""GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,87 +147,14 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     """
     plan = plan.on(device.gpu)
     setup = plan.setup
-    _refuse_parallel(setup)
+    refuse_parallel(setup)
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def fits(count: int) -> bool:
         several = Device(device.gpu, device.name, count)
         return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
 
-    return _first_that_fits(fits, 1, MAXIMUM_GPUS)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The fewest GPUs of one kind for a job.
-
-    Attributes:
-        device: One of them.
-        plan: What one of them holds; where memory is pooled, what all of them hold together.
-        pooled: Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out.
-    """
-
-    device: Device
-    count: int
-    plan: MemoryPlan
-    pooled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Placements:
-    """Where a job fits, by kind of GPU.
-
-    Attributes:
-        rows: One for each kind that suffices.
-        refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
-        most: GPUs of a kind that were tried, at most.
-    """
-
-    rows: tuple[Placement, ...]
-    refusal: str = ""
-    most: int = MOST_RANKS
-
-
-def placements(
-    model: Model,
-    setup_of: Callable[[int], TrainingSetup],
-    devices: Sequence[Device],
-    simulated: Callable[[MemoryPlan], MemoryPlan],
-) -> Placements:
-    """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
-
-    One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
-
-    Args:
-        model: The model.
-        setup_of: The setup for a number of GPUs, as ``memplan fit --gpus`` makes it.
-        devices: One GPU of each kind.
-        simulated: Simulates the reserve of a plan for one GPU.
-
-    Raises:
-        CannotAnswerError: The config says itself how many GPUs it is for.
-    """
-
-    @cache
-    def compiled(count: int) -> CompiledPlan:
-        return CompiledPlan(model, setup_of(count))
-
-    alone = compiled(1)
-    _refuse_parallel(alone.setup)
-    refusal = _refusal(compiled)
-    rows = []
-    for device in able_devices(alone, devices_for(alone.setup, devices)):
-        plan = alone.evaluate(device)
-        if plan.allocated_bytes <= plan.usable_bytes:
-            plan = simulated(plan)
-        if plan.verdict == "fits":
-            rows.append(Placement(device, 1, plan))
-        elif refusal and (count := fewest_devices(alone, device)) is not None:
-            pooled = Device(device.gpu, device.name, max(2, count))
-            rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
-        elif not refusal and (count := fewest_ranks(compiled, device)) is not None:
-            rows.append(Placement(device, count, compiled(count).evaluate(device)))
-    return Placements(tuple(rows), refusal)
+    return first_that_fits(fits, 1, MAXIMUM_GPUS)
 
 
 def able_devices(plan: CompiledPlan, devices: Sequence[Device]) -> list[Device]:
@@ -252,29 +175,7 @@ def able_devices(plan: CompiledPlan, devices: Sequence[Device]) -> list[Device]:
     return able
 
 
-def _refusal(compiled: Callable[[int], CompiledPlan]) -> str:
-    """Return why a job is not planned on two GPUs, or nothing where it is."""
-    try:
-        compiled(2)
-    except MemplanError as error:
-        return str(error)
-    return ""
-
-
-def fewest_ranks(compiled: Callable[[int], CompiledPlan], device: Device) -> int | None:
-    """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
-
-    It is the first such number beyond a power of two, which is the fewest as long as shards shrink
-    with their number: they do until single rows of a tensor are left.
-    """
-
-    def fits(count: int) -> bool:
-        return compiled(count).evaluate(device).verdict == "fits"
-
-    return _first_that_fits(fits, 2, MOST_RANKS)
-
-
-def _first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int | None:
+def first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int | None:
     """Double ``high`` until it fits, then halve the gap below; None where nothing up to ``most`` fits."""
     while not fits(high):
         high *= 2
@@ -287,6 +188,11 @@ def _first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int |
     return high
 
 
-def _refuse_parallel(setup: TrainingSetup) -> None:
+def refuse_parallel(setup: TrainingSetup) -> None:
+    """Refuse a setup that says itself how many GPUs it is for.
+
+    Raises:
+        CannotAnswerError: It does.
+    """
     if setup.config.parallel.gpus > 1:
         raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")

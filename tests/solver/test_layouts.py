@@ -152,3 +152,22 @@ def test_nothing_fits_names_the_nearest_miss(cli):
     assert ran.exit_code == 1
     assert "NO: none of" in ran.out
     assert "nearest miss" in ran.out
+
+
+def test_where_names_the_smallest_real_grid_and_what_pooled_memory_allows(device, catalog):
+    small = replace(device, gpu=replace(device.gpu, memory_bytes=9 * 2**30, cuda_total_bytes=9 * 2**30))
+    job = {"shapes": SMALL, "gpu": small, "config": "mixed-adamw", "stack": "torchtitan", "catalog": catalog}
+    job |= {"micro_batch_size": 48, "sequence_length": 2048, "activation_checkpointing": "full"}
+    row = memplan.where(**job).placements.rows[0]
+    parallel = row.plan.setup.config.parallel
+    assert row.count == parallel.gpus > 1
+    for gpus in range(2, row.count + 1):
+        found = memplan.suggest_layouts(**job, gpus=gpus, strict=True)
+        assert bool(found.rows) == (gpus == row.count), gpus
+
+
+def test_no_way_to_share_a_job_undercuts_what_pooled_memory_allows(catalog):
+    answer = memplan.where("llama-3.1-8b", gpu="rtx4090", config="bf16-adamw", activation_checkpointing="full")
+    (row,) = answer.placements.rows
+    assert 1 < row.bound <= row.count
+    assert answer.document().data["rows"][0]["bound"] == row.bound

@@ -19,8 +19,9 @@ from memplan.training.resolved import TrainingSetup
 if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
 
-    from memplan.plan.largest_model import LargestModel, Placements
+    from memplan.plan.largest_model import LargestModel
     from memplan.plan.memory_plan import Verdict
+    from memplan.plan.placements import Placements
     from memplan.report.canvas import Canvas
     from memplan.report.largest.largest_model_answer import Prices
     from memplan.solver.batch_frontier import Frontier
@@ -228,16 +229,30 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
     """
     inputs = job_inputs("where", model, options, refused={"gpus": "how many GPUs it takes is the question"})
     from memplan.library.lookup.prices import load_prices
-    from memplan.plan.largest_model import placements
+    from memplan.plan.placements import placements
     from memplan.plan.reserve.simulation import Runs, simulated
 
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
-    setup = inputs.setup(known)
     played = partial(simulated, least=False, runs=Runs())
-    rows = placements(known, lambda count: inputs.setup(known, gpus=count), devices, played)
+    rows = placements(known, lambda count: _ways(inputs, known, count), devices, played)
+    setup = rows.rows[0].plan.setup if rows.rows else inputs.setup(known)
     return Where(known, setup, rows, prices)
+
+
+def _ways(inputs: JobInputs, model: Model, count: int) -> list[TrainingSetup]:
+    """Return the ways in which so many GPUs may share a job: as ``fit --gpus`` has it, and by each layer's matrices too."""
+    setup = inputs.setup(model, gpus=count)
+    if count == 1 or "tensor" not in setup.stack.divides:
+        return [setup]
+    from memplan.solver.layouts.degrees import AXES, Asked, layouts
+    from memplan.solver.search.cluster import GPUS_PER_NODE
+    from memplan.training.resolution.resolve_config import resolve
+
+    asked = Asked(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
+    rest = (config for config in layouts(setup.config, setup.stack, asked) if config.parallel.tensor > 1)
+    return [setup, *(resolve(config, inputs.catalog, setup.name) for config in rest)]
 
 
 # ------------------------------------------------------------------ batch and sequence length

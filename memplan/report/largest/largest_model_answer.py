@@ -14,7 +14,8 @@ from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count, format_fraction
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel, Placement, Placements
+    from memplan.plan.largest_model import LargestModel
+    from memplan.plan.placements import Placement, Placements
     from memplan.training.resolved import TrainingSetup
 
 WHY = (
@@ -148,12 +149,16 @@ def where_document(
     data = [_where_data(row) for row in ordered]
     if prices is not None:
         data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
-    rows = tuple(_where_row(row, cost, unit, prices) for row, cost in zip(ordered, costs, strict=True))
+    bounds = () if all(row.bound is None for row in ordered) else (">bound",)
+    rows = tuple(_where_row(row, cost, unit, prices, bool(bounds)) for row, cost in zip(ordered, costs, strict=True))
     job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}"
     usable = ">usable in all" if placements.refusal else ">usable each"
     blocks: list[Table | str] = [
         f"{job}, {stack_words([setup])}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",
-        Table((*(() if prices is None else (">per hour",)), ">count", "gpu", usable, ">device", ">upper end"), rows),
+        Table(
+            (*(() if prices is None else (">per hour",)), ">count", *bounds, "gpu", usable, ">device", ">upper end"),
+            rows,
+        ),
         _how_shared(ordered, placements.refusal),
         _where_sentence(job, ordered, costs, prices) if ordered else _nowhere(job, placements.most),
     ]
@@ -192,6 +197,8 @@ def _where_data(row: Placement) -> dict[str, Any]:
         "gpu": row.device.name,
         "count": row.count,
         "pooled": row.pooled,
+        "bound": row.bound,
+        "tensor": row.plan.setup.config.parallel.tensor,
         "usable_bytes": row.plan.usable_bytes,
         "device_bytes": row.plan.device_bytes,
         "upper_bytes": row.plan.upper_bytes,
@@ -199,11 +206,15 @@ def _where_data(row: Placement) -> dict[str, Any]:
     }
 
 
-def _where_row(row: Placement, cost: Fraction | None, unit: str, prices: Prices | None) -> tuple[str, ...]:
+def _where_row(
+    row: Placement, cost: Fraction | None, unit: str, prices: Prices | None, bounds: bool
+) -> tuple[str, ...]:
     least = ">= " if row.pooled else ""
     sizes = (row.plan.usable_bytes, row.plan.device_bytes, row.plan.upper_bytes)
     price = () if prices is None else ("" if cost is None else f"{least}{prices.text(cost)}",)
-    return (*price, f"{least}{row.count}", row.device.name, *(format_bytes(size, unit) for size in sizes))
+    bound = ["" if row.bound is None else str(row.bound)] if bounds else []
+    names = (f"{least}{row.count}", *bound, f"{row.device.name}{row.layout}")
+    return (*price, *names, *(format_bytes(size, unit) for size in sizes))
 
 
 def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
@@ -217,7 +228,8 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
         )
     return (
         "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
-        "memplan fit --gpus plans them; bytes are one GPU's, with the allocator's reserve as a share."
+        "memplan fit --gpus plans them; bytes are one GPU's, with the allocator's reserve as a share. bound: the fewest whose "
+        "memory together would do, everything sharded evenly, nothing replicated."
     )
 
 

@@ -193,7 +193,8 @@ def where_row() -> t.Schema:
     """Return the schema of a row of ``memplan where``: the fewest GPUs of a kind."""
     sizes = t.same(t.BYTES, "usable_bytes", "device_bytes", "upper_bytes")
     return t.object_schema(
-        {"gpu": t.TEXT, "count": t.BYTES, "pooled": t.FLAG, **sizes, "verdict": t.TEXT}, {"accounting": t.TEXT}
+        {"gpu": t.TEXT, "count": t.BYTES, "pooled": t.FLAG, **sizes, "verdict": t.TEXT},
+        {"accounting": t.TEXT, "bound": t.BYTES_OR_NULL, "tensor": t.COUNT},
     )
 
 

@@ -15,8 +15,9 @@ from memplan.report.stack_words import BY_SHARE
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel, Placement
+    from memplan.plan.largest_model import LargestModel
     from memplan.plan.memory_plan import Device, MemoryPlan
+    from memplan.plan.placements import Placement
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.report.canvas import Canvas
     from memplan.report.document import Block
@@ -132,7 +133,9 @@ def where_screen(
 ) -> tuple[Block, ...]:
     """Return the first of the places where a job fits, each with how full it makes them."""
     shown = rows[:MOST_PLACES]
-    cells = [(">count", "gpu", ">needs", ">of"), *(_place(row, unit) for row in shown)]
+    cells = [(">count", ">bound", "gpu", ">needs", ">of"), *(_place(row, unit) for row in shown)]
+    if all(row.bound is None for row in shown):
+        cells = [(count, *rest) for count, _, *rest in cells]
     columns = _room(cells, canvas)
     gauges = [
         "",
@@ -152,7 +155,8 @@ def where_screen(
 
 def _place(row: Placement, unit: str) -> tuple[str, ...]:
     sizes = (format_bytes(size, unit) for size in (row.plan.device_bytes, row.plan.usable_bytes))
-    return (f"{'>= ' if row.pooled else ''}{row.count}", row.device.name, *sizes)
+    bound = "" if row.bound is None else str(row.bound)
+    return (f"{'>= ' if row.pooled else ''}{row.count}", bound, f"{row.device.name}{row.layout}", *sizes)
 
 
 def compare_screen(

@@ -1,0 +1,179 @@
+"""The fewest GPUs of each kind for a job, each as several of them really share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from memplan.errors import MemplanError
+from memplan.model.model import Model
+from memplan.plan.job_allowances import devices_for
+from memplan.plan.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
+from memplan.plan.memory_plan import Device, MemoryPlan
+from memplan.plan.planner import CompiledPlan
+from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
+
+MOST_RANKS = 2**12
+"""GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The fewest GPUs of one kind for a job.
+
+    Attributes:
+        device: One of them.
+        plan: What one of them holds; where memory is pooled, what all of them hold together.
+        pooled: Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out.
+        bound: The fewest whose pooled memory holds the job, which no way of sharing it undercuts; None where that is not known.
+    """
+
+    device: Device
+    count: int
+    plan: MemoryPlan
+    pooled: bool = False
+    bound: int | None = None
+
+    @property
+    def layout(self) -> str:
+        """How the GPUs share each layer's matrices, in words that follow their name; nothing where they do not."""
+        parallel = self.plan.setup.config.parallel
+        return f", tp {parallel.tensor}{' +sp' if parallel.sequence else ''}" if parallel.tensor > 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Where a job fits, by kind of GPU.
+
+    Attributes:
+        rows: One for each kind that suffices.
+        refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
+        most: GPUs of a kind that were tried, at most.
+    """
+
+    rows: tuple[Placement, ...]
+    refusal: str = ""
+    most: int = MOST_RANKS
+
+
+def placements(
+    model: Model,
+    setups_of: Callable[[int], Sequence[TrainingSetup]],
+    devices: Sequence[Device],
+    simulated: Callable[[MemoryPlan], MemoryPlan],
+) -> Placements:
+    """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
+
+    One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
+
+    Args:
+        model: The model.
+        setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.
+        devices: One GPU of each kind.
+        simulated: Simulates the reserve of a plan for one GPU.
+
+    Raises:
+        MemplanError: The job is planned on one GPU no more than on several.
+        CannotAnswerError: The config says itself how many GPUs it is for.
+    """
+
+    @cache
+    def compiled(count: int) -> list[CompiledPlan]:
+        return _planned(model, setups_of(count))
+
+    alone: CompiledPlan | None = None
+    try:
+        alone = compiled(1)[0]
+    except MemplanError:
+        if _refusal(compiled):
+            raise
+    else:
+        refuse_parallel(alone.setup)
+    refusal = _refusal(compiled)
+    first = alone or compiled(2)[0]
+    rows = []
+    for device in able_devices(first, devices_for(first.setup, devices)):
+        if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
+            rows.append(Placement(device, 1, plan))
+            continue
+        bound = None if alone is None else fewest_devices(alone, device)
+        if refusal and alone is not None and bound is not None:
+            pooled = Device(device.gpu, device.name, max(2, bound))
+            rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
+        elif not refusal and (row := _fewest_ranks(compiled, device)) is not None:
+            rows.append(replace(row, bound=bound))
+    return Placements(tuple(rows), refusal)
+
+
+def _planned(model: Model, setups: Sequence[TrainingSetup]) -> list[CompiledPlan]:
+    """Return the plans of those ways to share a job that can be planned.
+
+    Raises:
+        MemplanError: None can; the first one's reason.
+    """
+    plans, refusals = [], []
+    for setup in setups:
+        try:
+            plans.append(CompiledPlan(model, setup))
+        except MemplanError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return plans
+
+
+def _alone(plan: CompiledPlan, device: Device, simulated: Callable[[MemoryPlan], MemoryPlan]) -> MemoryPlan | None:
+    """Return what a job holds on one GPU, or nothing where it does not fit there."""
+    own = plan.evaluate(device)
+    if own.allocated_bytes <= own.usable_bytes:
+        own = simulated(own)
+    return own if own.verdict == "fits" else None
+
+
+def _refusal(compiled: Callable[[int], Sequence[CompiledPlan]]) -> str:
+    """Return why a job is not planned on two GPUs, or nothing where it is."""
+    try:
+        compiled(2)
+    except MemplanError as error:
+        return str(error)
+    return ""
+
+
+def _fewest_ranks(compiled: Callable[[int], Sequence[CompiledPlan]], device: Device) -> Placement | None:
+    """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
+
+    For each way to share matrices it is the first such number beyond a power of two, which is the fewest as long as shards
+    shrink with their number: they do until single rows of a tensor are left. Of several ways the one that takes the fewest.
+    """
+    fewest: Placement | None = None
+    for way in sorted({_way(plan) for plan in compiled(MOST_RANKS)}):
+        row = _fewest_of(way, compiled, device, MOST_RANKS if fewest is None else fewest.count)
+        if row is not None and (fewest is None or _order(row) < _order(fewest)):
+            fewest = row
+    return fewest
+
+
+def _order(row: Placement) -> tuple[int, int]:
+    return row.count, row.plan.upper_bytes
+
+
+def _way(plan: CompiledPlan) -> tuple[int, bool]:
+    """Return how a plan's GPUs share each layer's matrices."""
+    parallel = plan.setup.config.parallel
+    return parallel.tensor, parallel.sequence
+
+
+def _fewest_of(
+    way: tuple[int, bool], compiled: Callable[[int], Sequence[CompiledPlan]], device: Device, most: int
+) -> Placement | None:
+    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly."""
+    tensor, _ = way
+
+    def planned(groups: int) -> MemoryPlan:
+        return next(plan for plan in compiled(groups * tensor) if _way(plan) == way).evaluate(device)
+
+    least = 2 if tensor == 1 else 1
+    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", least, max(least, most // tensor))
+    return None if groups is None else Placement(device, groups * tensor, planned(groups))
