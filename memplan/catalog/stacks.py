@@ -260,7 +260,7 @@ class Stack:
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
     adapted_loss: LossKernel | None = None
     pair_kbit_floats: KbitFloats | None = None
-    divides: tuple[Literal["tensor", "sequence", "replicate"], ...] = ()
+    divides: tuple[str, ...] = ()
     name: str = ""
     version: str = ""
 

@@ -109,6 +109,7 @@ class Method:
 
 
 Engine = Literal["torch", "fsdp1", "deepspeed"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +150,16 @@ class Parallel:
             gradients and optimizer states (torch's ``fully_shard``).
         replicate: Groups that these GPUs form, each of which divides everything anew (HSDP).
         virtual: Chunks of layers in each pipeline stage.
+        schedule: In what order a pipeline runs micro-batches; None is 1f1b, or interleaved where there are chunks.
+        micro_batches: Micro-batches that pass a pipeline together; None is as many as there are chunks of layers.
+        stage: The pipeline's rank that is planned; None is the fullest.
         expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
         engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
             FullyShardedDataParallel, or ``deepspeed``.
         first_stage_layers: Layers of the first pipeline stage, where stages are uneven.
         last_stage_layers: Layers of the last one.
+        first_stage_less_layers: Layers that the first stage has less than others, for its embedding (torchtitan).
+        last_stage_less_layers: Layers that the last one has less, for its head.
         embedding_as_layer: The embedding counts as a layer where layers are divided among stages.
         loss_as_layer: So does the loss.
         precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
@@ -171,10 +177,15 @@ class Parallel:
     expert: int = 1
     replicate: int = 1
     virtual: int = 1
+    schedule: Schedule | None = None
+    micro_batches: int | None = None
+    stage: int | None = None
     expert_tensor: int | None = None
     engine: Engine = "torch"
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    first_stage_less_layers: int = 1
+    last_stage_less_layers: int = 1
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
     precision_aware: bool = False
@@ -189,8 +200,18 @@ class Parallel:
 
     @property
     def gpus(self) -> int:
-        """GPUs whose steps are planned together: data parallel ones, each of them as many as share its matrices."""
-        return self.data * self.tensor
+        """GPUs whose steps are planned together: data parallel ones, each of them as many as share a model."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def order(self) -> Schedule:
+        """In what order a pipeline runs micro-batches."""
+        return self.schedule or ("1f1b" if self.virtual == 1 else "interleaved")
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that pass a pipeline together."""
+        return self.micro_batches or self.pipeline * self.virtual
 
 
 @dataclass(frozen=True, slots=True)

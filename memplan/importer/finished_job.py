@@ -17,6 +17,7 @@ DEGREES = ("tensor", "pipeline", "context")
 def finish(job: ImportedJob) -> ImportedJob:
     """Return a job with its GPUs shared out, and with what it still needs."""
     reading = job.reading
+    _pipeline(job)
     if job.role == "launcher":
         reading.need("the trainer's file that this launches: give that file, and this one with --with")
         if job.value("launcher.processes"):
@@ -71,6 +72,18 @@ def _whole_groups(job: ImportedJob, *, counted: bool) -> None:
         job.reading.problems.append(f"{said.source}: {text}: expected whole groups on {world} of them")
     else:
         job.reading.need(f"{GPUS}, a multiple of {group // gcd(group, together)}: {text}")
+
+
+def _pipeline(job: ImportedJob) -> None:
+    """Set how many micro-batches pass a pipeline together, where a trainer states the batch that these divide."""
+    rows, total = job.value("training.micro_batch_size"), job.value("let.local_batch_size")
+    if not (isinstance(rows, int) and isinstance(total, int) and rows > 0):
+        return
+    if total % rows:
+        job.reading.problems.append(f"a batch of {total} does not divide into micro-batches of {rows}")
+        return
+    why = f"{total} sequences a GPU, {rows} a micro-batch of the pipeline"
+    job.reading.results["training.parallel.micro_batches"] = Result(total // rows, STATED, "", "", why)
 
 
 def _need(reading: Reading, name: str, why: str) -> None:
@@ -149,6 +162,7 @@ def _accumulate(job: ImportedJob, world: int) -> None:
     total = job.value("let.global_batch_size")
     rows = job.value("training.micro_batch_size")
     stated = results.get("training.gradient_accumulation_steps")
+    rows = rows and int(rows) * _whole(job.value("training.parallel.micro_batches"))
     if total and rows and (stated is None or stated.rank == DEFAULTED):
         steps = max(-(-int(total) // (int(rows) * world)), 1)
         results["training.gradient_accumulation_steps"] = Result(

@@ -164,11 +164,13 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
     if ranks == 1:
         return
     yield from _sharing(plan)
-    yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per {'group that shares matrices' if parallel.tensor > 1 else 'GPU'}"
+    shared = "a model" if parallel.pipeline > 1 else "matrices"
+    group = f"group that shares {shared}" if parallel.tensor > 1 or parallel.pipeline > 1 else "GPU"
+    yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per {group}"
     formed = sum(entry.formed_bytes * entry.tensor.count for entry in plan.states.tensors if entry.trainable)
     sent = format_bytes(sent_bytes(plan.setup, divided(plan.model, plan.setup).inventory, formed))
     when = "in the last micro-step alone" if _reduces_last(plan.setup) else "in every micro-batch"
-    if parallel.data > 1:
+    if parallel.data > 1 and parallel.pipeline == 1:
         yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
     if parallel.tensor > 1:
         tokens = plan.micro_batch_size * plan.sequence_length
@@ -199,6 +201,13 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
             f"parallel.tensor {parallel.tensor}: torch's DTensor divides heads, feed-forward parts and vocabulary, and "
             f"{between}; the loss is formed over the divided vocabulary; parallelism.spmd_backend: partial_dtensor, not "
             "torchtitan's default, spmd_types"
+        )
+    if parallel.pipeline > 1:
+        yield (
+            f"parallel.pipeline {parallel.pipeline}: torch's schedule {parallel.order}, {parallel.together} micro-batches a step, "
+            f"{parallel.virtual} stage(s) a rank, layers as torchtitan divides them; for every micro-batch there is a buffer "
+            "for what a stage receives and one for its gradient, from step to step; weights stay gathered and whole gradients "
+            "are summed until a stage's last backward"
         )
     if is_flat(parallel) or is_partitioned(parallel):
         yield _engine(plan)
@@ -245,8 +254,9 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     )
     parallel = config.parallel
     groups = f" in {parallel.replicate} groups that each divide everything (HSDP)" if parallel.replicate > 1 else ""
+    kept = "not resharded after forward" if parallel.pipeline > 1 else "resharded after forward"
     yield (
-        f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, resharded after forward; {ends}; "
+        f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, {kept}; {ends}; "
         "shards on dimension 0, padded to be equal"
     )
     own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype
@@ -307,6 +317,8 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     if parallel.gpus > 1:
         more = "more communicators than one for each group" if parallel.tensor > 1 else "more than one communicator"
         yield f"other kinds of parallelism, links between nodes, and NCCL with {more}"
+    if parallel.pipeline > 1:
+        yield "what is being sent to the next stage and is kept until it has arrived, where the schedule has let go of it"
     stack = plan.setup.stack
     if runs_engine(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"

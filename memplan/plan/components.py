@@ -112,6 +112,8 @@ def _communication(plan: MemoryPlan) -> Iterator[Component]:
         formula, source = "DeepSpeed's buckets of gradients, and the copy that is reduced", FLAT_SOURCE
     elif is_sharded(parallel):
         formula = "weights gathered for the root and for the layer that runs or comes next, gradients being reduced"
+        if parallel.pipeline > 1:
+            formula = "gathered weights of the rank's stages, gradients being reduced"
         source = FULLY_SHARD_SOURCE
     else:
         formula, source = "buckets that gradients are reduced in: as many bytes as gradients", REPLICATED_SOURCE
@@ -128,8 +130,8 @@ def _outside(plan: MemoryPlan) -> Iterator[Component]:
     context = allowances.context_bytes - allowances.nccl_bytes - allowances.engine_bytes
     yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
     parallel, source = plan.setup.config.parallel, allowances.nccl_source
-    several = sum(ranks > 1 for ranks in (parallel.shards, parallel.replicate, parallel.tensor))
-    number = f"{('two', 'three')[several - 2]} NCCL communicators" if several > 1 else "one NCCL communicator"
+    several = sum(r > 1 for r in (parallel.shards, parallel.replicate, parallel.tensor, parallel.pipeline))
+    number = f"{('two', 'three', 'four')[several - 2]} NCCL communicators" if several > 1 else "one NCCL communicator"
     yield Component("nccl_buffers", allowances.nccl_bytes, number, {"N": parallel.gpus}, source, "stated")
     rollout = plan.setup.config.method.rollout
     if allowances.engine_bytes and rollout is not None:

@@ -18,6 +18,7 @@ from memplan.training.resolved_keys import resolved_keys
 from memplan.values import dataclass
 
 if TYPE_CHECKING:
+    from memplan.plan.pipeline_ranks import RankRow
     from memplan.step.instants import StepForms
     from memplan.step.states.model_states import ModelStates
     from memplan.step.tapes.played import Instant
@@ -121,6 +122,7 @@ class MemoryPlan:
             where this one is that.
         reserve_by_share: Why the reserve is a share of the allocated bytes; empty where it is simulated.
         suggestions: What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
+        ranks: The ranks of a pipeline, of which the fullest is planned.
     """
 
     model: Model
@@ -153,6 +155,7 @@ class MemoryPlan:
     reserve_by_share: str = "a search plans with shares, which cost nothing"
     by_share: MemoryPlan | None = None
     suggestions: tuple[Suggestion, ...] = ()
+    ranks: tuple[RankRow, ...] = ()
 
     @cached_property
     def components(self) -> tuple[Component, ...]:

@@ -20,6 +20,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
 from memplan.step.kernels.on_card import on_card
+from memplan.step.pipelines.stage_layers import at_stage, staged
 from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import held_states
@@ -58,7 +59,7 @@ class CompiledPlan:
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
         self.model = built_by(model, setup)
-        self.own = model = divided(self.model, setup)
+        self.own = model = staged(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)
         states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
@@ -75,6 +76,15 @@ class CompiledPlan:
         )
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
         self.constant_bytes += self.bucket_bytes
+
+    @cached_property
+    def ranks(self) -> tuple[CompiledPlan, ...]:
+        """The plans of a pipeline's ranks, where none of them is named: what is asked is then asked of the fullest."""
+        parallel = self.setup.config.parallel
+        if parallel.pipeline == 1 or parallel.stage is not None:
+            return ()
+        setups = (at_stage(self.setup, stage) for stage in range(parallel.pipeline))
+        return tuple([CompiledPlan(self.model, setup) for setup in setups])
 
     def on(self, gpu: Gpu) -> CompiledPlan:
         """Return the plan as the job runs on a card: itself, where the card changes nothing.
@@ -133,6 +143,8 @@ class CompiledPlan:
         """Weights, master weights, optimizer states, and gradients where they live for the whole step."""
         accumulates = self.setup.config.gradients.lifetime == "step"
         gradients = self.states.gradient_bytes if accumulates else 0
+        if self.setup.config.parallel.pipeline > 1:  # more, where a view of some keeps others
+            gradients = sum(self.forms.unit_gradients)
         return self.states.weight_bytes + self.states.master_bytes + self.states.state_bytes + gradients
 
     def values(self, batch: int, length: int) -> tuple[int, ...]:
@@ -145,6 +157,8 @@ class CompiledPlan:
 
     def requested_bytes(self, batch: int, length: int) -> int:
         """Return the requested peak for one micro-batch of ``batch`` sequences."""
+        if self.ranks:
+            return max(rank.requested_bytes(batch, length) for rank in self.ranks)
         values = self.values(batch, length)
         compiled = self.compiled(batch, length)
         peak: int = max(sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals)
@@ -186,6 +200,10 @@ class CompiledPlan:
         plan = self.on(device.gpu)
         if plan is not self:
             return plan.evaluate(device, batch, length)
+        if self.ranks:
+            from memplan.plan.pipeline_ranks import fullest_rank
+
+            return fullest_rank([rank.evaluate(device, batch, length) for rank in self.ranks], self.setup)
         batch = batch or self.setup.config.micro_batch_size
         length = length or self.setup.config.sequence_length
         values = self.values(batch, length)

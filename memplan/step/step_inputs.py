@@ -155,7 +155,8 @@ def buffers(inputs: StepInputs) -> Form:
     positions = 8 if spec.learned_positions and not code.forms_tables else 0
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
     micro_steps = setup.config.gradient_accumulation_steps
-    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
+    together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
+    batch = sum(part.element_bytes * (together or (micro_steps if part.kept else 1)) for part in setup.stack.batch)
     if setup.scores:
         batch = batch * 2 // 3  # no labels
     if setup.config.method.stage == "kto":
@@ -165,7 +166,7 @@ def buffers(inputs: StepInputs) -> Form:
     if steps_through_scores(spec) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex":
-        form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES)
+        form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
     return (
         form

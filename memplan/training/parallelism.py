@@ -8,11 +8,11 @@ from dataclasses import replace
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Parallel, Schedule, TrainingConfig
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -38,6 +38,8 @@ _ELEMENTS = (
     ("max_reuse_distance", 0),
 )
 """Sizes that DeepSpeed is told in elements, and the least of each."""
+PROVEN: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
+"""Schedules of pipelines that are planned."""
 _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
 
@@ -49,6 +51,15 @@ def divides_model(parallel: Parallel) -> bool:
 
 def parallel_problems(parallel: Parallel) -> Problems:
     """Yield impossible degrees, each with its path of keys."""
+    for name, least in (
+        ("stage", 0),
+        ("first_stage_less_layers", 0),
+        ("last_stage_less_layers", 0),
+        ("micro_batches", 1),
+    ):
+        value = getattr(parallel, name)
+        if value is not None and not least <= value <= MAXIMUM_GPUS:
+            yield ("parallel", name), f"expected a whole number from {least} to {MAXIMUM_GPUS:,}, got {value}"
     for name in (*_DEGREES, *_STAGES):
         value = getattr(parallel, name)
         if value is not None and not 1 <= value <= MAXIMUM_GPUS:
@@ -97,6 +108,7 @@ def parallel_refusals(
         if name not in ("data", "zero_stage", "engine", "deepspeed", *stack.divides) and given != default:
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
+    yield from _pipeline_problems(parallel)
     if parallel.sequence and parallel.tensor == 1 and "sequence" in stack.divides:
         yield ("parallel", "sequence"), "true counts where parallel.tensor is more than 1"
     if parallel.engine == "deepspeed" and not parallel.zero_stage:
@@ -115,7 +127,7 @@ def parallel_refusals(
         yield ("parallel", "engine"), text
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
-    elif parallel.zero_stage == 3 and parallel.data == parallel.tensor == 1:
+    elif parallel.zero_stage == 3 and parallel.gpus == 1:
         text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
         yield ("parallel", "zero_stage"), text
     elif parallel.gpus > 1:
@@ -133,11 +145,29 @@ def parallel_refusals(
             yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
 
 
+def _pipeline_problems(parallel: Parallel) -> Problems:
+    """Yield keys of pipelines that say nothing without one, or that contradict each other."""
+    several = parallel.pipeline > 1
+    for name in ("virtual", "schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
+        if not several and getattr(parallel, name) != getattr(Parallel(), name):
+            yield ("parallel", name), "it counts where parallel.pipeline is more than 1"
+    if several and parallel.stage is not None and parallel.stage >= parallel.pipeline:
+        yield ("parallel", "stage"), f"expected a rank from 0 to {parallel.pipeline - 1}, got {parallel.stage}"
+    if several and parallel.replicate > 1:
+        yield ("parallel", "replicate"), f"{parallel.replicate} with a pipeline is not modelled; use 1"
+    if several and parallel.order not in PROVEN:
+        text = f"{parallel.order} is not modelled yet: what its backward in two parts holds between them; {', '.join(PROVEN)} are"
+        yield ("parallel", "schedule"), text
+
+
 def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) -> Problems:
     """Yield what GPUs that share each layer's matrices are not modelled with."""
     parallel = config.parallel
-    if parallel.tensor == 1:
+    if parallel.tensor == parallel.pipeline == 1:
         return
+    if parallel.pipeline > 1 and config.gradient_accumulation_steps > 1:
+        text = f"{config.gradient_accumulation_steps} is not modelled with a pipeline, whose micro-batches parallel.micro_batches counts; use 1"
+        yield ("gradient_accumulation_steps",), text
     if parallel.zero_stage != 3:
         text = f"{parallel.zero_stage} is not how {stack.name} divides a model, whose parts it wraps in fully_shard on every rank; use 3, as --gpus N does"
         yield ("parallel", "zero_stage"), text
@@ -155,7 +185,7 @@ def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) 
     }
     for path, given in said.items():
         if given:
-            yield path, "it is not modelled with parallel.tensor; leave it out"
+            yield path, "it is not modelled where the model is divided; leave it out"
 
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:

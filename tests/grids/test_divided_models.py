@@ -58,8 +58,8 @@ def test_degrees_that_do_not_divide_are_one_line_with_what_does(tensor, gpus, mo
         ((), "llama-3.2-1b", "embedding and the head of Llama-3.2-1B one by one"),
         (("parallel.zero_stage=0",), "llama-8b", "fully_shard on every rank; use 3"),
         (("kernels.loss=bf16",), "llama-8b", "bf16 over a divided vocabulary is not modelled"),
-        (("evaluation=true",), "llama-8b", "evaluation: it is not modelled with parallel.tensor"),
-        (("parallel.pipeline=2",), "llama-8b", "pipeline parallelism is not modelled here"),
+        (("evaluation=true",), "llama-8b", "evaluation: it is not modelled where the model is divided"),
+        (("parallel.context=2",), "llama-8b", "context parallelism is not modelled here"),
     ],
 )
 def test_what_is_not_followed_is_refused_by_name(more, model, words):

@@ -64,6 +64,7 @@ NEAR = {
     "transformers": 0.96,
     "torchtitan.shards": 1.0,
     "torchtitan.tensor.shards": 1.0,
+    "torchtitan.pipeline.shards": 1.0,
     "trl.shards": 0.95,
     "transformers.shards": 1.0,
     "trl": 0.98,

@@ -30,6 +30,8 @@ KEYS: Mapping[str, str] = {
     "zero": "zero_stage",
     "hsdp": "replicate",
     "sequence_parallel": "sequence",
+    "schedule": "schedule",
+    "micro_batches": "micro_batches",
 }
 """Option -> the key of ``parallel`` that it sets."""
 
@@ -69,6 +71,12 @@ class GridOptions:
     sequence_parallel: Annotated[
         bool, option(PARALLEL, "--sequence-parallel", help="Divide what is between the matrices too.")
     ] = False
+    schedule: Annotated[
+        str | None, option(PARALLEL, "--schedule", metavar="NAME", help="Of a pipeline: gpipe, 1f1b, interleaved.")
+    ] = None
+    micro_batches: Annotated[
+        int | None, _number("--micro-batches", "Micro-batches that pass a pipeline in a step.")
+    ] = None
     nodes: Annotated[int | None, _number("--nodes", NODES)] = None
     gpus_per_node: Annotated[int | None, _number("--gpus-per-node", NODES)] = None
     rank: Annotated[str, option(PARALLEL, "--rank", metavar="RANK", help="Which is shown: worst, all or a number.")] = (
@@ -110,7 +118,8 @@ class GridOptions:
         if self.rank != "worst":
             text = "--rank counts where the model itself is divided: give --tp, --pp or --ep"
             alike = "--rank counts with --stack megatron: of ranks that share matrices, the first is the fullest and is planned"
-            raise InvalidFileError([alike if self.tp else text])
+            piped = "--rank counts with --stack megatron: every rank of a pipeline is planned, and the table has them all; --set parallel.stage=N plans one"
+            raise InvalidFileError([piped if self.pp else alike if self.tp else text])
         return False
 
     def counted(self, device: DeviceOptions) -> DeviceOptions:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.stack_survey.drawn_grids import divided_job, replicated_job
+from memplan.lab.stack_survey.drawn_grids import divided_job, piped_job, replicated_job
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
@@ -23,6 +23,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     drawn_stack_job,
     stack_verdict,
     under_deepspeed,
+    with_fullest,
     with_kernels,
     with_stage,
 )
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
     if options.divided and not options.job:
         jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.piped and not options.job:
+        jobs = [with_fullest(piped_job(job, options.seed, number), number, catalog) for number, job in enumerate(jobs)]
     if options.hsdp and not options.job:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if not options.deepspeed:
@@ -106,6 +109,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--hsdp", action="store_true", help="jobs of groups of GPUs that each divide everything, groups and GPUs drawn"
+    )
+    parser.add_argument(
+        "--piped", action="store_true", help="jobs over pipelines, on degrees and schedules that are drawn"
     )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)

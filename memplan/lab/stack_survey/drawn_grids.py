@@ -1,4 +1,4 @@
-"""Jobs over grids of GPUs: those that share matrices, and groups that each divide everything anew."""
+"""Jobs over grids of GPUs: those that share matrices, groups that each divide everything anew, and pipelines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from random import Random
 
 from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
 from memplan.lab.survey.drawn_jobs import Job
+from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED
+from memplan.training.parallelism import PROVEN
 
 MOST_GPUS = 1024
 
@@ -45,3 +47,42 @@ def replicated_job(job: StackJob, seed: int, number: int) -> StackJob:
     shards, groups = rng.choice([(n, m) for n in (2, 3, 4, 8, 64) for m in (2, 3, 4, 16) if n * m <= most])
     training["parallel"] = {**parallel, "data": shards * groups, "replicate": groups}
     return replace(job, job=Job(job.job.model, training))
+
+
+def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job over a pipeline, its degrees, schedule and rank drawn; every other one shares matrices too.
+
+    Args:
+        job: A job of torchtitan.
+        seed: Of the survey.
+        number: Of the job.
+    """
+    rng = Random(f"memplan pipeline {seed} {number}")
+    if rng.random() < 0.4:
+        job = divided_job(job, seed, number)
+    order, ranks = rng.choice(PROVEN), rng.choice((2, 2, 3, 4, 4, 6, 8))
+    virtual = 1 if order in ONE_STAGE else 2 if order in V_SHAPED else rng.choice((2, 2, 3))
+    together = rng.choice((ranks, ranks + 1, 2 * ranks, 2 * ranks + 1, 3 * ranks))
+    while order in IN_ROUNDS and together % max(1, together // ranks):
+        together += 1
+    model, training = dict(job.job.model), dict(job.job.training)
+    shared = {"tensor": 1, "sequence": False, **training.get("parallel", {})}
+    model |= {
+        "num_hidden_layers": ranks * virtual + rng.choice((0, 1, ranks, ranks * virtual)),
+        "tie_word_embeddings": False,
+    }
+    training["gradient_accumulation_steps"] = 1
+    training["parallel"] = {
+        "data": rng.choice([n for n in (1, 1, 2, 3, 8, 64) if n * ranks * shared["tensor"] <= MOST_GPUS]),
+        "tensor": shared["tensor"],
+        "sequence": shared["sequence"],
+        "pipeline": ranks,
+        "virtual": virtual,
+        "schedule": order,
+        "micro_batches": max(together, 2 * ranks) if order == "dualpipev" else together,
+        "stage": rng.randrange(ranks),
+        "zero_stage": 3,
+    }
+    if training["compute_dtype"] == "bf16" and rng.random() < 0.5:  # torchtitan's own default
+        training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    return replace(job, job=Job(model, training))

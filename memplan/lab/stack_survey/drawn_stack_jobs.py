@@ -311,6 +311,24 @@ def traced(job: StackJob, catalog: Catalog) -> Trace:
     return fullest_of([trace_stack(job.stack, rank, workspaces=False)[0] for rank in fullest])
 
 
+def with_fullest(job: StackJob, number: int, catalog: Catalog) -> StackJob:
+    """Return a job over a pipeline whose rank is the fullest by the formula; every third keeps the rank that was drawn."""
+    if number % 3 == 2:
+        return job
+    training = dict(job.job.training)
+    alone = replace(
+        job, job=replace(job.job, training={**training, "parallel": {**training["parallel"], "stage": None}})
+    )
+    try:
+        rows = planned(alone, catalog).ranks
+    except MemplanError:
+        return job
+    fullest = max(rows, key=lambda row: row.requested_bytes).rank
+    return replace(
+        job, job=replace(job.job, training={**training, "parallel": {**training["parallel"], "stage": fullest}})
+    )
+
+
 def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
     """Return the ranks of DeepSpeed that have the most gradients, and the most at each instant, by the formula for each alone."""
     plan = CompiledPlan(model, setup)

@@ -128,8 +128,8 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     if setup.stack.not_modelled:
         raise CannotAnswerError(setup.unmodelled[0])
     base, fixed = setup.config, keys_set(inputs)
-    if base.parallel.tensor > 1:
-        raise CannotAnswerError("parallel.tensor: suggest does not search divided models yet; memplan fit plans one")
+    if base.parallel.tensor > 1 or base.parallel.pipeline > 1:
+        raise CannotAnswerError("parallel: suggest does not search divided models yet; memplan fit plans one")
     if base.compile != "none":
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data

@@ -127,6 +127,11 @@ class FormsByRegime:
             return compile_gathered_step(*self.tapes(regime))
         if not is_sharded(self.setup.config.parallel):
             return compile_step(*self.tapes(regime))
+        if self.setup.config.parallel.pipeline > 1:
+            from memplan.step.pipelines.pipeline_step import compile_pipeline_step
+
+            layers = self.model.spec.num_hidden_layers
+            return compile_pipeline_step(self.own, self.setup, self.states, regime, layers)
         from memplan.step.ranks.parallel_step import compile_sharded_step
 
         return compile_sharded_step(self.own, self.setup, self.states, regime)

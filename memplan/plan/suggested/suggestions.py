@@ -267,6 +267,8 @@ class Trial:
         self.tried[change.name] = changed
         saves = self.plan.device_bytes - changed.device_bytes
         own = own_settings(self.plan.setup.stack, change.settings)
+        if self.plan.ranks and any(key == "micro_batch_size" for key, _ in change.settings):
+            own = ()  # a pipeline's micro-batches have another key
         return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes, own)
 
 

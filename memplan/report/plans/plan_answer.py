@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import memplan
@@ -79,6 +80,7 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
         "suggestions": [asdict(suggestion) for suggestion in plan.suggestions],
         "assumptions": list(plan.assumptions),
         "not_modelled": list(plan.not_modelled),
+        **({"ranks": [asdict(row) for row in plan.ranks]} if plan.ranks else {}),
     }
 
 
@@ -127,6 +129,7 @@ def plan_document(plan: MemoryPlan, catalog_hash: str, unit: str, strict: bool) 
         component_table(plan, unit),
         totals_table(plan, unit),
         instants_table(plan, unit),
+        *([ranks_table(plan, unit)] if plan.ranks else []),
     ]
     if plan.suggestions:
         blocks.append(suggestions_table(plan.suggestions, unit))
@@ -171,6 +174,25 @@ def component_table(plan: MemoryPlan, unit: str) -> Table:
         f"at the {plan.peak.name} ({plan.peak.operation})",
     )
     return Table(("component", ">bytes", ">share", "kind", "formula"), (*rows, total))
+
+
+def ranks_table(plan: MemoryPlan, unit: str) -> Table:
+    """Return a row for each rank of a pipeline, equal ones in a row together."""
+    alike = [list(group) for _, group in groupby(plan.ranks, key=lambda row: replace(row, rank=0, stages=()))]
+    named = [(str(g[0].rank) if len(g) == 1 else f"{g[0].rank}-{g[-1].rank}", g[0]) for g in alike]
+    rows = tuple(
+        (
+            name,
+            ("embed + " if row.embedding else "") + " + ".join(map(str, row.layers)) + (" + head" if row.head else ""),
+            str(row.pairs),
+            format_bytes(row.persistent_bytes, unit),
+            row.instant,
+            format_bytes(row.device_bytes, unit),
+            "fullest" if row.device_bytes == plan.device_bytes else "",
+        )
+        for name, row in named
+    )
+    return Table((">rank", "layers", ">in flight", ">kept", "peak", ">device", ""), rows)
 
 
 def share(part: int, whole: int) -> str:

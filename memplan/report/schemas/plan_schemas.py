@@ -57,8 +57,16 @@ def plan_schema() -> t.Schema:
             "suggestions": t.array_schema(_suggestion()),
             "assumptions": t.array_schema(t.TEXT),
             "not_modelled": t.array_schema(t.TEXT),
-        }
+        },
+        {"ranks": t.array_schema(_rank())},
     )
+
+
+def _rank() -> t.Schema:
+    """Return the schema of one rank of a pipeline, which a plan of one has."""
+    numbers = {"stages": t.array_schema(t.BYTES), "layers": t.array_schema(t.BYTES)}
+    sizes = t.same(t.BYTES, "rank", "pairs", "persistent_bytes", "requested_bytes", "device_bytes")
+    return t.object_schema({**sizes, **numbers, **t.same(t.FLAG, "embedding", "head"), "instant": t.TEXT})
 
 
 def _model() -> t.Schema:

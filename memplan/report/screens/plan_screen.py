@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
 from memplan.plan.assumptions import runs_text_alone
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.units import format_bytes, format_count
 
@@ -56,6 +56,7 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
     return (
         (*headline(plan, canvas, unit), *_job(plan, canvas)),
         (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
+        *([ranks_table(plan, unit)] if plan.ranks else []),
         tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
         tuple(part for line in (_assumed(plan), *card_notes(plan), MORE) for part in canvas.folded(line, 0, 2)),
     )
@@ -163,7 +164,7 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
         (
             ROOM_WORDS[key],
             f"{value:,}",
-            [own_settings(plan.setup.stack, [(key, value)])[0].text or f"--set {key}={value}"],
+            [own_words(plan, key, value)],
         )
         for key, value in room.items()
         if value > now[key]
@@ -171,6 +172,12 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
     if not rows:
         return ["No larger batch and no longer sequence is likely to fit."]
     return ["Room that is left, by the allocator's usual share, for either of:", *canvas.columns(rows)]
+
+
+def own_words(plan: MemoryPlan, key: str, value: int) -> str:
+    """Return a size in the words of the job's stack, which has others for a pipeline's micro-batches."""
+    own = "" if plan.ranks else own_settings(plan.setup.stack, [(key, value)])[0].text
+    return own or f"--set {key}={value}"
 
 
 def card_notes(plan: MemoryPlan) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.errors import CannotAnswerError
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.values import dataclass
@@ -105,8 +106,11 @@ def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[Trai
         asked: How many GPUs there are, and what is fixed.
 
     Raises:
+        CannotAnswerError: A pipeline.
         InvalidFileError: No layout divides so many GPUs, which are named with the nearest that it does.
     """
+    if config.parallel.pipeline > 1:
+        raise CannotAnswerError("parallel.pipeline: suggest does not search pipelines yet; memplan fit plans one")
     found = [config]
     for key, axis in AXES.items():
         if key not in asked.fixed:

@@ -18,6 +18,7 @@ from memplan.step.chunks_at_once import chunks_at_once, logits_of_chunk, through
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.sharded_forward import with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.states.parallel_shards import Unit
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant
 
@@ -33,33 +34,56 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     Raises:
         CannotAnswerError: The head is the embedding.
     """
-    alone, chunk, head, inputs = step.head, step.taped.head.chunk, step.taped.head, step.inputs
-    if alone is None or chunk is None:
+    alone, ahead = step.head, step.last.buffer_bytes
+    yield from chunk_losses(step, around, played, alone)
+    assert alone is not None
+    kept = constant_form(Part.GRADIENTS, alone.kept_bytes)
+    around += played.head.saved + kept
+    arrived = single_form(
+        Part.TEMPORARIES, step.taped.head.section.output.quantity, step.taped.head.section.output.coefficient
+    )
+    copied = alone.reduced_bytes + step.tail.copied_bytes
+    yield with_gathered("head backward", "copy of norm and head", around + arrived, copied)
+    for instant in played.head.backward:
+        communication = step.tail.gathered_bytes + ahead + alone.reduced_bytes
+        form = around + instant.form - played.head.saved
+        yield with_gathered("head backward", instant.operation, form, communication)
+
+
+def chunk_losses(
+    step: ShardedStep, around: Form, played: PlayedModel, reduced: Unit | None, *, pending: int = 0, keeps: bool = True
+) -> Iterator[Instant]:
+    """Yield the chunks' forward and backward, and the reduction of the head's gradients behind the last of them.
+
+    Args:
+        step: The rank's step.
+        around: What lies around, with what layers have saved.
+        played: The parts of the model, played.
+        reduced: What is reduced: the head, or the norm besides, whose gradients of an earlier micro-batch wait for it.
+        pending: The buffer of an earlier reduction, which is there until this one.
+        keeps: Whether what comes out stays, and is not added to what is there.
+
+    Raises:
+        CannotAnswerError: The head is the embedding.
+    """
+    chunk, head, inputs = step.taped.head.chunk, step.taped.head, step.inputs
+    if reduced is None or chunk is None:
         raise CannotAnswerError("kernels.loss: chunked-backward over shards of a tied head is not modelled; use fp32")
-    tail, ahead = step.tail.gathered_bytes, step.last.buffer_bytes
+    tail = step.tail.gathered_bytes
     around += played.head.saved
     several = inputs.setup.profile.loss_chunks > 1
     formed = sum(weight.formed_bytes for weight in head.weights)
     summed = sum(w.rows * w.columns for w in head.weights) * step.reduced_width if several else formed
-    kept = constant_form(Part.GRADIENTS, alone.kept_bytes)
+    kept = constant_form(Part.GRADIENTS, reduced.kept_bytes)
     rows = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
     for instant in chunks_at_once(inputs, head, chunk, around, "first", summed):
         if instant.operation == "gradient of the head's input":  # all has been reduced, and the weights are gone
-            form = instant.form + kept - constant_form(Part.GRADIENTS, summed if several else 0)
-            yield with_gathered(instant.name, instant.operation, form, alone.reduced_bytes)
+            form = instant.form + kept * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
+            yield with_gathered(instant.name, instant.operation, form, reduced.reduced_bytes)
         else:
-            yield with_gathered(instant.name, instant.operation, instant.form, tail)
+            yield with_gathered(instant.name, instant.operation, instant.form, tail + pending)
     form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows + constant_form(Part.GRADIENTS, summed)
-    yield with_gathered("head backward", "reduction of the head", form + kept, tail + alone.reduced_bytes)
-    arrived = single_form(Part.TEMPORARIES, head.section.output.quantity, head.section.output.coefficient)
-    yield with_gathered(
-        "head backward", "copy of norm and head", around + kept + arrived, alone.reduced_bytes + step.tail.copied_bytes
-    )
-    for instant in played.head.backward:
-        communication = tail + ahead + alone.reduced_bytes
-        yield with_gathered(
-            "head backward", instant.operation, around + kept + instant.form - played.head.saved, communication
-        )
+    yield with_gathered("head backward", "reduction of the head", form + kept, tail + reduced.reduced_bytes)
 
 
 def behind_head(step: ShardedStep) -> ShardedStep:

@@ -28,7 +28,7 @@ FULLY_SHARDED = 3
 
 def is_sharded(parallel: Parallel) -> bool:
     """Tell whether ranks hold torch's shards, be it one in each group of those that divide a model; without, each holds everything."""
-    several = parallel.data > 1 or parallel.tensor > 1
+    several = parallel.gpus > 1
     return several and parallel.zero_stage == FULLY_SHARDED and parallel.engine != "deepspeed"
 
 

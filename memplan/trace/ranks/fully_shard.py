@@ -117,11 +117,11 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def process_group(*degrees: int) -> Iterator[DeviceMesh]:
-    """Set up a mesh of so many ranks in each dimension, of which this process is the first and only one."""
+def process_group(*degrees: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Set up a mesh of so many ranks in each dimension, of which this process is one and the only one."""
     if dist.is_initialized():
         raise RuntimeError("a process group exists already")
-    dist.init_process_group("fake", rank=0, world_size=prod(degrees), store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=prod(degrees), store=FakeStore())
     try:
         with _without_device():
             yield init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard")[-len(degrees) :])
@@ -170,11 +170,11 @@ def mesh_degrees(parallel: Parallel) -> tuple[int, ...]:
 
 
 @contextmanager
-def sharding(owner: Any, degrees: Sequence[int], recorder: ShardedRecorder) -> Iterator[DeviceMesh]:
+def sharding(owner: Any, degrees: Sequence[int], recorder: ShardedRecorder, rank: int = 0) -> Iterator[DeviceMesh]:
     """Let a library's ``fully_shard``, which it has from ``owner``, shard over a mesh of ranks that are not there."""
     collective, made = Allocates(), owner.fully_shard
     collective.recorder = recorder
-    with process_group(*degrees) as mesh:
+    with process_group(*degrees, rank=rank) as mesh:
 
         def sharded(module: Any, **options: Any) -> Any:
             result = made(module, **{**options, "mesh": options.get("mesh") or mesh})

@@ -40,7 +40,8 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.flex_kernel import block_mask, flex_attention
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
+from memplan.trace.stacks.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
+from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -63,12 +64,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
             around.enter_context(one)
-        model = _built(inputs.model.spec, setup)
-        if isinstance(recorder, ShardedRecorder):
-            _on_ranks(model, setup, recorder, around)
-        else:
-            _checkpointed(model, setup)
-        trainer = _Trainer(model, setup, recorder)
+        trainer = _trainer(_built(inputs.model.spec, setup), setup, recorder, around)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
@@ -99,22 +95,42 @@ def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _on_ranks(model: Any, setup: TrainingSetup, recorder: ShardedRecorder, around: ExitStack) -> None:
-    """Divide and shard a model as ``parallelize_llama`` does, over a group that lasts as long as ``around``."""
-    parallel, fsdp = setup.config.parallel, torchtitan.distributed.fsdp
-    degrees = (parallel.gpus,) if parallel.tensor > 1 else mesh_degrees(parallel)
-    mesh = around.enter_context(sharding(fsdp, degrees, recorder))
-    if parallel.tensor > 1:
+def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitStack) -> _Trainer:
+    """Return what runs steps of a model, on one rank of a group that lasts as long as ``around``."""
+    if not isinstance(recorder, ShardedRecorder):
+        _checkpointed(model, setup)
+        return _Trainer([model], setup, recorder)
+    parallel = setup.config.parallel
+    place = (parallel.stage or 0) * parallel.data * parallel.tensor
+    degrees = (parallel.gpus,) if parallel.tensor * parallel.pipeline > 1 else mesh_degrees(parallel)
+    mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, degrees, recorder, place))
+    dims = None
+    if parallel.tensor > 1 or parallel.pipeline > 1:
         set_spmd_backend(BACKEND)
         parallel_dims.device_type = "cpu"
-        dims = ParallelDims(parallel.replicate, parallel.shards, 1, parallel.tensor, 1, 1, mesh.size(), BACKEND)
-        model.parallelize(dims)
+        shared = (parallel.replicate, parallel.shards, 1, parallel.tensor, parallel.pipeline, 1)
+        dims = ParallelDims(*shared, mesh.size(), BACKEND)
         mesh = dims.get_mesh(["dp_replicate", "fsdp"] if parallel.replicate > 1 else ["fsdp"])
+    if parallel.pipeline == 1:
+        _parallelized(model, setup, mesh, dims)
+        return _Trainer([model], setup, recorder)
+    assert dims is not None
+    around.enter_context(nothing_sent())
+    loss = _loss(setup)
+    staged = pipeline(model, setup, dims, lambda part: _parallelized(part, setup, mesh, dims), loss, recorder)
+    return _Trainer(staged.parts, setup, recorder, staged)
+
+
+def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDims | None) -> None:
+    """Divide and shard a model, or a part of one, as ``parallelize_llama`` does."""
+    parallel = setup.config.parallel
+    if parallel.tensor > 1:
+        model.parallelize(dims)
     _checkpointed(model, setup)
     if is_sharded(parallel):
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
         dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
-        fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=False)
+        torchtitan.distributed.fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=parallel.pipeline > 1)
 
 
 def _checkpointed(model: Any, setup: TrainingSetup) -> None:
@@ -180,27 +196,39 @@ def _flex() -> Iterator[None]:
 
 # -------------------------------------------------------------------- trainer
 class _Trainer:
-    """A stand-in that has what the trainer's own step reads."""
+    """A stand-in that has what the trainer's own step reads.
 
-    def __init__(self, model: Any, setup: TrainingSetup, recorder: Recorder) -> None:
-        self.model, self.setup, self.recorder = model, setup, recorder
-        self.loss, self.done = _loss(model, setup), 0
+    Attributes:
+        parts: The model, or a rank's parts of it.
+        pipeline: What runs these where there are stages.
+    """
+
+    def __init__(
+        self, parts: list[Any], setup: TrainingSetup, recorder: Recorder, pipeline: Pipeline | None = None
+    ) -> None:
+        self.parts, self.setup, self.recorder, self.pipeline = parts, setup, recorder, pipeline
+        self.loss, self.done = pipeline.loss if pipeline else _loss(setup), 0
         config = default_adamw()
         config.implementation = setup.profile.optimizer
-        self.optimizers: Any = OptimizersContainer(config, model_parts=[model])
-        watch_parts(model, model.layers.values(), model.lm_head, recorder)
-        if isinstance(self.loss, ChunkedLossWrapper):
+        self.optimizers: Any = OptimizersContainer(config, model_parts=parts)
+        for part in parts:
+            watch_tensors(part, recorder)
+        model = parts[-1]
+        if pipeline is None:
+            watch_layers(model.layers.values(), model.lm_head, recorder)
+        if isinstance(self.loss, ChunkedLossWrapper) and model.lm_head is not None:
+            self.loss.set_lm_head(model.lm_head)
+            model._skip_lm_head = True
             model.lm_head.register_forward_pre_hook(lambda _m, _i: self._mark("forward"))
-            self.loss.loss_fn = self._told(self.loss.loss_fn, "loss backward")
+            self.loss.loss_fn = self._told(self.loss.loss_fn, "forward" if pipeline else "loss backward")
 
     def step(self) -> None:
         """Run ``Trainer.train_step`` once."""
         config = self.setup.config
         self.done, shape = 0, (config.micro_batch_size, config.sequence_length)
         rows = [torch.zeros(shape, dtype=torch.long) for _ in range(3)]
-        batches = [
-            ({"input": rows[0], "positions": rows[1]}, rows[2]) for _ in range(config.gradient_accumulation_steps)
-        ]
+        micro_steps = config.gradient_accumulation_steps * (self.pipeline.micro_batches if self.pipeline else 1)
+        batches = [({"input": rows[0], "positions": rows[1]}, rows[2]) for _ in range(micro_steps)]
         Trainer.train_step(self._stand_in(), iter(batches))
 
     def _stand_in(self) -> Any:
@@ -210,7 +238,7 @@ class _Trainer:
             config=SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=True, max_norm=clipped)),
             step=1,
             device=META,
-            model_parts=[self.model],
+            model_parts=self.parts,
             loss_fn=self._whole_loss,
             train_context=contextlib.nullcontext,
             optimizers=SimpleNamespace(zero_grad=self.optimizers.zero_grad, step=self._update),
@@ -218,20 +246,40 @@ class _Trainer:
             metrics_processor=SimpleNamespace(should_log=lambda _: False),
             checkpointer=SimpleNamespace(maybe_wait_for_staging=nothing),
             parallel_dims=SimpleNamespace(
-                dp_enabled=False, pp_enabled=False, ep_enabled=False, get_optional_mesh=nothing
+                dp_enabled=False, pp_enabled=self.pipeline is not None, ep_enabled=False, get_optional_mesh=nothing
             ),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
-            num_pipeline_parallel_microbatches=1,
-            forward_backward_step=self._forward_backward,
+            num_pipeline_parallel_microbatches=self.pipeline.micro_batches if self.pipeline else 1,
+            forward_backward_step=self._all_stages if self.pipeline else self._forward_backward,
+            post_dataloading_process=lambda rows, labels: (rows["input"], labels, self._arguments(rows, labels)),
+            pp_schedule=self.pipeline,
+            pp_has_first_stage=self.pipeline is not None and self.pipeline.first,
+            pp_has_last_stage=self.pipeline is not None and self.pipeline.last,
         )
+
+    def _arguments(self, rows: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+        """Return what the model is called with besides token ids."""
+        more: dict[str, Any] = {key: value for key, value in rows.items() if key != "input"}
+        if self.setup.profile.attention == "flex":
+            more["attention_masks"] = block_mask(labels.shape[0], labels.shape[1])
+        return more
+
+    def _all_stages(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
+        """Run the schedule as the trainer does."""
+        self.recorder.instant("forward")
+        self.recorder.forward_begins()
+        loss: Tensor = Trainer.pp_forward_backward_step(
+            self._stand_in(), input_dict_mbs=input_dict, label_mbs=labels, global_valid_tokens=global_valid_tokens
+        )
+        self.recorder.forward_ends()
+        self.recorder.instant("gradient clipping")
+        return loss
 
     def _forward_backward(self, *, input_dict: Any, labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
         """Do what ``Trainer.forward_backward_step`` does on one GPU."""
         self._mark("forward")
         self.recorder.forward_begins()
-        more: dict[str, Any] = {key: value for key, value in input_dict.items() if key != "input"}
-        if self.setup.profile.attention == "flex":
-            more["attention_masks"] = block_mask(labels.shape[0], labels.shape[1])
+        more = self._arguments(input_dict, labels)
         loss: Tensor = Trainer._forward_backward_body(
             self._stand_in(), input_dict["input"], labels, global_valid_tokens, more
         )
@@ -265,7 +313,7 @@ class _Trainer:
             watch_states(optimizer, self.recorder)
 
 
-def _loss(model: Any, setup: TrainingSetup) -> Any:
+def _loss(setup: TrainingSetup) -> Any:
     """Return the loss that the setup's kernels ask for."""
     kind = setup.profile.loss
     if kind == "fp32":
@@ -274,7 +322,4 @@ def _loss(model: Any, setup: TrainingSetup) -> Any:
         raise CannotAnswerError(f"kernels.loss: torchtitan has no loss {kind}; it has chunked-backward and fp32")
     if setup.config.sequence_length % setup.profile.loss_chunks:
         raise CannotAnswerError("kernels.loss_chunks: torchtitan wants chunks of equal lengths")
-    loss = ChunkedLossWrapper.Config(num_chunks=setup.profile.loss_chunks).build()
-    loss.set_lm_head(model.lm_head)
-    model._skip_lm_head = True
-    return loss
+    return ChunkedLossWrapper.Config(num_chunks=setup.profile.loss_chunks).build()

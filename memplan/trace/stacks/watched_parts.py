@@ -34,6 +34,12 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
         head: What forms its logits.
         recorder: Is told.
     """
+    watch_tensors(model, recorder)
+    watch_layers(layers, head, recorder)
+
+
+def watch_tensors(model: nn.Module, recorder: Recorder) -> None:
+    """Let ``recorder`` see a model's tensors, and its gradients as they are finished."""
     for name, parameter in model.named_parameters():
         for tensor in stored_tensors(parameter):
             recorder.mark(tensor, "weights", name)
@@ -41,6 +47,10 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
             parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in model.named_buffers():
         recorder.mark(tensor, "buffers", name)
+
+
+def watch_layers(layers: Iterable[nn.Module], head: nn.Module | None, recorder: Recorder) -> None:
+    """Let ``recorder`` see where a model's backward is: at which of its layers, in order, or at its head."""
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
     if head is not None:

@@ -1,0 +1,239 @@
+"""A training step of one rank of a pipeline, under torch's ``fully_shard``: the same tapes, stage by stage, micro-batch by micro-batch.
+
+Weights are gathered in the first forward of a stage, or before it. Each kind of thing that a rank does is looked at once
+for each different state that it finds.
+
+Source:
+    ``backward_maybe_with_nosync`` and ``perform_reduce_grad`` in torch/distributed/pipelining/stage.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan.model.inventory import inventory_of
+from memplan.model.model import Model
+from memplan.step.after_backward import after_backward
+from memplan.step.blocks.block_settings import Regime
+from memplan.step.head_instants import head_backward
+from memplan.step.instants import StepForms, saved_by_layers
+from memplan.step.pipelines.rank_memory import RankMemory
+from memplan.step.pipelines.rank_timeline import Held, moments_of
+from memplan.step.pipelines.stage_layers import layers_of_stages
+from memplan.step.ranks.chunked_head import chunk_losses
+from memplan.step.ranks.sharded_forward import rows_of_head, with_gathered
+from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
+from memplan.step.states.model_states import ModelStates
+from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
+from memplan.step.states.parallel_shards import Unit
+from memplan.step.step_inputs import LABEL_BYTES, buffers
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.played import Instant
+from memplan.step.tapes.taped_weight import Mode
+from memplan.training.resolved import TrainingSetup
+
+ATTENTION = ("attention", "linear self_attn", "norm input_layernorm")
+"""How operations begin that a layer runs before the first of its sums."""
+
+
+def compile_pipeline_step(
+    model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime, layers: int
+) -> StepForms:
+    """Return the closed forms of one rank's training step.
+
+    Args:
+        model: As the rank has it (:func:`memplan.step.pipelines.stage_layers.staged`).
+        setup: The training setup, whose ``parallel.stage`` is the rank.
+        states: What the rank stores.
+        regime: Which operations run.
+        layers: Of the whole model.
+    """
+    whole = replace(model, inventory=inventory_of(model.spec))
+    step = sharded_step(whole, setup, states, regime)
+    step = replace(step, inputs=replace(step.inputs, optimizer=_largest_update(setup, states, step, layers)))
+    rank = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel))
+    kept = rank.kept_gradients()
+    behind = rank.received + constant_form(Part.GRADIENTS, sum(kept) - states.gradient_bytes)
+    candidates = [*_all_instants(rank), *(one.around(behind) for one in after_backward(step.inputs, step.taped, 0))]
+    return StepForms(
+        tuple(candidates),
+        buffers(step.inputs),
+        saved_by_layers(step.taped),
+        step.inputs.optimizer.formula,
+        rank.stream_bytes,
+        kept,
+    )
+
+
+def _largest_update(setup: TrainingSetup, states: ModelStates, step: ShardedStep, layers: int) -> Temporaries:
+    """Return the scratch of the largest of a rank's updates: each stage has an optimizer of its own (``OptimizersContainer``)."""
+    rank, found = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel)), []
+    for stage in rank.own:
+        ends = {"embedding": stage == 0, "head": stage == rank.last, "norm": stage == rank.last}
+        own = [
+            entry.of(replace(entry.tensor, count=rank.sizes[stage])) if "{}" in entry.tensor.name else entry
+            for entry in states.tensors
+            if "{}" in entry.tensor.name or ends.get(entry.tensor.role, True)
+        ]
+        found.append(step_temporaries(setup, own))
+    return max(found, key=lambda one: one.bytes)
+
+
+def _all_instants(rank: RankMemory) -> Iterator[Instant]:
+    """Yield the candidates for the peak from the first forward to the last reduction."""
+    parallel = rank.setup.config.parallel
+    kinds = {"forward": _forward, "backward": _backward, "reduce": _reduce, "gather": _gather}
+    for action, held in moments_of(parallel.stage or 0, parallel):
+        there = rank.gathered_bytes(held)
+        for one in kinds[action.kind](rank, action.stage, held) if action.kind in kinds else ():
+            yield Instant(one.name, one.operation, one.form, one.communication or there, one.reduces)
+
+
+def _gather(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+    """Yield the moment at which the last unit of a stage that is gathered as a whole is copied out of its buffer."""
+    size = sum(unit.copied_bytes for unit in rank.units_of(stage))
+    yield with_gathered("forward", "gather of a stage", rank.around(held), size)
+
+
+def _forward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+    """Yield the forward of a micro-batch: of the first and the last layer, whose units are gathered one after another the first time."""
+    step, size, gathers, done = rank.step, rank.sizes[stage], not rank.has_gathered(stage, held), 0
+    around, layer, unit = rank.around(held) + rank.entered(stage), rank.layer, rank.step.units[0]
+
+    def gathered(size: int) -> Form:
+        return constant_form(Part.TEMPORARIES, size if gathers else 0)
+
+    if stage == 0:
+        copied, alone = gathered(step.first.copied_bytes), around - rank.entered(stage)
+        yield Instant("forward", "copy of the embedding", alone + copied)
+        for moment in step.played.embedding.forward:
+            yield moment.around(alone + copied, "forward")
+        done = step.first.gathered_bytes
+    for position in dict.fromkeys((0, size - 1)):
+        there = around + layer.saved * position + gathered(done + unit.gathered_bytes * position + unit.copied_bytes)
+        for moment in layer.forward:
+            yield moment.around(there, "forward")
+    around += layer.saved * size + gathered(done + unit.gathered_bytes * size)
+    if stage != rank.last:
+        return
+    if step.chunked:
+        yield from _chunks(rank, held, around)
+        return
+    around += gathered(step.tail.copied_bytes)
+    yield Instant("forward", "head", around + rows_of_head(step) + rank.logits)
+    for moment in step.played.head.forward:  # the last output's name is that of this one by then
+        yield moment.around(around - rank.logits * held.outputs, "forward")
+
+
+def _chunks(rank: RankMemory, held: Held, around: Form) -> Iterator[Instant]:
+    """Yield the last stage's norm and its loss over chunks, which run backward too; norm and head are gathered first.
+
+    Args:
+        rank: The rank.
+        held: What there is before.
+        around: The same, with what layers have saved.
+    """
+    step, tail, played = rank.step, held.tail, rank.step.played
+    copied = constant_form(Part.TEMPORARIES, 0 if tail.gathered else step.tail.copied_bytes)
+    for moment in played.head.forward:
+        yield moment.around(around + copied, "forward")
+    there, _ = rank.tail_bytes(tail)
+    around -= rank.logits * held.outputs + constant_form(Part.TEMPORARIES, there)
+    if not step.inputs.regime.one_sequence and rank.setup.profile.loss_chunks > 1:
+        around -= single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)  # positions are not handed to the loss
+    pending, keeps = there - step.tail.gathered_bytes * tail.gathered, not tail.head or (tail.summed and not tail.both)
+    reduced = step.tail if tail.summed else step.head
+    for moment in chunk_losses(step, around, played, reduced, pending=pending, keeps=keeps):
+        yield replace(moment, name="forward")
+
+
+def _backward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+    """Yield the backward of a micro-batch, whose gradients are summed: those of the stage's first are the sums."""
+    step, size, first = rank.step, rank.sizes[stage], not held.summed[rank.own.index(stage)]
+    played = step.played_as("first" if first or rank.converts else "again")
+    layer, unit, summed = played.layers[0], step.units[0], 0
+    around = rank.around(held) - rank.pair(stage)
+    below = around + rank.entered(stage)
+    if stage == rank.last:
+        yield from _head_backward(rank, held, below + layer.saved * size, first=first)
+        if step.chunked:
+            summed = 0 if held.tail.summed else rank.norm.reduced_bytes
+            around += constant_form(Part.TEMPORARIES, 0 if held.tail.gathered else step.tail.gathered_bytes)
+        else:
+            summed = rank.whole(step.tail) * first
+    output = rank.logits if stage == rank.last else rank.stream
+    around, below = around + output, around + output + rank.entered(stage)
+    for position in dict.fromkeys((size, max(1, size - 1), min(2, size), 1)):
+        there = summed + rank.whole(unit) * (size - position) * first
+        own = below + layer.saved * (position - 1)
+        for moment in layer.backward:
+            apart = position < size or stage == rank.last or moment.operation.startswith(ATTENTION)
+            given = ZERO if apart else rank.stream
+            yield moment.around(own - given + constant_form(Part.GRADIENTS, there), "backward")
+        yield from _summing(rank, unit, own + rank.stream, there, first=first)
+    if stage == 0:
+        there = summed + rank.whole(unit) * size * first
+        for moment in played.embedding.backward:
+            yield moment.around(around + constant_form(Part.GRADIENTS, there), "backward")
+        yield from _summing(rank, step.first, around, there, first=first)
+
+
+def _head_backward(rank: RankMemory, held: Held, saved: Form, *, first: bool) -> Iterator[Instant]:
+    """Yield the backward of loss and head, or of the norm alone whose loss has run backward before.
+
+    Args:
+        rank: The rank.
+        held: What there is before.
+        saved: The same, with what layers have saved.
+        first: Whether gradients that are formed are the sums.
+    """
+    step = rank.step
+    played = step.played_as("first" if first or rank.converts else "again")
+    around = saved + rank.left_by_loss
+    if step.chunked:
+        copied = 0 if held.tail.gathered else step.tail.copied_bytes
+        yield with_gathered("backward", "copy of norm and head", around + played.head.saved, copied)
+        for moment in played.head.backward:
+            yield moment.around(around, "backward")
+        return
+    mode: Mode = "first" if first or rank.converts else "again"
+    for moment in head_backward(step.inputs, step.taped.head, played.head, around, mode):
+        yield replace(moment, name="backward")
+    yield from _summing(rank, step.tail, saved + rank.logits + rank.stream, 0, first=first)
+
+
+def _summing(rank: RankMemory, unit: Unit, around: Form, summed: int, *, first: bool) -> Iterator[Instant]:
+    """Yield the moment at which a unit's gradients are cast to the dtype that they are summed in, one by one, where that is another."""
+    sizes = rank.formed(unit)
+    most = total = sum(sizes)
+    if rank.converts and first:
+        done, left = 0, total
+        for size in sizes:
+            most = max(most, done + rank.wide * size + left)
+            done, left = done + rank.wide * size, left - size
+    if rank.converts or first:
+        yield Instant("backward", "sum of gradients", around + constant_form(Part.GRADIENTS, summed + most))
+
+
+def _reduce(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+    """Yield the reduction of a stage's gradients, unit by unit, each of whose weights is let go of before."""
+    step, around, units = rank.step, rank.around(held), list(rank.units_of(stage))
+    yield Instant("gradient reduction", "start", around)
+    wholes = [rank.whole(unit) for unit in units]
+    gathered = [unit.gathered_bytes * rank.has_gathered(stage, held) for unit in units]
+    if step.chunked and stage == rank.last:
+        there, _ = rank.tail_bytes(held.tail)
+        gathered[-1], units[-1] = step.tail.gathered_bytes * held.tail.gathered, rank.norm
+        wholes[-1] = rank.norm.reduced_bytes
+        around -= constant_form(Part.TEMPORARIES, there - gathered[-1])
+    kept, waiting, weights = 0, sum(wholes), sum(gathered)
+    around -= constant_form(Part.GRADIENTS, waiting) + constant_form(Part.TEMPORARIES, weights)
+    for unit, whole, size in zip(units, wholes, gathered, strict=True):
+        weights -= size
+        form, there = around + constant_form(Part.GRADIENTS, kept + waiting), weights + unit.reduced_bytes
+        yield with_gathered("gradient reduction", "copy into the buffer of the reduction", form, there)
+        formed = unit.kept_bytes + unit.narrow_bytes + unit.last_bytes * rank.wide - whole
+        yield with_gathered("gradient reduction", "reduction", form + constant_form(Part.GRADIENTS, formed), there)
+        waiting -= whole
+        kept += unit.kept_bytes

@@ -1,0 +1,148 @@
+"""What a rank of a pipeline holds before each thing that it does: micro-batches, weights, gradients, and what has a name.
+
+Source:
+    ``_step_microbatches`` of each schedule in torch/distributed/pipelining/schedules.py and ``forward_one_chunk`` and
+    ``backward_one_chunk`` in stage.py (v2.13.0): the plain schedules are one function whose variables hold the last
+    output and the last gradient that was sent until others take their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from operator import ge
+
+from memplan.catalog.training_config import Parallel
+from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Norm and head of the last stage, where chunks of the loss run backward within forward and reduce their gradients.
+
+    Attributes:
+        gathered: Whether their weights are gathered: the loss lets go of them.
+        summed: Whether whole gradients of the norm wait to be reduced.
+        head: Whether the head's have been reduced, by themselves.
+        both: Whether both have been reduced together, into a tensor that stays for the norm's.
+        pending: Whether the buffer of a reduction is still there: 1 of the head's, 2 of both.
+    """
+
+    gathered: bool = False
+    summed: bool = False
+    head: bool = False
+    both: bool = False
+    pending: int = 0
+
+    def behind_loss(self) -> Tail:
+        """Return what there is when a loss is known."""
+        return Tail(False, False, True, self.both or self.summed, 2 if self.summed else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What there is before an action; tuples have one number for each of a rank's stages.
+
+    Attributes:
+        pairs: Micro-batches that have run forward and not backward.
+        waiting: Those whose gradients of weights are still to be formed.
+        gathered: Whether the stage's weights are gathered.
+        summed: Whether it has formed whole gradients.
+        reduced: Whether these have been reduced.
+        outputs: Outputs of micro-batches that are done, which still have a name.
+        gradients: Gradients of inputs that have been sent, likewise.
+        tail: Norm and head.
+    """
+
+    pairs: tuple[int, ...]
+    waiting: tuple[int, ...]
+    gathered: tuple[bool, ...]
+    summed: tuple[bool, ...]
+    reduced: tuple[bool, ...]
+    outputs: int
+    gradients: int
+    tail: Tail
+
+
+@lru_cache(maxsize=256)
+def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, Held], ...]:
+    """Return what a rank does with what there is before: of what is done alike, where no stage has fewer micro-batches in flight.
+
+    Args:
+        rank: Of the pipeline.
+        parallel: Degrees, schedule and number of micro-batches.
+    """
+    alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, Held]]] = {}
+    for action, held in _all_moments(rank, parallel):
+        rest = (action.kind, action.stage, replace(held, pairs=(), waiting=()))
+        alike.setdefault(rest, {}).setdefault((*held.pairs, *held.waiting), (action, held))
+    return tuple(found[most] for found in alike.values() for most in _highest(found))
+
+
+def _highest(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the counts that no other one covers."""
+    chosen: list[tuple[int, ...]] = []
+    for own in sorted(counts, reverse=True):
+        if not any(all(map(ge, other, own)) for other in chosen):
+            chosen.append(own)
+    return chosen
+
+
+def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]:
+    """Yield all that a rank does in a step, each with what there is before.
+
+    Args:
+        rank: Of the pipeline.
+        parallel: Degrees, schedule and number of micro-batches.
+    """
+    own, named = stages_of(rank, parallel), parallel.order in ONE_STAGE
+    place = {stage: index for index, stage in enumerate(own)}
+    pairs, waiting = [0] * len(own), [0] * len(own)
+    gathered, summed, reduced = [False] * len(own), [False] * len(own), [False] * len(own)
+    newest, sent = -1, 0
+    done: set[int] = set()
+    tail, last = Tail(), parallel.pipeline * parallel.virtual - 1
+    for action in actions_of(rank, parallel):
+        index = place[action.stage]
+        held = Held(
+            tuple(pairs),
+            tuple(waiting),
+            tuple(gathered),
+            tuple(summed),
+            tuple(reduced),
+            int(newest in done),
+            sent,
+            tail,
+        )
+        yield action, held
+        if action.kind == "forward":
+            pairs[index] += 1
+            gathered[index] = True
+            newest = action.micro_batch if named else -1
+            tail = tail.behind_loss() if action.stage == last else tail
+        elif action.kind in ("backward", "input"):
+            pairs[index] -= 1
+            waiting[index] += action.kind == "input"
+            summed[index] = summed[index] or action.kind == "backward"
+            done.add(action.micro_batch)
+            if action.stage == last:
+                tail = replace(tail, gathered=True, summed=True)
+            sent = int(action.stage > 0 and parallel.order == "1f1b")
+            if parallel.order == "gpipe" and action.micro_batch == parallel.together - 1:
+                sent = int(action.stage > 0)
+        elif action.kind == "weight":
+            waiting[index] -= 1
+            summed[index] = True
+        elif action.kind in ("gather", "release"):
+            gathered[index] = action.kind == "gather"
+            if action.stage == last:
+                tail = replace(tail, gathered=gathered[index])
+        else:
+            reduced[index], gathered[index] = True, False
+
+
+def most_pairs(rank: int, parallel: Parallel) -> int:
+    """Return the most micro-batches whose activations a rank holds at a time, counted for each of its stages."""
+    return max(sum(held.pairs) + (action.kind == "forward") for action, held in moments_of(rank, parallel))
