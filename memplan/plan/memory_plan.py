@@ -18,8 +18,8 @@ from memplan.training.resolved_keys import resolved_keys
 from memplan.values import dataclass
 
 if TYPE_CHECKING:
-    from memplan.plan.pipeline_ranks import RankRow
     from memplan.step.instants import StepForms
+    from memplan.step.pipelines.rank_rows import RankRow
     from memplan.step.states.model_states import ModelStates
     from memplan.step.tapes.played import Instant
 

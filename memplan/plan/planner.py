@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from operator import mul
 
@@ -20,7 +21,6 @@ from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
 from memplan.step.kernels.on_card import on_card
-from memplan.step.pipelines.stage_layers import at_stage, staged
 from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import held_states
@@ -42,6 +42,15 @@ def _kernels(setup: TrainingSetup) -> Kernels:
     return setup.profile, setup.masked_attention
 
 
+def _of_rank(model: Model, setup: TrainingSetup) -> Model:
+    """Return a model as a rank of a pipeline has it; itself, where there is none."""
+    if setup.config.parallel.pipeline == 1:
+        return model
+    from memplan.step.pipelines.stage_layers import staged
+
+    return staged(model, setup)
+
+
 class CompiledPlan:
     """A model under a setup, ready to be evaluated for any batch, sequence length and device.
 
@@ -59,7 +68,7 @@ class CompiledPlan:
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
         self.model = built_by(model, setup)
-        self.own = model = staged(divided(self.model, setup), setup)
+        self.own = model = _of_rank(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)
         states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
@@ -83,6 +92,8 @@ class CompiledPlan:
         parallel = self.setup.config.parallel
         if parallel.pipeline == 1 or parallel.stage is not None:
             return ()
+        from memplan.step.pipelines.stage_layers import at_stage
+
         setups = (at_stage(self.setup, stage) for stage in range(parallel.pipeline))
         return tuple([CompiledPlan(self.model, setup) for setup in setups])
 
@@ -186,6 +197,17 @@ class CompiledPlan:
 
         return padded_bytes(self.model.spec, tokens)
 
+    def _fullest(self, plans: Sequence[MemoryPlan]) -> MemoryPlan:
+        """Return the plan of the rank whose GPU holds most, the first of equals, with a row for each."""
+        from memplan.step.pipelines.rank_rows import rank_row
+
+        parallel, layers = self.setup.config.parallel, self.model.spec.num_hidden_layers
+        rows = tuple(
+            rank_row(rank, parallel, layers, one.persistent_bytes, one.peak.name, one.requested_bytes, one.device_bytes)
+            for rank, one in enumerate(plans)
+        )
+        return replace(max(plans, key=lambda plan: plan.device_bytes), setup=self.setup, ranks=rows)
+
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
 
@@ -201,9 +223,7 @@ class CompiledPlan:
         if plan is not self:
             return plan.evaluate(device, batch, length)
         if self.ranks:
-            from memplan.plan.pipeline_ranks import fullest_rank
-
-            return fullest_rank([rank.evaluate(device, batch, length) for rank in self.ranks], self.setup)
+            return self._fullest([rank.evaluate(device, batch, length) for rank in self.ranks])
         batch = batch or self.setup.config.micro_batch_size
         length = length or self.setup.config.sequence_length
         values = self.values(batch, length)

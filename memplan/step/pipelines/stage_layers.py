@@ -55,7 +55,7 @@ def at_stage(setup: TrainingSetup, stage: int) -> TrainingSetup:
 
 
 def staged(model: Model, setup: TrainingSetup) -> Model:
-    """Return a model as one rank of a pipeline has it: itself, where there is none.
+    """Return a model as one rank of a pipeline has it.
 
     Args:
         model: The whole model, as its stack builds it and a rank's tensor degree divides it.
@@ -66,8 +66,6 @@ def staged(model: Model, setup: TrainingSetup) -> Model:
         InvalidFileError: More stages than layers.
     """
     parallel = setup.config.parallel
-    if parallel.pipeline == 1:
-        return model
     if model.spec.tie_word_embeddings or len(model.spec.runs) > 1:
         what = "tied embeddings" if model.spec.tie_word_embeddings else "layers of several kinds"
         raise CannotAnswerError(f"parallel.pipeline: {what} of {model.spec.name} over stages are not modelled; use 1")

@@ -1,0 +1,58 @@
+"""The ranks of a pipeline side by side."""
+
+from __future__ import annotations
+
+from memplan.catalog.training_config import Parallel
+from memplan.step.pipelines.pipeline_schedules import stages_of
+from memplan.step.pipelines.rank_timeline import most_pairs
+from memplan.step.pipelines.stage_layers import layers_of_stages
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of a pipeline.
+
+    Attributes:
+        rank: From 0.
+        stages: Of the pipeline that it has.
+        layers: Of each of these.
+        embedding: Whether it has the embedding.
+        head: Whether it has final norm and head.
+        pairs: Most micro-batches in flight at a time, counted for each of its stages.
+        persistent_bytes: What it keeps between steps.
+        instant: When it needs most.
+        requested_bytes: What it requests then.
+        device_bytes: What its GPU holds then.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+    pairs: int
+    persistent_bytes: int
+    instant: str
+    requested_bytes: int
+    device_bytes: int
+
+
+def rank_row(
+    rank: int, parallel: Parallel, layers: int, persistent_bytes: int, instant: str, requested: int, device: int
+) -> RankRow:
+    """Return the row of a rank.
+
+    Args:
+        rank: From 0.
+        parallel: Degrees, schedule and number of micro-batches.
+        layers: Of the whole model.
+        persistent_bytes: What it keeps between steps.
+        instant: When it needs most.
+        requested: Bytes that it requests then.
+        device: Bytes that its GPU holds then.
+    """
+    sizes, own = layers_of_stages(layers, parallel), stages_of(rank, parallel)
+    held, pairs = tuple(sizes[stage] for stage in own), most_pairs(rank, parallel)
+    ends = 0 in own, len(sizes) - 1 in own
+    return RankRow(rank, own, held, *ends, pairs, persistent_bytes, instant, requested, device)
