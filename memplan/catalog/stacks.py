@@ -17,8 +17,8 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-embedding"]
 Level = Literal["traced", "read"]
-Metrics = Literal["none", "accuracy", "both", "entropy", "fused"]
-PairKernel = Literal["fused", "rows"]
+Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax"]
+PairKernel = Literal["fused", "rows", "softmax"]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
 
 
@@ -123,9 +123,10 @@ class Loop:
         metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
             (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
             A loss over preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks
-            at them where they are.
+            at them where they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them.
         pairs: How a loss over pairs without a reference model looks at whole logits where they are: by one kernel
-            (``fused``), or by a sum of exponentials for each row in turn (``rows``).
+            (``fused``), or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose
+            collator has joined the rows.
     """
 
     holds: tuple[Literal["logits"], ...]

@@ -98,6 +98,8 @@ def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, nam
     if inputs.setup.profile.loss != "log-probabilities":
         around += single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
         around += single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
+    if taped.settings.metrics == "softmax":
+        around += joined_ids(inputs.setup, forward=True)
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
     yield from _reference_moments(inputs, taped, around, name, arguments)
 
@@ -168,6 +170,8 @@ def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> For
         return ZERO
     whole, rows = _logits(taped, Quantity.TOKENS), _logits(taped, Quantity.PREDICTED_TOKENS)
     named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
+    if taped.settings.metrics == "softmax":
+        return whole
     if taped.settings.metrics in ("entropy", "fused"):
         return named if graph else named + whole
     return named + whole if graph else named + whole + rows

@@ -198,7 +198,7 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
     Source:
         ``concatenated_inputs`` in trl/experimental/orpo/orpo_trainer.py (1.16.0).
     """
-    if not setup.answer_length and not setup.compares_pairs:
+    if not setup.joins_rows:
         return ZERO
     saved = ID_BYTES if setup.config.adapter is None else 0
     kept = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved

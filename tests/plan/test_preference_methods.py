@@ -77,6 +77,7 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
         ("trl@1.14", {"method.stage": "reward"}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
+        ("llama-factory", {"method.stage": "reward"}, ".*--stack trl$"),
         ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),
         ("trl@0.29", {"parallel.data": 2}, "; as TRL's newest version does: --stack trl$"),
         ("trl@1.12", {"method.stage": "simpo"}, ".*its newest version runs it: --stack trl$"),
@@ -106,6 +107,21 @@ def test_a_second_loss_over_the_chosen_answers_needs_a_copy_and_a_softmax_of_the
     )
     assert (with_it, without) == pytest.approx((10, 8), abs=0.1)
     assert part(plan("lora", stage="orpo"), "logits") == pytest.approx(with_it * tokens * vocabulary, rel=0.001)
+
+
+def test_llama_factory_takes_the_softmax_of_both_models_whole_logits():
+    tokens, vocabulary, each = 2 * 2 * 2048, 128_256, []
+    for stage in ("dpo", "orpo"):
+        answer = memplan.plan(
+            "llama-3.2-1b",
+            gpu="h100",
+            config="lora",
+            stack="llama-factory",
+            micro_batch_size=2,
+            set={"method.stage": stage},
+        )
+        each.append((part(answer, "logits") + part(answer, "temporaries")) / (tokens * vocabulary))
+    assert each == pytest.approx([20, 12], abs=0.2)
 
 
 def test_odds_of_quantised_models_stand_on_norms_in_fp32_and_embeddings_in_bf16():

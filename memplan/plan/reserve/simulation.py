@@ -135,7 +135,7 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "a head that yields scores is not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
-    if plan.setup.compares_pairs:
+    if plan.setup.compares_pairs or plan.setup.profile.loss == "log-probabilities":
         return "a loss over pairs of whole logits is not told as events"
     if plan.setup.copies_logits:
         return "what metrics copy of whole logits is not told as events"

@@ -29,6 +29,8 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
         trl/trainer/utils.py; ``_LogProbEntropyFunction`` in trl/kernels/logprob_entropy.py (1.14.1); ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
     """
+    if metrics == "softmax":
+        return pair_log_probabilities(builder, logits, "softmax", nll=False)
     tape, predicted = builder.tape, Quantity.ANSWER_TOKENS if answers else Quantity.PREDICTED_TOKENS
     rows = Value(logits.storage, predicted, logits.coefficient, 4)
     tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
@@ -81,8 +83,10 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
     """
     tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
     with tape.alive(logits):
-        labels = tape.make("labels", tape.value(Quantity.TOKENS, 1, LABEL_BYTES))
-        losses = [_chosen_likelihood(builder, logits, labels)] if nll else []
+        losses = []
+        if kernel != "softmax":
+            labels = tape.make("labels", tape.value(Quantity.TOKENS, 1, LABEL_BYTES))
+            losses = [_chosen_likelihood(builder, logits, labels)] if nll else []
         rows = Value(logits.storage, predicted, logits.coefficient, 4)
         tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
         targets = tape.make("shift labels", tape.value(predicted, 1, LABEL_BYTES))
@@ -92,10 +96,26 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
             saved = [rows, targets, statistics]
             tape.apply("log-probabilities", [(rows, NEW)], (found, statistics), saved, traits=Traits(custom=True))
             losses.append(found)
+        elif kernel == "softmax":
+            losses.append(_of_softmax(tape, rows, targets))
         else:
             losses += _row_by_row(tape, rows, targets)
         loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
         return tape.apply("compare", [(value, NEW) for value in losses], loss, [mask])
+
+
+def _of_softmax(tape: Tape, rows: Value, targets: Value) -> Value:
+    """Record the log-softmax of rows that lie apart, which its kernel copies first, and what targets choose of it; return that.
+
+    Source:
+        ``get_batch_logps`` in llamafactory/train/trainer_utils.py (0.9.5), lines 592 to 640; ``host_softmax`` in
+        aten/src/ATen/native/cuda/SoftMax.cu (v2.13.0).
+    """
+    logs = tape.value(rows.quantity, rows.width, 4, part=Part.LOGITS)
+    tape.apply("log_softmax", [(rows, NEW)], logs, [logs], traits=Traits(scratch=[(rows.quantity, rows.coefficient)]))
+    chosen = tape.value(rows.quantity, 1, 4)
+    tape.apply("gather", [(logs, NEW)], chosen, [logs, targets])
+    return chosen
 
 
 def _row_by_row(tape: Tape, rows: Value, targets: Value) -> list[Value]:

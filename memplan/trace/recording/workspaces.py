@@ -117,6 +117,16 @@ def softmax_backward_bytes(args: tuple[Any, ...]) -> list[int]:
     return [gradient.numel() * max(gradient.element_size(), result.element_size())]
 
 
+def log_softmax_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return the copy that log-softmax makes first of rows that do not lie in order.
+
+    Source:
+        ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu (v2.13.0): ``input_.contiguous()``.
+    """
+    given: Tensor = args[0]
+    return [] if given.is_contiguous() else [given.numel() * given.element_size()]
+
+
 def column_sum_blocks(args: tuple[Any, ...]) -> list[int]:
     """Return what a sum over all dimensions but the last allocates: gradients of biases, and of norms step by step."""
     tensor: Tensor = args[0]
@@ -143,6 +153,7 @@ _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_foreach_norm.Scalar": foreach_norm_bytes,
     "sum.dim_IntList": column_sum_blocks,
     "_softmax_backward_data.default": softmax_backward_bytes,
+    "_log_softmax.default": log_softmax_bytes,
     "flex_attention.default": flex_bytes,
     "flex_attention_backward.default": flex_bytes,
 }

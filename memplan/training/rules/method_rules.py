@@ -21,14 +21,14 @@ GENERATING = frozenset(("grpo",))
 """Stages that learn from completions which the model generates, and may stay near a reference model."""
 
 
-def with_reference(config: TrainingConfig) -> Method:
+def with_reference(config: TrainingConfig, stack: Stack) -> Method:
     """Return a config's method with its reference model filled in: the model itself where adapters can be switched off.
 
     Source:
         trl/trainer/dpo_trainer.py (1.16.0), lines 913 to 940; ``cpo_alpha`` in trl/experimental/cpo/cpo_config.py.
     """
     method = config.method
-    if method.stage in UNREFERRED and method.chosen_nll is None:
+    if method.stage in UNREFERRED and method.chosen_nll is None and stack.loop.pairs != "softmax":
         method = replace(method, chosen_nll=True)
     if method.stage in GENERATING and method.rollout is None:
         method = replace(method, rollout=Rollout())
@@ -123,7 +123,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     stage, full = config.method.stage, config.adapter is None
     whole = _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
-    narrow = stage not in UNREFERRED and (stack.magnitudes == "cast" or whole)
+    softmax = stack.loop.metrics == "softmax"
+    narrow = stage not in UNREFERRED and not softmax and (stack.magnitudes == "cast" or whole)
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
@@ -139,6 +140,17 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
             ("kernels", "loss"),
             f"{config.kernels.loss} is not what {stack.label} compares preferences by; leave it out",
         )
+    elif softmax and stage in UNREFERRED and config.method.chosen_nll:
+        text = f"{stack.label} takes no second loss from logits: it adds log-probabilities that are there (pref_ftx); leave it out"
+        yield ("method", "chosen_nll"), text
+    elif softmax and stage in REFERRED and config.method.reference_model == "precomputed":
+        yield (
+            ("method", "reference_model"),
+            f"{stack.label} computes what it compares with in each step; use adapter-off",
+        )
+    elif softmax and config.method.reference_model == "resident" and hidden != config.compute_dtype:
+        text = f"{stack.label} loads a reference model in {config.compute_dtype} beside weights in {hidden}, which is not modelled"
+        yield ("method", "reference_model"), f"{text}; use weights: {config.compute_dtype}"
     elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
         text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
         yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)

@@ -32,7 +32,7 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         config = replace(config, dropout=0.0)
     return replace(
         config,
-        method=with_reference(config),
+        method=with_reference(config, stack),
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         adapter=adapter,
@@ -48,7 +48,7 @@ def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> 
 def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
     """Return the dtype of adapters that a stack makes where a config does not say."""
     rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
-    if hidden not in FLOATS and config.method.stage in REFERRED:
+    if hidden not in FLOATS and config.method.stage in REFERRED and stack.loop.metrics != "softmax":
         rule = "bf16"  # TRL's trainers make the adapters then (trl/trainer/dpo_trainer.py, 1.14.1 and 1.16.0)
     elif hidden not in FLOATS and config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
         rule = "fp32"  # as PEFT makes them (trl/experimental/orpo/orpo_trainer.py, 1.16.0)

@@ -44,7 +44,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     if setup.config.method.stage != "sft":
         with pretended_machine(inputs.compute_capability):
             preferences = import_module("memplan.trace.stacks.huggingface.sft_loop")  # TRL, which SFT does not take
-            run: StackRun = preferences.run_on(_prepared, inputs, recorder)
+            adapted = setup.compares_pairs  # by axolotl (``rl_trainer_builds_adapter`` in loaders/patch_manager.py)
+            run: StackRun = preferences.run_on(_adapted if adapted else _prepared, inputs, recorder, adapted=adapted)
             return replace(run, title=f"axolotl's model in {run.title}")
     with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
         model = _prepared(inputs)
@@ -55,6 +56,12 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
         trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
+
+
+def _adapted(inputs: StackInputs) -> Any:
+    """Return the model with axolotl's own adapters on it, where it has any."""
+    model = _prepared(inputs)
+    return model if inputs.setup.config.adapter is None else with_adapters(model, inputs)
 
 
 def _prepared(inputs: StackInputs) -> Any:

@@ -21,6 +21,7 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import TOWER, with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
+from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 
 PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -45,9 +46,69 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             model = with_adapters(model, inputs)
         # hparams leave Trainer's own gradient_checkpointing off: the model has it already
         arguments = {**training_arguments(inputs, Path(folder)), "gradient_checkpointing": False}
+        if setup.config.method.stage != "sft":
+            return _on_pairs(model, arguments, inputs, recorder)
         args = transformers.Seq2SeqTrainingArguments(**arguments)
         trainer: Any = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "LLaMA-Factory's model in Trainer's loop", setup)
+
+
+def _on_pairs(model: Any, arguments: dict[str, Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run LLaMA-Factory's own trainer of preference pairs, of which its collator makes twice the rows."""
+    setup = inputs.setup
+    stage, reference = setup.config.method.stage, setup.config.method.reference_model
+    finetuning = _Unset(
+        pref_loss="sigmoid" if stage == "dpo" else stage,
+        use_ref_model=stage == "dpo",
+        pref_beta=0.1,
+        pref_ftx=0.0,
+        pref_bco_weight=0.0,
+        dpo_label_smoothing=0.0,
+        simpo_gamma=0.5,
+    )
+    trainer: Any = _pair_trainer()(
+        model=model,
+        ref_model=loaded_model(inputs).eval().requires_grad_(False) if reference == "resident" else None,
+        finetuning_args=finetuning,
+        processor=None,
+        args=transformers.Seq2SeqTrainingArguments(**arguments, remove_unused_columns=False),
+        data_collator=lambda rows: transformers.default_data_collator([*rows, *rows]),
+        train_dataset=Rows(setup),
+        eval_dataset=Rows(setup),
+        tokenizer=None,
+    )
+    if reference == "resident":
+        mark_weights(trainer.ref_model, recorder)
+    return trained(trainer, model, recorder, "LLaMA-Factory's trainer of pairs", setup)
+
+
+class _Unset(SimpleNamespace):
+    """Arguments of which those that are not said are off."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Absent(ModuleType):
+    """A module that nothing of is called."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _pair_trainer() -> Any:
+    """Import LLaMA-Factory's trainer of pairs without the parser, callbacks and loaders beside it."""
+    _checkpointing()
+    for name in ("find_all_linear_modules", "load_model", "load_tokenizer", "load_valuehead_params"):
+        setattr(sys.modules["llamafactory.model"], name, None)
+    for name in ("train.callbacks", "hparams"):
+        sys.modules.setdefault(f"llamafactory.{name}", _Absent(f"llamafactory.{name}"))
+    options = import_module("trl.import_utils")
+    for name, value in vars(options).copy().items():  # pairs since transformers 5, which are true whatever they hold
+        if isinstance(value, tuple) and name.endswith("_available"):
+            setattr(options, name, value[0])
+    return import_module("llamafactory.train.dpo.trainer").CustomDPOTrainer
 
 
 def _freeze_tower(model: Any, inputs: StackInputs) -> None:
@@ -80,7 +141,7 @@ def _checkpointing() -> Any:
     spec = find_spec("llamafactory")
     if spec is None or spec.submodule_search_locations is None:
         raise CannotAnswerError("tracing stack llama-factory needs llamafactory")
-    for name in ("model", "model.model_utils"):
+    for name in ("model", "model.model_utils", "train", "train.dpo"):
         package = ModuleType(f"llamafactory.{name}")
         package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")))]
         sys.modules.setdefault(package.__name__, package)

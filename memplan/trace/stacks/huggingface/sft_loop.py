@@ -69,8 +69,10 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         return run_on(loaded_model, inputs, recorder)
 
 
-def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
-    """Run the trainer of the setup's stage on what ``load`` returns, on a machine that is pretended already."""
+def run_on(
+    load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Recorder, *, adapted: bool = False
+) -> StackRun:
+    """Run the trainer of the setup's stage on what ``load`` returns, with adapters or for it to make; the machine is pretended already."""
     config = inputs.setup.config
     stage, reference = config.method.stage, config.method.reference_model
     trainer_class, arguments_class = trainer_of(stage)
@@ -82,7 +84,7 @@ def run_on(load: Callable[[StackInputs], Any], inputs: StackInputs, recorder: Re
         model = load(inputs)
         keywords = training_arguments(inputs, Path(folder))
         with made_on(inputs.device):
-            adapters = lora_config(inputs) if config.adapter is not None else None
+            adapters = lora_config(inputs) if config.adapter is not None and not adapted else None
         more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
         if reference == "precomputed":
             more["precompute_ref_log_probs"] = True
