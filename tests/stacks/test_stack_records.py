@@ -63,6 +63,7 @@ NEAR = {
     "litgpt": 1.0,
     "litgpt.adapters": 0.94,
     "llama-factory": 1.0,
+    "llama-factory.pairs": 0.97,
     "plain-loop": 0.98,
     "transformers": 0.96,
     "torchtitan.shards": 1.0,
