@@ -141,6 +141,20 @@ class DeepSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatShards:
+    """What FullyShardedDataParallel (FSDP1) is told, by torch's names, with the defaults of TrainingArguments.
+
+    Attributes:
+        backward_prefetch: When the next unit is gathered in backward: when it is needed, ``pre`` as a unit begins, or ``post``
+            when it is done.
+        use_orig_params: Whether the optimizer is given parameters as they were, and not flat tensors.
+    """
+
+    backward_prefetch: Literal["none", "pre", "post"] = "none"
+    use_orig_params: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
 
@@ -166,6 +180,7 @@ class Parallel:
         overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
+        flat: What FullyShardedDataParallel is told, where it is the engine.
     """
 
     data: int = 1
@@ -192,6 +207,7 @@ class Parallel:
     overlap_gradients: bool = False
     vocabulary_multiple: int = 128
     deepspeed: DeepSpeed = DeepSpeed()
+    flat: FlatShards = FlatShards()
 
     @property
     def shards(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memplan.catalog.training_config import Rollout
+from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.step.divided.divided_model import divided
 from memplan.step.states.parallel_shards import (
     divided_sent_bytes,
@@ -239,9 +239,25 @@ def _engine(plan: MemoryPlan) -> str:
     )
 
 
+def _flat_units(config: TrainingConfig) -> str:
+    """Return what torch's ``FullyShardedDataParallel`` shards as one."""
+    parallel = config.parallel
+    ahead = {"none": "as it is needed", "pre": "as the one before it begins", "post": "as the one before it is done"}
+    kind = "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
+    return (
+        f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as accelerate wraps layers, the rest "
+        f"one unit; each a flat tensor, gathered in {config.compute_dtype}, in backward {ahead[parallel.flat.backward_prefetch]}; "
+        f"gradients are put together in one tensor and reduced in {config.compute_dtype}; those of micro-steps before the last stay "
+        "whole (no_sync)"
+    )
+
+
 def _units(plan: MemoryPlan) -> Iterator[str]:
     """Yield what torch's ``fully_shard`` shards as one, and in which dtypes units are gathered and reduced."""
     config = plan.setup.config
+    if config.parallel.engine == "fsdp1":
+        yield _flat_units(config)
+        return
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings
     again = ", gathered again for backward" if units == "axolotl" else " stays gathered"
@@ -319,6 +335,8 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
         yield f"other kinds of parallelism, links between nodes, and NCCL with {more}"
     if parallel.pipeline > 1:
         yield "what is being sent to the next stage and is kept until it has arrived, where the schedule has let go of it"
+    if parallel.engine == "fsdp1":
+        yield "blocks that FullyShardedDataParallel's streams still use when they are let go of (record_stream), which come back later"
     stack = plan.setup.stack
     if runs_engine(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"

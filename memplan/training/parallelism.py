@@ -8,7 +8,15 @@ from dataclasses import replace
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import MAXIMUM_GPUS, DeepSpeed, Offload, Parallel, Schedule, TrainingConfig
+from memplan.catalog.training_config import (
+    MAXIMUM_GPUS,
+    DeepSpeed,
+    FlatShards,
+    Offload,
+    Parallel,
+    Schedule,
+    TrainingConfig,
+)
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
@@ -45,7 +53,9 @@ _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 
 def divides_model(parallel: Parallel) -> bool:
     """Tell whether the model itself is divided, and not only what data parallel GPUs share."""
-    rest = replace(parallel, data=1, zero_stage=0, replicate=1, engine="torch", deepspeed=DeepSpeed())
+    rest = replace(
+        parallel, data=1, zero_stage=0, replicate=1, engine="torch", deepspeed=DeepSpeed(), flat=FlatShards()
+    )
     return rest != Parallel()
 
 
@@ -70,6 +80,8 @@ def parallel_problems(parallel: Parallel) -> Problems:
             auto = "auto or " if name in _AUTO else ""
             sign = "a positive number of" if least else "0 or more"
             yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
+    if parallel.engine != "fsdp1" and parallel.flat != FlatShards():
+        yield ("parallel", "flat"), f"counts with parallel.engine: fsdp1 alone, not with {parallel.engine}"
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
         yield ("parallel", "deepspeed"), f"counts with parallel.engine: deepspeed alone, not with {parallel.engine}"
     if parallel.data > 1 and parallel.data % parallel.replicate:
@@ -105,7 +117,7 @@ def parallel_refusals(
     parallel = config.parallel
     for name in Parallel.__dataclass_fields__:
         given, default = getattr(parallel, name), getattr(Parallel(), name)
-        if name not in ("data", "zero_stage", "engine", "deepspeed", *stack.divides) and given != default:
+        if name not in ("data", "zero_stage", "engine", "deepspeed", "flat", *stack.divides) and given != default:
             text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), text
     yield from _pipeline_problems(parallel)
@@ -122,9 +134,8 @@ def parallel_refusals(
         yield ("parallel", "engine"), text
     elif parallel.engine == "deepspeed":
         yield from _when_flat(config, formats, floats, optimizers)
-    elif parallel.engine != "torch" and parallel.zero_stage:
-        text = f"{parallel.engine} is not supported with zero_stage {parallel.zero_stage}: what it gathers and when is not modelled; {POSSIBLE}"
-        yield ("parallel", "engine"), text
+    elif parallel.engine == "fsdp1" and parallel.zero_stage and (refused := _when_flat_units(config, stack)):
+        yield ("parallel", "engine"), f"fsdp1 {refused}"
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.gpus == 1:
@@ -158,6 +169,20 @@ def _pipeline_problems(parallel: Parallel) -> Problems:
     if several and parallel.order not in PROVEN:
         text = f"{parallel.order} is not modelled yet: what its backward in two parts holds between them; {', '.join(PROVEN)} are"
         yield ("parallel", "schedule"), text
+
+
+def _when_flat_units(config: TrainingConfig, stack: Stack) -> str:
+    """Return what FullyShardedDataParallel is not modelled with, or nothing."""
+    parallel = config.parallel
+    if stack.sharded_units not in ("accelerate", "axolotl"):
+        return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
+    if config.adapter is not None:
+        return "with adapters is not modelled: PEFT has each of them wrapped alone; use engine: torch (FSDP2)"
+    if parallel.zero_stage != 3 or config.evaluation:
+        return (
+            "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD) and without evaluation; use engine: torch (FSDP2)"
+        )
+    return ""
 
 
 def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) -> Problems:

@@ -17,6 +17,8 @@ from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 """Embeddings that TRL casts back to bf16, by name (``peft_module_casting_to_bf16`` in trl/experimental/utils.py, 1.16.0)."""
+UNWRAPPED = ("gemma3",)
+"""Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
 
 TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
 
@@ -57,6 +59,11 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
             f"{setup.name}: model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, "
             "which is not modelled; use lora over bf16"
         )
+    if setup.autocast and setup.config.parallel.engine == "fsdp1" and model.spec.final_norm.kind == "layer":
+        raise CannotAnswerError(
+            f"{setup.name}: parallel.engine: fsdp1 runs {model.spec.name}'s layer norms by autocast, in fp32 beside what is "
+            "gathered in 16 bits, which is not modelled; use engine: torch (FSDP2)"
+        )
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)
@@ -77,9 +84,11 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         note = f"{setup.stack.label} {TEXT_ALONE}"
         return replace(text_model(model), notes=(*model.notes, note))
     where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
-    if setup.config.parallel.zero_stage:
+    parallel = setup.config.parallel
+    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
+    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
         replicas = "replicas are (parallel.zero_stage: 0)"
-        raise CannotAnswerError(f"{where} sharding it is not modelled; {replicas}")
+        raise CannotAnswerError(f"{where} sharding it so is not modelled; {replicas}")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
     if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
@@ -92,7 +101,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
             f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
         )
     tower = [tensor for tensor in model.inventory if not tensor.used]
-    if setup.config.parallel.data > 1 and any(_trains_idle(tensor, setup) for tensor in tower):
+    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, setup) for tensor in tower):
         instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
         raise CannotAnswerError(
             f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"

@@ -193,7 +193,7 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
         ({"parallel": SHARDED, "weights": {"default": "bf16", "norm": "fp32"}}, "one format for all weights"),
         ({"parallel": SHARDED, "kernels": Kernels(loss="chunked")}, "the head would be a unit of its own"),
         ({"parallel": replace(SHARDED, engine="deepspeed")}, "not under bundled"),
-        ({"parallel": replace(SHARDED, engine="fsdp1")}, "parallel.engine: fsdp1 is not supported"),
+        ({"parallel": replace(SHARDED, engine="fsdp1")}, "as accelerate runs it, not under bundled"),
         ({"parallel": SHARDED, "weight_average": "bf16"}, "an average of shards"),
         ({"parallel": SHARDED, "weights": {"default": "fp16"}, "compute_dtype": "fp16"}, "fp16 is not supported"),
     ],

@@ -33,6 +33,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.shards": {1, 3, 22},
     "transformers.deepspeed": {2},
     "transformers.hsdp.shards": {17, 19, 24},
+    "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "torchtitan.hsdp.tensor.shards": {11},
     "transformers.zero-3.shards": {2, 14, 27},
     "trl.grpo": {17, 23, 33},
@@ -50,6 +51,7 @@ the peaks, were not followed further.
 NEAR = {
     "transformers.deepspeed": 1.0,
     "transformers.hsdp.shards": 1.0,
+    "transformers.fsdp1.shards": 0.94,
     "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,
     "axolotl": 0.98,

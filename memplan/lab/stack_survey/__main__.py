@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.stack_survey.drawn_grids import divided_job, piped_job, replicated_job
+from memplan.lab.stack_survey.drawn_grids import divided_job, flat_job, piped_job, replicated_job
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [with_fullest(piped_job(job, options.seed, number), number, catalog) for number, job in enumerate(jobs)]
     if options.hsdp and not options.job:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.fsdp1 and not options.job:
+        jobs = [flat_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
@@ -112,6 +114,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--piped", action="store_true", help="jobs over pipelines, on degrees and schedules that are drawn"
+    )
+    parser.add_argument(
+        "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)

@@ -86,3 +86,24 @@ def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
     if training["compute_dtype"] == "bf16" and rng.random() < 0.5:  # torchtitan's own default
         training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
     return replace(job, job=Job(model, training))
+
+
+def flat_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job that FullyShardedDataParallel (FSDP1) shards, its ranks drawn, and when it gathers; without adapters."""
+    rng, training = Random(f"memplan flat {seed} {number}"), dict(job.job.training)
+    coded, dtype = "adapter" in training, training["compute_dtype"]
+    training.pop("adapter", None)
+    training.pop("loss_scaling", None)
+    dtype = "bf16" if dtype == "fp16" else dtype
+    weights = rng.choice(("fp32", "fp32", dtype)) if not coded else "fp32"
+    training |= {"weights": {"default": weights}, "compute_dtype": dtype, "optimizer": {"default": f"adamw-{weights}"}}
+    flat = {"backward_prefetch": rng.choice(("none", "pre", "post")), "use_orig_params": rng.random() < 0.5}
+    shards, groups = rng.choice((2, 3, 4, 7, 8, 16, 64, 256)), rng.choice((1, 1, 1, 2, 4))
+    training["parallel"] = {
+        "data": shards * groups,
+        "replicate": groups,
+        "zero_stage": 3,
+        "engine": "fsdp1",
+        "flat": flat,
+    }
+    return replace(job, job=Job(job.job.model, training))

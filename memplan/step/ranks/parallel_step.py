@@ -16,20 +16,26 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 from memplan.model.model import Model
-from memplan.model.spec import LayerRun
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
-from memplan.step.ranks.sharded_forward import evaluated, forward, leaf_kept, leaf_of, rows_of_head, with_gathered
-from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
+from memplan.step.ranks.flat_step import flat_backward
+from memplan.step.ranks.sharded_forward import (
+    evaluated,
+    forward,
+    instant_with,
+    leaf_kept,
+    leaf_of,
+    rows_of_head,
+    with_gathered,
+)
+from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
@@ -52,7 +58,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     if setup.config.evaluation:
         kept = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
         around = constant_form(Part.GRADIENTS, kept)
-        candidates += tuple(_with(instant, step.rest_bytes) for instant in evaluated(step, around))
+        candidates += tuple(instant_with(instant, step.rest_bytes) for instant in evaluated(step, around))
     return StepForms(
         candidates,
         buffers(inputs),
@@ -63,62 +69,35 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What becomes of gradients in one forward and backward.
-
-    Attributes:
-        mode: What becomes of those that are kept; ``again`` adds to them.
-        reduces: Whether whole gradients are reduced, and not kept whole until a later micro-step's are.
-        beside: Whether there are whole gradients of earlier micro-steps, which are added to.
-    """
-
-    mode: Mode
-    reduces: bool = True
-    beside: bool = False
-
-    def formed(self, whole: int) -> int:
-        """Return the gradients that there are once a unit has formed its own, besides those from before."""
-        return 0 if self.beside else whole
-
-    def scattered(self, unit: Unit, whole: int) -> int:
-        """Return the same when they have been reduced."""
-        return unit.kept_bytes + unit.narrow_bytes + unit.last_bytes - whole * self.beside
-
-    def left(self, unit: Unit, whole: int) -> int:
-        """Return what a unit leaves besides what was there before."""
-        if not self.reduces:
-            return self.formed(whole)
-        new = self.mode == "first" or self.beside
-        return unit.kept_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
-
-
 def _passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of the first, or of each later, forward and backward, beside what the root holds throughout."""
     for instant in _all_passes(step, base, mode):
-        yield _with(instant, step.rest_bytes) if step.rest_bytes else instant
+        yield instant_with(instant, step.rest_bytes) if step.rest_bytes else instant
 
 
 def _all_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the same without what the root holds throughout."""
     steps = step.inputs.setup.config.gradient_accumulation_steps
     if not step.reduces_last or steps == 1:
-        yield from _one_pass(step, base, _Pass(mode))
+        yield from _one_pass(step, base, Pass(mode))
     elif mode != "again":
-        yield from _one_pass(step, base, _Pass("first", reduces=False))
+        yield from _one_pass(step, base, Pass("first", reduces=False))
     else:
         base = constant_form(Part.GRADIENTS, step.whole_gradients)
         for reduces in (False, True) if steps > 2 else (True,):
-            yield from _one_pass(step, base, _Pass("again", reduces, beside=True))
+            yield from _one_pass(step, base, Pass("again", reduces, beside=True))
 
 
-def _one_pass(step: ShardedStep, base: Form, of: _Pass) -> Iterator[Instant]:
+def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     """Yield the instants of one forward and backward."""
     played = step.played_as("again" if of.beside else "first")
     saved, head = played.saved, step.taped.head
     yield from forward(step, base)
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
     base = bare + kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    if step.flat:
+        yield from flat_backward(step, bare, base, played, of)
+        return
     if step.chunked:
         yield from chunked_head(step, base + saved, played)
         step = behind_head(step)
@@ -139,12 +118,6 @@ def _one_pass(step: ShardedStep, base: Form, of: _Pass) -> Iterator[Instant]:
     yield from _first_unit(step, bare + constant_form(Part.GRADIENTS, above), waiting, played, of)
 
 
-def _with(instant: Instant, communication: int) -> Instant:
-    """Return an instant with gathered weights and reduced gradients around it."""
-    around = instant.around(constant_form(Part.TEMPORARIES, communication))
-    return replace(around, communication=instant.communication + communication)
-
-
 # -------------------------------------------------------------------- backward
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
@@ -160,10 +133,10 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         ahead = step.last.buffer_bytes if at_once or instant.name != "loss backward" else 0
-        yield _with(instant, tail + ahead)
+        yield instant_with(instant, tail + ahead)
 
 
-def _tail_unit(step: ShardedStep, around: Form, whole: int, of: _Pass) -> Iterator[Instant]:
+def _tail_unit(step: ShardedStep, around: Form, whole: int, of: Pass) -> Iterator[Instant]:
     """Yield the reduction of the gradients of norm and head, whose weights are let go of before.
 
     Args:
@@ -179,7 +152,7 @@ def _tail_unit(step: ShardedStep, around: Form, whole: int, of: _Pass) -> Iterat
         yield with_gathered(step.head_instant, "reduction of norm and head", form, communication)
 
 
-def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, of: _Pass) -> Iterator[Instant]:
+def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, of: Pass) -> Iterator[Instant]:
     """Yield the backward of the layers: the last and the first of each run, and their neighbours.
 
     Args:
@@ -194,7 +167,7 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
         part, run = model.layers[step.taped.kinds[index]], step.taped.runs[index]
         each = of.left(step.units[index], step.whole_of(index))
         rest = saved - part.saved * run.count
-        for position in _positions(run):
+        for position in positions(run):
             gradients = constant_form(Part.GRADIENTS, above + each * (run.count - position))
             around = base + rest + part.saved * (position - 1) + gradients
             yield from _layer_unit(step, (index, position), around, part, of)
@@ -202,14 +175,7 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
         saved = rest
 
 
-def _positions(run: LayerRun) -> tuple[int, ...]:
-    """Return the layers of a run that are looked at: between them, everything is linear."""
-    return tuple(dict.fromkeys((run.count, max(1, run.count - 1), min(2, run.count), 1)))
-
-
-def _layer_unit(
-    step: ShardedStep, place: tuple[int, int], around: Form, played: Played, of: _Pass
-) -> Iterator[Instant]:
+def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played: Played, of: Pass) -> Iterator[Instant]:
     """Yield the backward of one layer: gathered, run, its gradients reduced.
 
     Args:
@@ -223,7 +189,7 @@ def _layer_unit(
     own, run = step.units[index], step.taped.runs[index]
     over, under = step.neighbour(index, position, 1), step.neighbour(index, position, -1)
     name = f"layer {run.first + position} backward"
-    named = position + 1 in _positions(run) or position == run.count
+    named = position + 1 in positions(run) or position == run.count
     top = position == run.count and index == len(step.units) - 1
     before = step.head_instant if top else f"layer {run.first + position + named} backward"
     before = name if step.reentrant else before
@@ -236,7 +202,7 @@ def _layer_unit(
     gathered = root + waiting + own.gathered_bytes + max(own.copying_bytes, ahead)
     yield with_gathered(before, "copy out of the gathered buffer", around + played.saved + arrived, gathered)
     for instant in played.backward:
-        yield _with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
+        yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
     if not of.reduces:
         return
     communication = root + own.reduced_bytes + next_gathered
@@ -251,7 +217,7 @@ def _layer_unit(
     yield with_gathered(name, "reduction", around + arrived + gradients, communication)
 
 
-def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel, of: _Pass) -> Iterator[Instant]:
+def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel, of: Pass) -> Iterator[Instant]:
     """Yield the embedding's backward, and the reduction of the root's gradients at the very end.
 
     Args:
@@ -273,7 +239,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     for instant in tied_sum(step.inputs, step.taped, formed, "first"):
         yield with_gathered(instant.name, instant.operation, instant.form, communication)
     for instant in played.embedding.backward:
-        yield _with(instant.around(formed, "end of backward"), communication)
+        yield instant_with(instant.around(formed, "end of backward"), communication)
     if not of.reduces:
         return
     leaf = embedded_leaf(step.inputs, step.taped)

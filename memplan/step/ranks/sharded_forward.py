@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memplan.step.behind_forward import behind_forward
 from memplan.step.divided.divided_ends import FORWARD_BYTES
@@ -19,6 +20,12 @@ from memplan.step.tapes.played import Instant
 def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:
     """Return an instant of so many bytes of gathered weights and reduced gradients besides what is there."""
     return Instant(name, operation, form + constant_form(Part.TEMPORARIES, communication), communication)
+
+
+def instant_with(instant: Instant, communication: int) -> Instant:
+    """Return an instant with gathered weights and reduced gradients around it."""
+    around = instant.around(constant_form(Part.TEMPORARIES, communication))
+    return replace(around, communication=instant.communication + communication)
 
 
 def rows_of_head(step: ShardedStep) -> Form:
@@ -43,6 +50,12 @@ def leaf_kept(step: ShardedStep) -> Form:
     return embedded_leaf(step.inputs, step.taped) - leaf_of(step)
 
 
+def entry_of(step: ShardedStep) -> Form:
+    """Return what a layer is given."""
+    stream = step.taped.embedding.output
+    return single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
+
+
 def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     """Yield the layers' forward, the copies of the first and of the last layer out of their buffers, and the loss.
 
@@ -55,6 +68,8 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     around = base + arguments_of(step)
     first = held + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("forward", "copy of the first layer", around + x, first)
+    if step.flat:
+        yield with_gathered("forward", "gather of the root", base, step.first.copied_bytes)
     if step.apart:
         yield with_gathered("forward", "copy of the embedding", around, step.first.copied_bytes)
         for moment in played.embedding.forward:
@@ -86,11 +101,15 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
     """
     for run, kind, own in zip(step.taped.runs, step.taped.kinds, step.units, strict=True):
         part = step.played.layers[kind]
-        gathered = step.held_bytes + own.copied_bytes
+        gathered = step.held_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
         for position in dict.fromkeys((0, run.count - 1)):
             below = around + part.saved * position
             if run is step.taped.runs[0] and position == 0:
                 below -= entered
+            if step.flat:
+                yield with_gathered(
+                    "forward", "gather of a layer", below + entry_of(step), step.held_bytes + own.copied_bytes
+                )
             for moment in part.forward:
                 yield with_gathered("forward", moment.operation, below + moment.form, gathered)
         around += part.saved * run.count

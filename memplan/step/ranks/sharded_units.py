@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memplan.catalog.training_config import FlatShards
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
-from memplan.model.spec import ModelSpec
+from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
@@ -33,6 +34,7 @@ class ShardedStep:
         rest: The root's own unit besides those of the ends, where there is one.
         head: What the head alone is in the unit of norm and head, where that is one.
         reduced_width: Bytes of an element of a gradient as it is reduced.
+        flat: What FullyShardedDataParallel is told, where units are its flat tensors.
     """
 
     inputs: StepInputs
@@ -44,6 +46,7 @@ class ShardedStep:
     rest: Unit | None
     head: Unit | None
     reduced_width: int
+    flat: FlatShards | None = None
 
     @property
     def apart(self) -> bool:
@@ -58,7 +61,7 @@ class ShardedStep:
     @property
     def root_again(self) -> bool:
         """Whether the root is let go of after forward, and gathered again when backward begins."""
-        return self.inputs.setup.stack.sharded_units == "axolotl"
+        return self.inputs.setup.stack.sharded_units == "axolotl" and not self.flat
 
     @property
     def head_instant(self) -> str:
@@ -98,8 +101,8 @@ class ShardedStep:
         return is_accelerated(self.inputs.setup)
 
     def played_as(self, mode: Mode) -> PlayedModel:
-        """Return the parts of the model, played so that whole gradients are new ones or are added to others."""
-        return self.played if mode == "first" else self.taped.played(mode, self.inputs.recomputation)
+        """Return the parts of the model, played so that whole gradients are new ones, as flat tensors' always are, or are added to."""
+        return self.played if mode == "first" or self.flat else self.taped.played(mode, self.inputs.recomputation)
 
     def whole_of(self, index: int) -> int:
         """Return the whole gradients of one layer of a run."""
@@ -114,6 +117,10 @@ class ShardedStep:
     @property
     def whole_gradients(self) -> int:
         """The whole gradients of the model."""
+        if self.flat:
+            return self.first.reduced_bytes + sum(
+                u.reduced_bytes * run.count for u, run in zip(self.units, self.taped.runs, strict=True)
+            )
         return sum(entry.formed_bytes * entry.tensor.count for entry in self.inputs.states.tensors)
 
     @property
@@ -162,6 +169,41 @@ class ShardedStep:
         return self.units[other] if 0 <= other < len(self.units) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What becomes of gradients in one forward and backward.
+
+    Attributes:
+        mode: What becomes of those that are kept; ``again`` adds to them.
+        reduces: Whether whole gradients are reduced, and not kept whole until a later micro-step's are.
+        beside: Whether there are whole gradients of earlier micro-steps, which are added to.
+    """
+
+    mode: Mode
+    reduces: bool = True
+    beside: bool = False
+
+    def formed(self, whole: int) -> int:
+        """Return the gradients that there are once a unit has formed its own, besides those from before."""
+        return 0 if self.beside else whole
+
+    def scattered(self, unit: Unit, whole: int) -> int:
+        """Return the same when they have been reduced."""
+        return unit.kept_bytes + unit.narrow_bytes + unit.last_bytes - whole * self.beside
+
+    def left(self, unit: Unit, whole: int) -> int:
+        """Return what a unit leaves besides what was there before."""
+        if not self.reduces:
+            return self.formed(whole)
+        new = self.mode == "first" or self.beside
+        return unit.kept_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
+
+
+def positions(run: LayerRun) -> tuple[int, ...]:
+    """Return the layers of a run that are looked at: between them, everything is linear."""
+    return tuple(dict.fromkeys((run.count, max(1, run.count - 1), min(2, run.count), 1)))
+
+
 def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> ShardedStep:
     """Return the tapes of gathered weights, and their units."""
     whole = gathered_setup(setup)
@@ -174,12 +216,14 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     played = taped.played("first", inputs.recomputation)
     first, tail, rest = _ends(model.spec, inventory, setup)
     alone = unit([tensor for tensor in inventory if tensor.role == "head"], setup) if first is not tail else None
-    layers = [tensor for tensor in inventory if "{}" in tensor.name]
+    layers = [tensor for tensor in inventory if "{}" in tensor.name and tensor.used]
     units = (
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
     )
-    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup))
+    parallel = setup.config.parallel
+    flat = parallel.flat if parallel.engine == "fsdp1" else None
+    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup), flat)
 
 
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:
@@ -192,11 +236,14 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         accelerate/utils/fsdp_utils.py (1.15.0), and the former in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     """
     ends, layout = [tensor for tensor in inventory if "{}" not in tensor.name], setup.stack.sharded_units
+    layout = "root" if setup.config.parallel.engine == "fsdp1" else layout
     others: list[ParameterTensor] = []
     if layout == "accelerate":
         wrapped = setup.config.adapter is not None
         others = [
-            t for t in ends if t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
+            t
+            for t in ends
+            if not t.used or t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
         ]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None

@@ -15,6 +15,7 @@ from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.spec import ModelSpec
+from memplan.step.units.flat_units import flat_elements, flat_pieces
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -82,6 +83,8 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
     parallel = setup.config.parallel
     if not is_sharded(parallel):
         return tuple(inventory)
+    if parallel.engine == "fsdp1":
+        return tuple(flat_pieces(inventory, parallel, setup.compute_bytes))
     return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.shards) for tensor in inventory)
 
 
@@ -172,6 +175,8 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
     """
     ranks, compute = setup.config.parallel.shards, setup.compute_bytes
+    if setup.config.parallel.engine == "fsdp1":
+        return _flat_unit(tensors, setup)
     tensors = [tensor for tensor in tensors if not is_whole(tensor, setup)]
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
@@ -188,6 +193,31 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute * (ranks > 1),
         last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
         waited_bytes=trained * reduced if setup.config.parallel.replicate > 1 else 0,
+    )
+
+
+def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
+    """Return what a unit of FullyShardedDataParallel takes, which is gathered in place, from a copy in the compute dtype.
+
+    Its gradients are put together in one tensor, which is copied where ranks do not divide it.
+
+    Source:
+        ``_use_low_precision_shard`` in torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
+        ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
+    """
+    parallel, compute = setup.config.parallel, setup.compute_bytes
+    elements, own = flat_elements(tensors, parallel, compute), FLOAT_BYTES[setup.format_names["hidden_matrix"]]
+    piece = ceil_div(elements, parallel.shards)
+    padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
+    return Unit(
+        gathered_bytes=padded,
+        buffer_bytes=0,
+        copying_bytes=narrow,
+        reduced_bytes=elements * compute,
+        kept_bytes=piece * own,
+        narrow_bytes=narrow + (padded if padded != elements * compute else 0),
+        cast_bytes=narrow,
+        last_bytes=0,
     )
 
 
@@ -208,6 +238,9 @@ def reduced_width(setup: TrainingSetup) -> int:
 
 def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
     """Return the bytes of an element of a tensor, and whether it is trained."""
+    if not tensor.used:
+        frozen = setup.stack.vision == "frozen" and setup.autocast
+        return setup.compute_bytes if frozen else FLOAT_BYTES[setup.format_names[tensor.role]], False
     if setup.config.adapter is None:
         return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True
     if ADAPTER in tensor.name:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.fsdp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from memplan.catalog.training_config import Parallel
 from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks import fully_shard
+from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
 from memplan.trace.recording.recorder import Recorder
@@ -27,7 +30,7 @@ def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iter
     if parallel.data == 1 or runs_engine(parallel):
         yield
     elif isinstance(recorder, ShardedRecorder):
-        with _shards(recorder, fully_shard.mesh_degrees(parallel), trainer):
+        with _shards(recorder, parallel, trainer):
             yield
     else:
         with _replicas(recorder, parallel.data):
@@ -37,12 +40,13 @@ def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iter
 @contextmanager
 def _distributed(kind: DistributedType) -> Iterator[None]:
     """Let accelerate take this process for one of several of a kind."""
-    own = Accelerator.distributed_type
-    Accelerator.distributed_type = property(lambda _: kind)
-    try:
+    with (
+        patch.object(Accelerator, "distributed_type", property(lambda _: kind)),
+        patch.object(
+            Accelerator, "use_distributed", property(lambda _: True)
+        ),  # else micro-steps do not wait (``no_sync``)
+    ):
         yield
-    finally:
-        Accelerator.distributed_type = own
 
 
 @contextmanager
@@ -63,17 +67,31 @@ def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shards(recorder: ShardedRecorder, degrees: Sequence[int], trainer: Any) -> Iterator[None]:
-    """Let accelerate's FSDP2 shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+def _shards(recorder: ShardedRecorder, parallel: Parallel, trainer: Any) -> Iterator[None]:
+    """Let accelerate's FSDP shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
+    flat = parallel.engine == "fsdp1"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1 if flat else 2,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        **(_flat_options(parallel) if flat else {}),
+    )
     state = trainer.accelerator.state
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
     _numbered(trainer.model)
-    with _distributed(DistributedType.FSDP), fully_shard.sharding(torch.distributed.fsdp, degrees, recorder):
+    shared = flat_shards(parallel, recorder) if flat else None
+    degrees = fully_shard.mesh_degrees(parallel)
+    with _distributed(DistributedType.FSDP), shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder):
         yield
+
+
+def _flat_options(parallel: Parallel) -> dict[str, Any]:
+    """Return the plugin's keywords for FSDP1."""
+    flat, strategy = parallel.flat, "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
+    when = {"none": "NO_PREFETCH", "pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}[flat.backward_prefetch]
+    return {"use_orig_params": flat.use_orig_params, "backward_prefetch": when, "sharding_strategy": strategy}
 
 
 def _numbered(model: torch.nn.Module) -> None:

@@ -1,0 +1,121 @@
+"""Backward of one rank under FullyShardedDataParallel (FSDP1): flat tensors are gathered in place, and gradients put together in one.
+
+A unit is gathered when its backward begins, and let go of when its gradients have been put together, which are reduced
+thereupon; the root is gathered from forward to the end. The next unit is gathered when the backward of one begins (``pre``),
+when it is done (``post``), or when its own begins.
+
+Source:
+    ``_pre_backward_hook``, ``_post_backward_hook``, ``_reduce_grad`` and ``_prefetch_handle`` in
+    torch/distributed/fsdp/_runtime_utils.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.step.head_instants import head_backward, tied_sum
+from memplan.step.model_on_tape import PlayedModel
+from memplan.step.ranks.sharded_forward import instant_with, leaf_kept, with_gathered
+from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions
+from memplan.step.states.parallel_shards import Unit
+from memplan.step.step_inputs import tables_of_graph
+from memplan.step.tapes.linear_forms import Form, Part, constant_form
+from memplan.step.tapes.played import Instant, Played
+
+_END = "end of backward"
+
+
+def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel, of: Pass) -> Iterator[Instant]:
+    """Yield the instants of one backward.
+
+    Args:
+        step: The rank's step.
+        bare: What is there throughout it.
+        base: The same with what layers were given besides their input.
+        played: The parts of the model, played.
+        of: What becomes of gradients.
+    """
+    head, root = step.taped.head, step.first.gathered_bytes
+    ahead = step.last.gathered_bytes if _prefetches(step, "pre") else 0
+    if ahead:
+        first = base + played.saved + played.head.saved
+        yield with_gathered("loss backward", "gather of the last layer", first, root + step.last.copied_bytes)
+    for instant in head_backward(step.inputs, head, played.head, base + played.saved, "first"):
+        yield instant_with(instant, root + ahead)
+    above = waiting = head.section.gradients or head.delayed_bytes
+    saved = played.saved
+    for index in reversed(range(len(step.units))):
+        part, run = played.layers[step.taped.kinds[index]], step.taped.runs[index]
+        left, rest = _left(step.units[index], of), saved - part.saved * run.count
+        for position in positions(run):
+            gradients = constant_form(Part.GRADIENTS, above + left * (run.count - position))
+            around = base + rest + part.saved * (position - 1) + gradients
+            yield from _layer(step, (index, position), around, part, of)
+        above += left * run.count
+        saved = rest
+    around = bare + constant_form(Part.GRADIENTS, above)
+    for instant in tied_sum(step.inputs, step.taped, around, "first"):
+        yield with_gathered(instant.name, instant.operation, instant.form, root)
+    for instant in played.embedding.backward:
+        yield instant_with(instant.around(around, _END), root)
+    around += leaf_kept(step) - constant_form(Part.GRADIENTS, waiting)
+    yield from _put_together(step.first, (_END, around, step.whole_of_first), root, 0, of)
+
+
+def _prefetches(step: ShardedStep, when: str) -> bool:
+    return step.flat is not None and step.flat.backward_prefetch == when
+
+
+def _left(unit: Unit, of: Pass) -> int:
+    """Return what a unit leaves besides what was there before."""
+    if not of.reduces:
+        return 0 if of.beside else unit.reduced_bytes
+    return unit.kept_bytes * (of.mode == "first" or of.beside) - unit.reduced_bytes * of.beside
+
+
+def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Played, of: Pass) -> Iterator[Instant]:
+    """Yield the backward of one layer: gathered, run, its gradients put together and reduced."""
+    index, position = place
+    own, run = step.units[index], step.taped.runs[index]
+    under, root, arrived = step.neighbour(index, position, -1), step.first.gathered_bytes, step.arrived
+    name = f"layer {run.first + position} backward"
+    top = position == run.count and index == len(step.units) - 1
+    before = step.head_instant if top else f"layer {run.first + position + 1} backward"
+    begun = around + played.saved + arrived
+    ahead = under.gathered_bytes if under and _prefetches(step, "pre") else 0
+    if _prefetches(step, "none") or (top and _prefetches(step, "post")):
+        yield with_gathered(before, "gather of a layer", begun, root + own.copied_bytes)
+    elif ahead and under:
+        gathered = root + own.gathered_bytes + under.copied_bytes
+        yield with_gathered(before, "gather of the next layer", begun, gathered)
+    for instant in played.backward:
+        yield instant_with(instant.around(around, name), root + own.gathered_bytes + ahead)
+    after = under if _prefetches(step, "post") else None
+    around += arrived - tables_of_graph(step.inputs) if run.first + position == 1 else arrived
+    there = (name, around, step.whole_of(index))
+    yield from _put_together(own, there, root + own.gathered_bytes + ahead, root + ahead, of, after)
+
+
+def _put_together(
+    own: Unit, at: tuple[str, Form, int], held: int, kept: int, of: Pass, after: Unit | None = None
+) -> Iterator[Instant]:
+    """Yield a unit's gradients as they become one tensor, and its reduction.
+
+    Args:
+        own: The unit.
+        at: The instant, what lies around, and the gradients as they were formed.
+        held: What is gathered meanwhile.
+        kept: What stays gathered when the unit is let go of.
+        of: What becomes of gradients.
+        after: The unit that is gathered before they are reduced.
+    """
+    name, around, formed = at
+    together = constant_form(Part.GRADIENTS, formed + own.reduced_bytes)
+    yield with_gathered(name, "gradients in one tensor", around + together, held)
+    alone = around + constant_form(Part.GRADIENTS, own.reduced_bytes)
+    if after:
+        yield with_gathered(name, "gather of the next layer", alone, kept + after.copied_bytes)
+        kept += after.gathered_bytes
+    if of.reduces:
+        reduced = alone + constant_form(Part.GRADIENTS, own.narrow_bytes + own.kept_bytes)
+        yield with_gathered(name, "reduction", reduced, kept)

@@ -1,0 +1,1 @@
+"""What is gathered together as one flat tensor."""
