@@ -17,6 +17,7 @@ QWEN3_MOE = GROUPED | EXPERTS | {"num_experts": 4, "head_dim": 32}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 DEEPSEEK = BASE | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2}
 DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 24}
+GLM4_MOE = GROUPED | EXPERTS | {"head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
 DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
@@ -113,6 +114,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "glm": ("glm", GROUPED | {"head_dim": 32}),
     "glm-whole": ("glm", GROUPED | {"head_dim": 16, "partial_rotary_factor": 1.0, "attention_bias": False} | TIED),
     "glm4": ("glm4", GROUPED | {"head_dim": 32}),
+    "glm4-moe": ("glm4_moe", GLM4_MOE),
+    "glm4-moe-norm": (
+        "glm4_moe",
+        GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2} | TIED,
+    ),
     "ernie4.5": ("ernie4_5", GROUPED | {"head_dim": 24}),
     "ernie4.5-bias": ("ernie4_5", GROUPED | {"use_bias": True} | UNTIED),
     "stablelm": ("stablelm", GROUPED),

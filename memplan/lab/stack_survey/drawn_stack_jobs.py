@@ -47,6 +47,7 @@ ATTENTION_ONLY = {
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
     "deepseek_v3": ("kv_b_proj", "o_proj"),
+    "glm4_moe": ("q_proj", "k_proj", "o_proj"),
 }
 """Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
 

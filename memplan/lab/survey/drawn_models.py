@@ -39,6 +39,7 @@ OWN_HEAD_WIDTH = frozenset(
         "ernie4_5",
         "glm",
         "glm4",
+        "glm4_moe",
         "arcee",
         *LINEAR,
     }
@@ -130,6 +131,7 @@ def _odd(rng: Random, family: str) -> Values:
         "gpt_neox",
         "glm",
         "glm4",
+        "glm4_moe",
         *LINEAR,
     )  # a quarter of a head's dimensions is rotated, in pairs
     heads, width = rng.choice(HEADS), rng.choice([n for n in WIDTHS if not whole or n % 8 == 0])
@@ -195,6 +197,14 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "exaone4": {"sliding_window": rng.choice((100, 4096))},
         "granite": {"attention_bias": flag, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
         "hunyuan_v1_dense": {"attention_bias": flag},
+        "glm4_moe": {
+            **experts,
+            **inner,
+            "use_qk_norm": flag,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": rng.randint(0, 2),
+        },
         "seed_oss": {"attention_out_bias": flag, "residual_dropout": rng.choice((0.0, 0.1))},
         "ernie4_5": {"use_bias": flag},
         "arcee": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},

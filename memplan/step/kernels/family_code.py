@@ -212,8 +212,8 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         replace(TRANSFORMERS, norms_at_once=True, shared_first=True, sequence_tables=True),
     ),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
-    "deepseek_v3": replace(TRANSFORMERS, adapts_experts=True),
-    "cohere": replace(TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first", norms_at_once=True),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), replace(TRANSFORMERS, adapts_experts=True)),
+    "cohere": replace(TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first"),
     "cohere2": replace(
         TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4
     ),

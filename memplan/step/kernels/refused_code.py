@@ -20,6 +20,8 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Another library's models, or a family that is not in the list.
     """
     own, used = setup.stack, setup.profile
+    if spec.logit_scale and used.loss in ("cut-cross-entropy", "token-chunks", "token-chunks-fp32"):
+        raise CannotAnswerError(f"kernels.loss: {used.loss} of {spec.name}, whose logits are scaled, is not modelled")
     asked = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
     kernels = [key for key, value in asked.items() if value == ("fused-linear" if key == "loss" else "in-place")]
     if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == asked[kernels[0]]):
