@@ -90,6 +90,7 @@ def test_a_catalog_is_opened_once_or_by_its_path(tmp_path):
     ("options", "words"),
     [
         ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'; did you mean"),
+        ({"gpu": "8x h100"}, "several: --gpus"),
         ({"config": "qlor", **ON}, "unknown training config 'qlor'; did you mean 'qlora'"),
         ({"micro_batch_size": 0, **ON}, "micro_batch_size: expected a whole number from 1 to 16,777,216, got 0"),
         ({"sequence_length": "4k", **ON}, "sequence_length: expected a whole number"),
