@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from memplan.library.runs.history_replay import replay as replay
     from memplan.library.runs.searched_layouts import Layouts as Layouts
     from memplan.library.runs.searched_layouts import suggest_layouts as suggest_layouts
+    from memplan.library.runs.shared_ranks import Ranks as Ranks
+    from memplan.library.runs.shared_ranks import plan_ranks as plan_ranks
     from memplan.library.trainers.emitted_file import emit as emit
     from memplan.library.trainers.imported_file import Imported as Imported
     from memplan.library.trainers.imported_file import import_file as import_file
@@ -115,6 +117,8 @@ _MODULES: dict[str, str] = {
     "Gridded": "memplan.library.runs.gridded_model",
     "plan_grid": "memplan.library.runs.gridded_model",
     "Layouts": "memplan.library.runs.searched_layouts",
+    "Ranks": "memplan.library.runs.shared_ranks",
+    "plan_ranks": "memplan.library.runs.shared_ranks",
     "suggest_layouts": "memplan.library.runs.searched_layouts",
     "JobOptions": "memplan.library.job_options",
     "Shapes": "memplan.library.lookup",

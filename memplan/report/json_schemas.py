@@ -58,6 +58,7 @@ ROWS: Mapping[str, Callable[[], Schema]] = {
     "compare": plans.plan_schema,
     "suggest": plans.suggested_schema,
     "layouts": plans.layout_row,
+    "ranks": plans.rank_row,
     "frontier": plans.frontier_row,
     "largest": plans.largest_row,
     "max": plans.max_row,

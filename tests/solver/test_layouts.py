@@ -122,7 +122,7 @@ def test_what_is_sent_goes_over_one_link_or_the_other(sent, ranks, stride, per_n
             2,
         ),
         (("--network", "ethernet-10g"), "--network counts on several GPUs: give --gpus", 2),
-        (("--gpus", "8", "--pp", "2"), "parallel.pipeline: 2 is not supported", 3),
+        (("--gpus", "8", "--pp", "2"), "suggest does not search pipelines yet; memplan fit plans one", 3),
     ],
 )
 def test_what_cannot_be_divided_is_one_clear_line(cli, given, told, code):
@@ -171,3 +171,19 @@ def test_no_way_to_share_a_job_undercuts_what_pooled_memory_allows(catalog):
     (row,) = answer.placements.rows
     assert 1 < row.bound <= row.count
     assert answer.document().data["rows"][0]["bound"] == row.bound
+
+
+def test_ranks_whose_shards_are_smaller_have_rows_of_their_own(cli):
+    ask = ("fit", "llama-8b", "--gpu", "h100", "--gpus", "12", "--config", "bf16-adamw", "--rank")
+    data = cli(*ask, "all", "--json").data
+    jsonschema.validate(data, schema_of("ranks"))
+    fullest, last = data["rows"]
+    assert (fullest["ranks"], last["ranks"], last["first"]) == (11, 1, 11)
+    whole = cli(*ask[:-1], "--json").data
+    assert fullest["device_bytes"] == whole["peak"]["device_bytes"]
+    assert last["state_bytes"] < fullest["state_bytes"]
+    assert cli(*ask, "11", "--json").data["rows"] == [last]
+    told = cli(
+        *ask[:5], "8", "--config", "mixed-adamw", "--set", "parallel.zero_stage=0", "--rank", "all", "--json"
+    ).data
+    assert [row["ranks"] for row in told["rows"]] == [8]

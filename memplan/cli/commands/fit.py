@@ -49,6 +49,8 @@ def fit_command(
         options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
     if grid.divides(model.model, options):
         return _divided(model, options, grid, plot, output, detail)
+    if grid.rank != "worst":
+        return _ranks(model, options, grid, verdict, output)
     if options["config"] is None:
         every = memplan.fit(model.model, **options)
         draw(every, plot)
@@ -79,6 +81,16 @@ def _divided(
         raise InvalidFileError(["--plot: a divided model has no picture yet; leave it out"])
     answer = plan_grid(model.model, rank=grid.rank, **options)
     return emit(answer.document(output.unit, full=output.whole), output, detail)
+
+
+def _ranks(
+    model: ModelOptions, options: JobOptions, grid: GridOptions, verdict: VerdictOptions, output: OutputOptions
+) -> int:
+    """Answer for the ranks of a job that several GPUs share."""
+    if (options["gpus"] or 1) == 1 and options["config"] is None:
+        raise InvalidFileError(["--rank counts on several GPUs: give --gpus"])
+    answer = memplan.plan_ranks(model.model, rank=grid.rank, **options)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
 
 
 def _serves(method: MethodOptions) -> bool:

@@ -105,8 +105,6 @@ class GridOptions:
             model: MODEL as it was typed.
             options: The job's keywords.
 
-        Raises:
-            InvalidFileError: ``--rank`` where it is not.
         """
         told = any(setting.startswith("parallel") for setting in options["set"] or ())
         files = any(_may_divide(str(name)) for name in (options["config"], model) if str(name).endswith(FILES))
@@ -115,11 +113,6 @@ class GridOptions:
 
             if is_grid(model, options):
                 return True
-        if self.rank != "worst":
-            text = "--rank counts where the model itself is divided: give --tp, --pp or --ep"
-            alike = "--rank counts with --stack megatron: of ranks that share matrices, the first is the fullest and is planned"
-            piped = "--rank counts with --stack megatron: every rank of a pipeline is planned, and the table has them all; --set parallel.stage=N plans one"
-            raise InvalidFileError([piped if self.pp else alike if self.tp else text])
         return False
 
     def counted(self, device: DeviceOptions) -> DeviceOptions:

@@ -144,6 +144,13 @@ def suggested_schema() -> t.Schema:
     return {**plan, "required": [*plan["required"], *own], "properties": {**plan["properties"], **own}}
 
 
+def rank_row() -> t.Schema:
+    """Return the schema of a row of ``memplan fit --rank``: ranks that hold the same."""
+    parts = ("weight_bytes", "gradient_bytes", "state_bytes", "persistent_bytes", "requested_bytes")
+    sizes = t.same(t.BYTES, "first", "last", *parts, "device_bytes", "upper_bytes")
+    return t.object_schema({**sizes, "ranks": t.COUNT, "verdict": t.VERDICT})
+
+
 def layout_row() -> t.Schema:
     """Return the schema of a row of ``memplan suggest`` on several GPUs: a plan, its layout, and what it sends."""
     seconds = t.same(t.NUMBER, "step_seconds", "exposed_seconds", "overlapped_seconds", "bubble", "tokens_per_second")

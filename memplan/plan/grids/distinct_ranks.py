@@ -1,0 +1,142 @@
+"""What each rank of a job under ``fully_shard`` holds, where shards are uneven.
+
+Weights and gradients are padded to the first rank's, so that their storages are as large on every rank; the optimizer's states
+are of the rows that a rank has, which may be fewer or none.
+
+Source:
+    ``FSDPParam._init_sharded_param`` (``padded_sharded_param``, narrowed) in torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+    and ``foreach_reduce`` (gradients are views of the padded result) in _fsdp_collectives.py (v2.13.0).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from memplan.errors import CannotAnswerError
+from memplan.model.inventory import ParameterTensor
+from memplan.plan.memory_plan import MemoryPlan, Verdict, verdict_of
+from memplan.plan.planner import CompiledPlan
+from memplan.step.states.parallel_shards import is_sharded, runs_engine, shard
+from memplan.training.adapters import adapter_tensors
+from memplan.units import ceil_div, round_up
+from memplan.values import dataclass
+
+BLOCK_BYTES = 512
+"""What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """Ranks that hold the same.
+
+    Attributes:
+        first: The first of the shards that they have, counted within a group that divides everything.
+        last: The last of them.
+        ranks: How many ranks they are, over all groups.
+        persistent_bytes: Weights, gradients and states between forward and backward of a later step.
+        requested_bytes: The peak of a step; at most, where the optimizer's scratch is in it.
+    """
+
+    first: int
+    last: int
+    ranks: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    requested_bytes: int
+    device_bytes: int
+    upper_bytes: int
+    verdict: Verdict
+
+    @property
+    def persistent_bytes(self) -> int:
+        """What stays from step to step, with the gradients."""
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes
+
+
+def shard_rows(rows: int, ranks: int, place: int) -> int:
+    """Return the rows of a tensor that the rank in a place has.
+
+    Example:
+        >>> [shard_rows(10, 4, place) for place in range(4)]
+        [3, 3, 3, 1]
+    """
+    whole = ceil_div(rows, ranks)
+    return max(0, min(whole, rows - place * whole))
+
+
+def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
+    """Return all distinct ranks of a plan's job, the first rank first.
+
+    Args:
+        compiled: The job.
+        plan: Its first rank's plan.
+
+    Raises:
+        CannotAnswerError: DeepSpeed runs it, whose ranks differ from instant to instant, or FSDP1.
+    """
+    parallel = plan.setup.config.parallel
+    if parallel.engine == "fsdp1":
+        raise CannotAnswerError(
+            "--rank: how FSDP1's flat pieces differ between ranks is not modelled; the fullest is planned"
+        )
+    if runs_engine(parallel):
+        raise CannotAnswerError(
+            "--rank: DeepSpeed's ranks keep equal pieces, and which copies most gradients changes from instant to instant; "
+            "what is planned is the fullest at each"
+        )
+    shards = parallel.shards if is_sharded(parallel) else 1
+    trained = _trained(compiled)
+    bounds = {0, shards}
+    for tensor, _ in trained:
+        full = tensor.shape[0] // ceil_div(tensor.shape[0], shards)
+        bounds |= {place for place in (full, full + 1) if place < shards}
+    places = sorted(bounds)
+    rows: list[RankRow] = []
+    for first, end in pairwise(places):
+        row = _row(plan, trained, first, end - 1)
+        if rows and rows[-1].state_bytes == row.state_bytes:
+            row = _row(plan, trained, rows.pop().first, end - 1)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _trained(compiled: CompiledPlan) -> list[tuple[ParameterTensor, int]]:
+    """Return the trained tensors, whole, and the bytes of an element's states."""
+    setup, own = compiled.setup, compiled.own
+    adapters = adapter_tensors(compiled.model, setup)
+    entries = [entry for entry in compiled.states.tensors if entry.trainable]
+    widths = {}
+    for entry in entries:
+        slots = [slot for slot in entry.optimizer.slots if slot.layout == "elementwise"]
+        widths[entry.tensor.role] = sum(
+            entry.element_bytes if slot.as_parameter else slot.block_bytes for slot in slots
+        )
+    return [(tensor, widths[tensor.role]) for tensor in (adapters or own.inventory) if tensor.role in widths]
+
+
+def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: int, last: int) -> RankRow:
+    """Return the ranks with shards from ``first`` to ``last``, which hold the same."""
+    parallel, states = plan.setup.config.parallel, plan.states
+    shards = parallel.shards if is_sharded(parallel) else 1
+    less = rounded = 0
+    for tensor, width in trained:
+        whole = shard(tensor, shards).elements * width
+        own = tensor.elements // tensor.shape[0] * shard_rows(tensor.shape[0], shards, first) * width
+        less += tensor.count * (whole - own)
+        rounded += tensor.count * (round_up(whole, BLOCK_BYTES) - round_up(own, BLOCK_BYTES))
+    allocated = plan.allocated_bytes - rounded
+    device, upper = plan.allowances.device_bytes(allocated), plan.allowances.upper_bytes(allocated)
+    each = parallel.gpus // shards if is_sharded(parallel) else parallel.gpus
+    return RankRow(
+        first=first,
+        last=last,
+        ranks=(last - first + 1) * each,
+        weight_bytes=states.weight_bytes,
+        gradient_bytes=states.gradient_bytes,
+        state_bytes=states.state_bytes - less,
+        requested_bytes=plan.requested_bytes - less,
+        device_bytes=device,
+        upper_bytes=upper,
+        verdict=verdict_of(device, upper, plan.usable_bytes),
+    )
