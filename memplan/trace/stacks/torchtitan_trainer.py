@@ -101,6 +101,9 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
         _checkpointed(model, setup)
         return _Trainer([model], setup, recorder)
     parallel = setup.config.parallel
+    if parallel.pipeline > 1 and parallel.stage is None:
+        text = f"parallel.stage: one rank of a pipeline is traced at a time; say which, 0 to {parallel.pipeline - 1}"
+        raise CannotAnswerError(text)
     place = (parallel.stage or 0) * parallel.data * parallel.tensor
     degrees = (parallel.gpus,) if parallel.tensor * parallel.pipeline > 1 else mesh_degrees(parallel)
     mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, degrees, recorder, place))
