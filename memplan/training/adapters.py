@@ -242,7 +242,7 @@ def _cast_by_name(tensor: ParameterTensor) -> ParameterTensor:
     """
     if tensor.used or tensor.role == "hidden_matrix":
         return tensor
-    return replace(tensor, role="norm" if "norm" in tensor.name else "bias")
+    return replace(tensor, role="norm" if "norm" in tensor.name else "router")  # which no forward casts either
 
 
 def projections(model: Model) -> list[str]:

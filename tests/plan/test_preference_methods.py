@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import memplan
@@ -107,6 +109,14 @@ def test_a_second_loss_over_the_chosen_answers_needs_a_copy_and_a_softmax_of_the
     )
     assert (with_it, without) == pytest.approx((10, 8), abs=0.1)
     assert part(plan("lora", stage="orpo"), "logits") == pytest.approx(with_it * tokens * vocabulary, rel=0.001)
+
+
+@pytest.mark.parametrize(("stage", "stack"), [("orpo", "trl"), ("dpo", "trl@0.29"), ("simpo", "llama-factory")])
+def test_the_keys_of_a_plan_are_a_config_of_the_same_plan(stage, stack, tmp_path):
+    first = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set={"method.stage": stage})
+    path = tmp_path / "again.yaml"
+    path.write_text(json.dumps({**first.training, "description": "again"}))
+    assert memplan.plan("llama-3.2-1b", gpu="h100", config=path).expected_bytes == first.expected_bytes
 
 
 def test_llama_factory_takes_the_softmax_of_both_models_whole_logits():

@@ -135,7 +135,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
             way = f"; {who}: --stack trl"
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
-    elif whole and config.kernels.loss is not None:
+    elif whole and config.kernels.loss not in (None, "log-probabilities"):
         yield (
             ("kernels", "loss"),
             f"{config.kernels.loss} is not what {stack.label} compares preferences by; leave it out",
