@@ -110,6 +110,8 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
     )
+    if parallel.zero_stage:
+        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
     return replace(model, notes=(*model.notes, note))
 
 

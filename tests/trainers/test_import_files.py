@@ -844,3 +844,30 @@ def test_what_of_generation_is_not_modelled_is_refused_by_its_key(tmp_path, key)
     (tmp_path / "grpo.yaml").write_text(GENERATED + key + "\n", encoding="utf-8")
     with pytest.raises(CannotAnswerError, match=key.rpartition("\n")[2].partition(":")[0]):
         memplan.plan(tmp_path / "grpo.yaml", gpu="a100-80gb")
+
+
+LAUNCHED = """distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 16
+fsdp_config: {{fsdp_sharding_strategy: {}, fsdp_backward_prefetch: {}, fsdp_use_orig_params: false, {}}}
+"""
+
+
+def test_a_launcher_that_names_no_version_starts_the_first_fsdp(tmp_path):
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", ""), "launch.yaml")
+    parallel = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()["training"]["parallel"]
+    assert (parallel["data"], parallel["zero_stage"], parallel["engine"]) == (16, 3, "fsdp1")
+    assert parallel["flat"] == {"backward_prefetch": "pre", "use_orig_params": False}
+
+
+def test_fsdps_hybrid_strategy_asks_how_many_groups_there_are(tmp_path):
+    launcher = written(tmp_path, LAUNCHED.format("HYBRID_SHARD", "NO_PREFETCH", ""), "launch.yaml")
+    answer = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()
+    assert any("parallel.replicate" in need for need in answer["needs"])
+
+
+@pytest.mark.parametrize("key", ["fsdp_forward_prefetch: true", "fsdp_auto_wrap_policy: SIZE_BASED_WRAP"])
+def test_units_of_the_first_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, key):
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_POST", key), "launch.yaml")
+    with pytest.raises(CannotAnswerError, match=key.partition(":")[0]):
+        memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher])
