@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+import memplan
+from memplan.errors import CannotAnswerError
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Quantity, quantities
@@ -63,3 +67,18 @@ def test_a_part_is_computed_again_to_its_end_only_where_nothing_stops_it(whole, 
     played = play(tape, output, "first", entry, Recomputation("full", whole=whole))
     assert played.saved.of(Part.ACTIVATIONS)[Quantity.TOKENS] == 1
     assert max(instant.form.total_bytes(ONE_TOKEN) for instant in played.backward) == peak
+
+
+@pytest.mark.parametrize(("targets", "planned"), [(None, False), ("q_proj", False), ("all-linear", True)])
+def test_products_that_are_kept_are_not_clipped_in_place(tmp_path, targets, planned):
+    """As torch, which stops there; what an adapter adds to is not kept, and the trace runs."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    text = json.dumps({"model_type": "olmo", "clip_qkv": 8.0, "vocab_size": 97, **shape})
+    (tmp_path / "config.json").write_text(text)
+    adapter = {} if targets is None else {"adapter": {"kind": "lora", "rank": 4, "targets": [targets]}}
+    given = {"gpu": "h100", "config": "bf16-adamw", "activation_checkpointing": "selective", "set": adapter}
+    if planned:
+        assert memplan.plan(tmp_path, **given).verdict == "fits"
+    else:
+        with pytest.raises(CannotAnswerError, match="clips in place"):
+            memplan.plan(tmp_path, **given)

@@ -22,6 +22,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     _refuse_wide_tables(model, setup)
     _refuse_adapted_experts(model, setup)
     _refuse_fused_adapters(setup)
+    _refuse_clipped_projections(model, setup)
     if setup.generates:
         from memplan.step.rollouts.generated_completions import refuse_generation
 
@@ -79,4 +80,22 @@ def _refuse_fused_adapters(setup: TrainingSetup) -> None:
         what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: fused with {what}, as {setup.stack.name} runs it, is not modelled; use composite"
+        )
+
+
+def _refuse_clipped_projections(model: Model, setup: TrainingSetup) -> None:
+    """Raise for selective checkpointing that keeps products which a model then clips in place: torch stops there.
+
+    What an adapter adds to is no product that is kept.
+
+    Source:
+        ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.13.0); ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0).
+    """
+    targets = set(setup.config.adapter.targets) if setup.config.adapter is not None else set()
+    kept = "all-linear" not in targets and not targets >= {"q_proj", "k_proj", "v_proj"}
+    clipped = any(getattr(run.layer.attention, "clip", 0.0) for run in model.spec.runs)
+    if kept and clipped and setup.config.activation_checkpointing == "selective":
+        raise CannotAnswerError(
+            f"{setup.name}: activation_checkpointing: selective keeps products that {model.spec.name} clips in place "
+            "(clip_qkv), which torch refuses; use full or none"
         )

@@ -191,8 +191,8 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     """Whether attention's result has heads before tokens, so that joining the heads copies it.
 
     Products of matrices put it out so. Flash and cuDNN allocate it like the query, which is so where it was
-    concatenated; what is cut out of padded heads lies apart in any case. With one head, and but for padding
-    with one token, the two are the same.
+    concatenated, or put out by a kernel that normalises it after its rotation; what is cut out of padded heads lies
+    apart in any case. With one head, and but for padding with one token, the two are the same.
     """
     if part.num_heads == 1:
         return False
@@ -201,7 +201,10 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
         return True
     joined = 0 < part.rotary_dim < part.head_dim or builder.settings.code.joins_rotated
     partial = joined and builder.profile.rotary == "composite"
+    put_out = part.norms_rotated and builder.profile.norm != "composite"
     first = (
-        eager or builder.profile.attention == "math" or (partial and builder.profile.attention in ("flash", "cudnn"))
+        eager
+        or builder.profile.attention == "math"
+        or ((partial or put_out) and builder.profile.attention in ("flash", "cudnn"))
     )
     return first and not builder.settings.regime.one_token
