@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stacks import DEFAULT_STACK
-from memplan.catalog.training_config import Offload, TrainingConfig
+from memplan.catalog.training_config import Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.library.answers.answer import Answer
@@ -141,6 +141,12 @@ def _refuse(config: TrainingConfig) -> None:
         f"method.stage: {config.method.stage}": config.method.stage != "sft",
         "weight_average": config.weight_average != "none",
     }
+    for name in ("schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
+        if getattr(config.parallel, name) != getattr(Parallel(), name):
+            text = "it changes nothing that ranks keep between steps, which is what is answered under Megatron-LM"
+            raise InvalidFileError(
+                [f"parallel.{name}: {text}; torchtitan's pipelines have instants: --stack torchtitan"]
+            )
     for name, given in said.items():
         if given:
             raise CannotAnswerError(f"{name} is not modelled where the model itself is divided")
