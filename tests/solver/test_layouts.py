@@ -187,3 +187,15 @@ def test_ranks_whose_shards_are_smaller_have_rows_of_their_own(cli):
         *ask[:5], "8", "--config", "mixed-adamw", "--set", "parallel.zero_stage=0", "--rank", "all", "--json"
     ).data
     assert [row["ranks"] for row in told["rows"]] == [8]
+
+
+def test_frontier_and_compare_take_layouts(cli):
+    layout = ("--gpus", "16x h100", "--tp", "4", "--sequence-parallel", "--stack", "torchtitan")
+    cells = cli(
+        "frontier", "llama-8b", *layout, "-c", "mixed-adamw", "--batches", "2", "--lengths", "4k", "--json"
+    ).data["rows"]
+    (compared,) = cli(
+        "compare", "llama-8b", *layout, "-c", "mixed-adamw", "--set", "micro_batch_size=2", "-s", "4k", "--json"
+    ).data["rows"]
+    assert compared["training"]["parallel"]["data"] == 4
+    assert cells[0]["upper_bytes"] == compared["peak"]["upper_bytes"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import memplan
+from memplan.cli.grids.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     DEVICE,
@@ -40,8 +41,9 @@ class ComparedOptions:
 def compare_command(
     model: ModelOptions,
     compared: ComparedOptions,
-    device: Annotated[DeviceOptions, without("gpu", "gpus", "profile")],
+    device: Annotated[DeviceOptions, without("gpu", "profile")],
     training: Annotated[TrainingOptions, without("config", "qlora", "lora", "full")],
+    grid: Annotated[GridOptions, without("rank")],
     verdict: VerdictOptions,
     plot: PlotOptions,
     detail: DetailOptions,
@@ -52,7 +54,7 @@ def compare_command(
     Without --config: bf16-adamw and tier1. Exit code 0: at least one fits; 1: none does.
     """
     configs = compared.configs or ["bf16-adamw", "tier1"]
-    options = job_options(output, training, model, device, configs=tuple(configs))
+    options = job_options(output, grid.over(training), model, grid.counted(device), configs=tuple(configs))
     answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import memplan
+from memplan.cli.grids.grid_options import GridOptions as LayoutOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     OUTPUT,
@@ -63,6 +64,7 @@ def frontier_command(
     model: ModelOptions,
     device: Annotated[DeviceOptions, without("profile")],
     training: Annotated[TrainingOptions, without("batch", "length")],
+    layout: Annotated[LayoutOptions, without("rank")],
     grid: GridOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
@@ -70,11 +72,12 @@ def frontier_command(
 ) -> int:
     """What batch and sequence length? A grid, and the exact line between what fits and what does not.
 
-    Without --config: bf16-adamw. Exit code 1: nothing in the grid fits.
+    Without --config: bf16-adamw. --gpus pool their memory, or with degrees (--tp 8, --zero 3) share the job. Exit code 1:
+    nothing in the grid fits.
     """
     form = output.format_name(grid.form)
     batches, lengths = numbers("--batches", grid.batches), numbers("--lengths", grid.lengths)
-    options = job_options(output, training, model, device)
+    options = job_options(output, layout.over(training), model, layout.counted(device))
     answer = memplan.frontier(model.model, batches=batches, lengths=lengths, **options)
     document = answer.document(output.unit, strict=verdict.strict, full=output.whole, tidy=form == "csv")
     draw(answer, plot)

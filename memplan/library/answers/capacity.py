@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
-from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, is_whole, job_inputs, keys_set
 from memplan.model.model import Model
 from memplan.report.document import Block, Document
 from memplan.training.resolved import TrainingSetup
@@ -316,7 +316,8 @@ def frontier(
         model: As :func:`memplan.plan` takes it.
         batches: Micro-batches of the grid; powers of two up to 64 where none are given.
         lengths: Sequence lengths of the grid; powers of two from 512 to 32768, as far as the model goes.
-        options: Keywords of :class:`memplan.JobOptions`; ``gpus`` pool their memory.
+        options: Keywords of :class:`memplan.JobOptions`; ``gpus`` pool their memory, or share the
+            job where keys of ``parallel`` are set.
 
     Raises:
         MemplanError: As :func:`memplan.plan` raises it, and for a grid out of range.
@@ -334,8 +335,13 @@ def frontier(
     from memplan.solver.batch_frontier import frontier as grid_of
 
     known = inputs.model()
-    device = inputs.device(count=inputs.gpus)
-    plan = CompiledPlan(known, inputs.setup(known))
+    shared = inputs.gpus > 1 and any(path[0] == "parallel" for path in keys_set(inputs))
+    device = inputs.device(count=1 if shared else inputs.gpus)
+    plan = CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus if shared else 1))
+    if plan.setup.config.parallel.pipeline > 1:
+        raise CannotAnswerError(
+            "parallel.pipeline: a grid of batches is not planned over pipelines yet; memplan fit plans one job"
+        )
     limit = known.spec.learned_positions or known.spec.max_position_embeddings
     default = tuple(length for length in DEFAULT_LENGTHS if not limit or length <= limit)
     chosen_batches = _numbers("batches", batches, 2**24) or DEFAULT_BATCHES
