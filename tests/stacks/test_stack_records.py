@@ -41,6 +41,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "trl.grpo-0-29": {8, 40},
     "trl.pairs": {47},
     "trl.pairs-0-29": {11, 37},
+    "trl.reward": {12},
 }
 """Records, drawn at random and none left out, that the formula does not follow yet. One that it follows must leave the list.
 
@@ -81,6 +82,7 @@ NEAR = {
     "trl.pairs": 0.97,
     "trl.pairs-0-29": 1.0,
     "trl.preferences": 0.98,
+    "trl.reward": 0.93,
     "trl.vision": 1.0,
 }
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
