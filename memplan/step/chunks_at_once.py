@@ -136,6 +136,8 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
         form = around + rows + own[Quantity.TOKENS] + parts[last] + (parts[full] if gone else ZERO)
         copies = ZERO if inputs.regime.one_sequence else sum((parts[q] for q in gone), ZERO)
         form = sum((own[q] * -1 for q in gone), form - copies)
+        if any(node.name == "scale" for node in chunk.tape.nodes):  # an adapter's part has a gradient of its own
+            form += own[full if gone else last]
         yield Instant(
             "head backward", "head of a chunk", form + constant_form(Part.GRADIENTS, (1 + len(gone)) * formed)
         )
@@ -155,8 +157,15 @@ def _copies_labels(inputs: StepInputs) -> bool:
 
 
 def _saved_rows(head: Head) -> Form:
-    """Return the head's input, which a product saves whose weight is trained."""
-    return _rows(head, Part.ACTIVATIONS) if head.weights[0].trainable else ZERO
+    """Return the head's input, which a product saves whose weight is trained, and what an adapter's saves of all chunks besides."""
+    chunk = head.chunk
+    saved = {storage for node in chunk.tape.nodes for storage in node.saved} if chunk is not None else set()
+    if chunk is None or not any(weight.trainable for node in chunk.tape.nodes for weight in node.weights):
+        return ZERO
+    storages = [chunk.tape.storages[storage] for storage in saved]
+    size = sum(size for part, quantity, size in storages if (part, quantity) == (Part.ACTIVATIONS, Quantity.CHUNK))
+    kept = single_form(Part.ACTIVATIONS, Quantity.TOKENS, size)
+    return kept + (_rows(head, Part.ACTIVATIONS) if chunk.entry.storage in saved else ZERO)
 
 
 _CHUNKS = (Quantity.TOKENS, Quantity.ROW_CHUNK, Quantity.LAST_ROW_CHUNK)

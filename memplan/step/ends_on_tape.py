@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from memplan.model.spec import Norm
-from memplan.step.blocks.adapted_projections import linear
+from memplan.step.blocks.adapted_projections import adapted, linear
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.norms import normalised
@@ -183,8 +183,8 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
     if settings.loss in IN_PIECES:
-        adapted = f"{settings.block.names.head}.lora_A.weight" in builder.weights
-        whole = linear(builder, normed, settings.block.names.head, settings.vocab_size) if adapted else None
+        has_adapter = f"{settings.block.names.head}.lora_A.weight" in builder.weights
+        whole = linear(builder, normed, settings.block.names.head, settings.vocab_size) if has_adapter else None
         logits = builder.cast(whole or _logits(builder, settings, normed), 4)
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))  # the loop counts them
     with builder.tape.alive(normed):
@@ -331,6 +331,9 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         )
         if weight.coded and biases:
             logits = _with_bias(builder, logits, biases, x)
+        head = settings.block.names.head
+        if (down := builder.weights.get(f"{head}.lora_A.weight")) is not None and not settings.tied:
+            logits = adapted(builder, x, logits, head, settings.vocab_size, down)
         tape.touch(*([copy] if copy is not None else []))
     tape.instant = "loss backward"
     logits = builder.pointwise("scale", logits) if settings.scaled_logits else logits

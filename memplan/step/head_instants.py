@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
@@ -45,9 +46,13 @@ def gradients_left(head: Head, mode: Mode) -> int:
 
 
 def _chunked_weights_left(head: Head, mode: Mode) -> int:
-    """Return the gradients that a head leaves whose loss is over chunks."""
-    weights = [weight for weight in head.weights if weight.trainable and weight.own_mode(mode) == "first"]
-    return sum(weight.gradient_bytes for weight in weights) if head.chunk is not None else 0
+    """Return the gradients that a head leaves whose loss is over chunks, those of its adapter with them."""
+    if head.chunk is None:
+        return 0
+    named = {weight.name: replace(weight, summed=False) for node in head.chunk.tape.nodes for weight in node.weights}
+    named |= {weight.name: weight for weight in head.weights}
+    weights = [weight for weight in named.values() if weight.trainable and weight.own_mode(mode) == "first"]
+    return sum(weight.gradient_bytes for weight in weights)
 
 
 def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -> Iterator[Instant]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from memplan.catalog.training_config import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
@@ -37,10 +38,10 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     _refuse_modules(model, setup, adapter.modules_to_save)
     if setup.stack.model_code == "litgpt":
         return tuple(_litgpt_tensors(model, setup, litgpt_parts(model.spec, adapter.targets)))
-    known = projections(model)
-    wrong = [target for target in adapter.targets if target != "all-linear" and target not in known]
-    if heads := [name for name in wrong if name == model.spec.names.head]:
-        raise CannotAnswerError(f"{setup.name}: adapter.targets: adapters on the head, {heads[0]}, are not modelled")
+    known, head = projections(model), model.spec.names.head
+    wrong = [target for target in adapter.targets if target not in ("all-linear", head) and target not in known]
+    if head in adapter.targets:
+        _refuse_head(model, setup, head)
     if wrong:
         texts = ", ".join(known)
         raise InvalidFileError(
@@ -49,7 +50,9 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     tensors: list[ParameterTensor] = []
     for tensor in libraries_inventory(model.inventory, setup):
         idle = not (tensor.used or adapter.vision)
-        if idle or tensor.role != "hidden_matrix" or not is_targeted(tensor, adapter.targets):
+        adapted_head = tensor.role == "head" and tensor.name == f"{head}.weight" and head in adapter.targets
+        projection = tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)
+        if idle or not (projection or adapted_head):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         stem = tensor.name.removesuffix(".weight")
@@ -58,6 +61,25 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             parts["lora_magnitude_vector"] = (rows,)
         tensors += [replace(tensor, name=f"{stem}.{part}.weight", shape=shape) for part, shape in parts.items()]
     return (*tensors, *_adapters_of_parameters(model, setup))
+
+
+def _refuse_head(model: Model, setup: TrainingSetup, head: str) -> None:
+    """Raise for adapters on a head that is no matrix of its own, or that no library's code was followed with.
+
+    Raises:
+        CannotAnswerError: It is tied to the embedding, of another library than torchtune, or the job is shared.
+    """
+    where = f"{setup.name}: adapter.targets: adapters on the head, {head},"
+    if model.spec.tie_word_embeddings or setup.scores:
+        raise CannotAnswerError(f"{where} are not modelled where it is tied to the embedding, or yields a score")
+    if setup.stack.model_code != "torchtune":
+        raise CannotAnswerError(
+            f"{where} are not modelled of stack {setup.stack.name}; they are of torchtune and litgpt"
+        )
+    if setup.config.adapter is not None and setup.config.adapter.kind == "dora" and setup.profile.loss != "fp32":
+        raise CannotAnswerError(f"{where} are not modelled by dora with kernels.loss: {setup.profile.loss}; use fp32")
+    if setup.config.parallel != Parallel():
+        raise CannotAnswerError(f"{where} are not modelled on several GPUs")
 
 
 LITGPT_PARTS = ("query", "key", "value", "projection", "mlp", "head")

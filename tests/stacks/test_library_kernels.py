@@ -41,6 +41,16 @@ def test_cut_cross_entropy_has_no_logits_and_the_heads_gradient_alone():
     assert whole - cut > 0.9 * TOKENS * 128_256 * 4
 
 
+def test_adapters_on_the_head_are_counted_with_what_they_save_of_every_chunk():
+    own, head = (
+        plan(f"adapter.targets={targets}", stack="torchtune", model="llama-2-7b")
+        for targets in ("[q_proj, v_proj]", "[q_proj, v_proj, lm_head]")
+    )
+    rank, added = own.training["adapter"]["rank"], 4096 + 32_000
+    assert head.components["weights"] - own.components["weights"] == 2 * rank * added
+    assert head.expected_bytes > own.expected_bytes
+
+
 def test_axolotls_fused_adapters_save_less_than_pefts():
     fused = plan("activation_checkpointing=none", stack="axolotl", config="qlora")
     apart = plan("activation_checkpointing=none", "kernels.adapters=composite", stack="axolotl", config="qlora")
@@ -78,6 +88,8 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
             "of qwen3_moe, as Liger runs it, is not modelled",
         ),
         (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
+        (("adapter.targets=[lm_head]",), {"model": "llama-2-7b"}, "not modelled of stack transformers"),
+        (("adapter.targets=[lm_head]",), {"stack": "torchtune"}, "tied to the embedding"),
         (CUT, {"stack": "torchtune"}, "runs on models of transformers"),
         (CUT, {"stack": "transformers", "model": "gpt2"}, "has no forward for gpt2"),
         ((*CUT, "weights=fp32"), {"config": "bf16-adamw"}, "takes a head in bf16 or fp16"),

@@ -18,10 +18,10 @@ def linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
     with builder.tape.alive(x):
         out = plain_linear(builder, x, name, rows)
         down = builder.weights.get(f"{name}.lora_A.weight")
-        return out if down is None else _adapted(builder, x, out, name, rows, down)
+        return out if down is None else adapted(builder, x, out, name, rows, down)
 
 
-def _adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
+def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
     """Return a projection with what its adapter adds."""
     rules, coded = builder.settings.projections, builder.weight(f"{name}.weight").coded
     if coded and rules.codes_cloned and not builder.weight(f"{name}.weight").integers:

@@ -92,6 +92,7 @@ def _adapter_options(setup: TrainingSetup) -> dict[str, Any]:
     return {
         "lora_attn_modules": [name.replace("o_proj", "output_proj") for name in SPLIT if name in targets],
         "apply_lora_to_mlp": PARTS[0] in targets,
+        **({"apply_lora_to_output": True} if "lm_head" in targets else {}),
         "lora_rank": adapter.rank,
         "lora_alpha": 2 * adapter.rank,
         "lora_dropout": adapter.dropout or 0.0,
