@@ -98,7 +98,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
             or learned
             or setup.config.parallel.sequence
-            or steps_through_scores(spec)
+            or steps_through_scores(spec, setup)
         ),
         one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
         one_token=length == 1,

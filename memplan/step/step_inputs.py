@@ -163,7 +163,7 @@ def buffers(inputs: StepInputs) -> Form:
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
     form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
-    if steps_through_scores(spec) and not (code.added_mask or code.masks_layers or code.scales_in_place):
+    if steps_through_scores(spec, setup) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))

@@ -177,6 +177,11 @@ class TrainingSetup:
         return self.config.offload.optimizer_states == "cpu"
 
     @property
+    def runs_flash_attn(self) -> bool:
+        """Whether attention is run by the package flash-attn, which transformers gives no mask and no repeated heads."""
+        return self.stack.model_code == "transformers" and self.config.kernels.attention == "flash"
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream, which is as wide as the embedding and which autocast leaves so."""
         if self.format_names["hidden_matrix"] == "fp32":

@@ -70,6 +70,7 @@ class BlockSettings:
         copies_fused: Whether query, key and value are copied out of the result of one projection.
         divided: Whether GPUs share each layer's matrices.
         sequence: Whether they share the sequence too between these.
+        flash_attn: Whether attention is run by the package flash-attn, whatever its window or soft cap.
         keeps_inputs: Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed
             puts in the place of torch's (``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py, 0.19.8).
     """
@@ -94,6 +95,7 @@ class BlockSettings:
     keeps_inputs: bool
     divided: bool
     sequence: bool
+    flash_attn: bool
 
     @property
     def stream(self) -> Quantity:
@@ -127,7 +129,8 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
-        fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec)),
+        fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
+        flash_attn=setup.runs_flash_attn,
         code=family_code(setup.stack.model_code, spec.architecture),
         regime=regime,
         gathered_rows=setup.stack.rotary_tables.gathered,

@@ -21,14 +21,15 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept
         kept: Only what some layer is given.
     """
     code = family_code(setup.stack.model_code, spec.architecture)
-    idle = code.idle_mask and not spec.window and not kept and setup.profile.attention != "eager"
+    asked = setup.profile.attention != "eager" and not setup.runs_flash_attn
+    idle = code.idle_mask and not spec.window and not kept and asked
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(code, kept=kept)
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
     """Return masks of (b, 1, t, t) each, in the dtype of the residual stream."""
-    if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec)):
+    if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
     masks = 1 if kept and alike else code.masks or (2 if spec.window else 1)
@@ -42,8 +43,10 @@ def _position_ids(code: FamilyCode, *, kept: bool) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)
 
 
-def steps_through_scores(spec: ModelSpec) -> bool:
+def steps_through_scores(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Whether attention runs step by step anywhere, which takes a mask of one byte per pair of positions."""
+    if setup.runs_flash_attn:
+        return False
     parts = [run.layer.attention for run in spec.runs]
     return any(isinstance(part, Attention) and (part.sinks or part.logit_softcap > 0) for part in parts)
 
@@ -52,10 +55,17 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
     """Whether a model's code gives scaled-dot-product attention a mask, for a window or always.
 
     Source:
-        ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.23.0): none within a window, where all tokens count.
+        ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.23.0): none within a window, where all tokens count;
+        ``flash_attention_mask`` there: none where no token is padding.
     """
+    if setup.runs_flash_attn:
+        return False
     code = family_code(setup.stack.model_code, spec.architecture)
-    if not (code.added_mask or code.masks_layers) or setup.profile.attention == "eager" or steps_through_scores(spec):
+    if (
+        not (code.added_mask or code.masks_layers)
+        or setup.profile.attention == "eager"
+        or steps_through_scores(spec, setup)
+    ):
         return False
     return code.masks_always or (code.masks_layers and spec.window > 0) or 0 < spec.window <= length
 

@@ -127,6 +127,17 @@ def _entry_needs(setup: TrainingSetup) -> Iterator[Need]:
 def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionKernel, str]:
     """Return the kernel of attention on a card, and why it is another than the setup's own."""
     own = setup.profile.attention
+    if setup.runs_flash_attn and setup.config.compute_dtype == "fp32":
+        raise CannotAnswerError(
+            "kernels.attention: flash-attn takes fp16 and bf16 alone; use eager, or compute_dtype: bf16"
+        )
+    if setup.runs_flash_attn and any(
+        isinstance(p, Attention) and p.sinks for p in (r.layer.attention for r in model.spec.runs)
+    ):
+        raise CannotAnswerError(
+            "kernels.attention: transformers runs attention sinks by a kernel of its hub (kernels-community/vllm-flash-attn3), "
+            "which is not modelled; use eager"
+        )
     calls = list(attention_calls(setup, model))
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
     if own == "auto" or own == "eager" or own == "flex" or not calls or unknown:

@@ -28,6 +28,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
     if stepwise and part is not None and builder.settings.code.scales_in_place:
         return masked_in_layer(builder, heads, part)
     query, key, value = (builder.lowered(x) for x in heads.tensors)
+    if builder.settings.flash_attn and query.element_bytes == 4:  # ``fa_peft_integration_check`` of transformers
+        query, key, value = (builder.cast(x, builder.compute) for x in heads.tensors)
     lowered = Heads(query, key, value, heads.number, heads.groups)
     with builder.tape.alive(query, key, value):
         if stepwise and part is not None:
@@ -59,6 +61,6 @@ def _masked(builder: Builder, heads: Heads) -> Value:
 
 def goes_by_steps(builder: Builder, part: Attention | None) -> bool:
     """Tell whether scores are formed operation by operation: as asked for, or as soft caps and sinks need it."""
-    if builder.profile.attention == "eager":
-        return True
+    if builder.profile.attention == "eager" or builder.settings.flash_attn:
+        return not builder.settings.flash_attn
     return part is not None and bool(part.sinks or part.logit_softcap)

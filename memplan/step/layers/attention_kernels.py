@@ -15,6 +15,9 @@ RANDOM_STATE_BYTES = {"flash": 24, "cudnn": 16, "efficient": 16, "flex": 0}
 """Seed and offset of attention's dropout, returned in any case: two numbers and one unused by
 flash, two by the others (native_functions.yaml, ``_scaled_dot_product_*_attention``)."""
 
+FLASH_ATTN_RANDOM_BYTES = 16
+"""The same of the package flash-attn (csrc/flash_attn/flash_api.cpp, ``rng_state``)."""
+
 FLASH_WIDTH_MULTIPLE = 8
 """Widths of a head that flash attention takes; others are padded (sdp_utils.cpp, attention.cpp ``pad_last_dim``)."""
 
@@ -65,7 +68,7 @@ def attention_kernel(
     # The efficient kernel stores its statistics in rows of a multiple of 32 (kAlignLSE in mem_eff_attention).
     rows = Quantity.ALIGNED_TOKENS if kernel == "efficient" else TOKENS
     statistics = tape.value(rows, heads.number, 4)
-    random = tape.value(ONE, RANDOM_STATE_BYTES[kernel], 1)
+    random = tape.value(ONE, FLASH_ATTN_RANDOM_BYTES if builder.settings.flash_attn else RANDOM_STATE_BYTES[kernel], 1)
     ways = [(x, NEW) for x in heads.tensors]
     saves = [*heads.tensors, out, statistics, random, *masks]
     # The kernel of backward forms all three gradients, whichever of them are needed.

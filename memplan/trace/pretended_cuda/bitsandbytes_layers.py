@@ -69,6 +69,9 @@ def quantised(model: Any, setup: TrainingSetup) -> Any:
                 layer.bias = nn.Parameter(biases[path].detach(), requires_grad=False)
     setattr(model, "is_loaded_in_8bit" if options.load_in_8bit else "is_loaded_in_4bit", True)
     model.config.quantization_config = options
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._is_quantized = True  # as ``_assign_is_quantized`` does, whom flash-attn asks for its dtype
     return model
 
 

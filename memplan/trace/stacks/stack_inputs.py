@@ -41,6 +41,8 @@ class StackDetails:
 def details_of(setup: TrainingSetup) -> StackDetails:
     """Return what a setup's stack says of itself."""
     attention: AttentionImplementation = "eager" if setup.profile.attention == "eager" else "sdpa"
+    if setup.runs_flash_attn:
+        attention = "flash_attention_2"
     adapter = setup.config.adapter
     dropout = 0.0 if adapter is None else adapter.dropout or 0.0
     modules = () if adapter is None else adapter.modules_to_save

@@ -107,7 +107,9 @@ def loaded_model(inputs: StackInputs) -> Any:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         except ImportError as error:
             raise CannotAnswerError(f"transformers cannot run {inputs.keys['model_type']} so: {error}") from None
-        except ValueError:  # as loading decides where nothing is asked for
+        except ValueError as error:  # as loading decides where nothing is asked for
+            if attention == "flash_attention_2":
+                raise CannotAnswerError(f"transformers: {str(error).partition('.')[0]}") from None
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
         model = model.to(dtype)
         model.tie_weights()  # 5.0 leaves that to loading where nothing has memory

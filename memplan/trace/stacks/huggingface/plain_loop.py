@@ -14,6 +14,7 @@ from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -56,7 +57,13 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
     if not inputs.is_traced:
         yield
         return
-    with cuda_autocast(), composite_kernels(capability), cuda_backend(capability), cuda_optimizer_paths():
+    with (
+        cuda_autocast(),
+        composite_kernels(capability),
+        cuda_backend(capability),
+        cuda_optimizer_paths(),
+        flash_attention_2(),
+    ):
         yield
 
 

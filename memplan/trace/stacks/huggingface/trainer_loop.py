@@ -23,6 +23,7 @@ from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, told, zero_config
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
@@ -91,6 +92,7 @@ def pretended_machine(compute_capability: str) -> Iterator[None]:
             cuda_backend(compute_capability),
             liger_backend(compute_capability),
             cuda_optimizer_paths(),
+            flash_attention_2(),
         ):
             stack.enter_context(one)
         for owner, name, answer in answers:
