@@ -54,7 +54,7 @@ the others the instants, and with `litgpt.adapters` 27, `plain-loop` 38, `trl.gr
 NEAR = {
     "transformers.deepspeed": 1.0,
     "transformers.hsdp.shards": 1.0,
-    "transformers.fsdp1.shards": 0.94,
+    "transformers.fsdp1.shards": 1.0,
     "transformers.towers.shards": 1.0,
     "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,

@@ -91,7 +91,11 @@ def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Play
     for instant in played.backward:
         yield instant_with(instant.around(around, name), root + own.gathered_bytes + ahead)
     after = under if _prefetches(step, "post") else None
-    around += arrived - tables_of_graph(step.inputs) if run.first + position == 1 else arrived
+    around += arrived
+    if step.reentrant:  # its function still holds what it was given and gave, the gradient of that, and the tables
+        around += arrived + arrived + arrived
+    elif run.first + position == 1:
+        around -= tables_of_graph(step.inputs)
     there = (name, around, step.whole_of(index))
     yield from _put_together(own, there, root + own.gathered_bytes + ahead, root + ahead, of, after)
 
