@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+import memplan
 from memplan.library.lookup import catalog_model
 from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.largest_model import upper_bytes
@@ -112,3 +113,23 @@ def test_evaluation_at_a_batch_of_its_own_takes_what_it_takes_at_that_micro_batc
     assert own.pop("evaluation") == wide["evaluation"] == max(wide["evaluation"], *alone.values())
     assert own == alone
     assert "evaluation" in {form.name for form in forms}
+
+
+def heads(plan: MemoryPlan) -> set[str]:
+    """Return what the assumptions of a plan are about."""
+    return {line.partition(":")[0] for line in plan.assumptions}
+
+
+@pytest.mark.parametrize(
+    ("keys", "head"),
+    [
+        ({"offload.optimizer_states": "cpu", "optimizer": {"default": "muon-int4"}}, "optimizer states"),
+        ({"method.stage": "dpo"}, "method dpo"),
+        ({"method.stage": "grpo", "micro_batch_size": 2}, "generation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_assumed_of_a_mechanism_is_said_only_where_it_runs(keys, head):
+    job = {"gpu": "h100", "config": "tier1" if "offload.optimizer_states" in keys else "lora"}
+    assert not any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job).memory))
+    assert any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job, set=keys).memory))
