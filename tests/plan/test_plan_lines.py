@@ -15,6 +15,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions, with_suggestions
 from memplan.solver.gauge import gauge_of
+from memplan.step.tapes.linear_forms import QUANTITIES, Quantity
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 
@@ -133,3 +134,12 @@ def test_what_is_assumed_of_a_mechanism_is_said_only_where_it_runs(keys, head):
     job = {"gpu": "h100", "config": "tier1" if "offload.optimizer_states" in keys else "lora"}
     assert not any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job).memory))
     assert any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job, set=keys).memory))
+
+
+def test_closed_forms_add_up_to_their_bytes(plan):
+    """Coefficients are told with their quantities, a constant alone; put in, they are what the line says."""
+    known = {QUANTITIES[quantity]: plan.values[quantity] for quantity in Quantity}
+    for line in plan.instant_forms:
+        terms = [term.split(" ", 1) for term in line.formula.split(" + ")]
+        values = [int(c.replace(",", "")) * (known[rest[0]] if rest else 1) for c, *rest in terms]
+        assert sum(values) == line.bytes
