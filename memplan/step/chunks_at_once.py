@@ -159,8 +159,9 @@ def _copies_labels(inputs: StepInputs) -> bool:
 def _saved_rows(head: Head) -> Form:
     """Return the head's input, which a product saves whose weight is trained, and what an adapter's saves of all chunks besides."""
     chunk = head.chunk
-    saved = {storage for node in chunk.tape.nodes for storage in node.saved} if chunk is not None else set()
-    if chunk is None or not any(weight.trainable for node in chunk.tape.nodes for weight in node.weights):
+    nodes = [node for node in chunk.tape.nodes if node.instant == "head backward"] if chunk is not None else []
+    saved = {storage for node in nodes for storage in node.saved}
+    if chunk is None or not any(weight.trainable for node in nodes for weight in node.weights):
         return ZERO
     storages = [chunk.tape.storages[storage] for storage in saved]
     size = sum(size for part, quantity, size in storages if (part, quantity) == (Part.ACTIVATIONS, Quantity.CHUNK))
