@@ -71,7 +71,8 @@ def _whole_groups(job: ImportedJob, *, counted: bool) -> None:
     if counted:
         job.reading.problems.append(f"{said.source}: {text}: expected whole groups on {world} of them")
     else:
-        job.reading.need(f"{GPUS}, a multiple of {group // gcd(group, together)}: {text}")
+        why = f"no file says how many GPUs; one, which stands for each of a multiple of {group // gcd(group, together)}: {text}"
+        job.reading.results["training.parallel.data"] = Result(world, DEFAULTED, "", "", why)
 
 
 def _pipeline(job: ImportedJob) -> None:
