@@ -38,10 +38,12 @@ from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_argum
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
     LATE_CHUNKS,
+    TILE_TOKENS,
     ZERO,
     Form,
     Part,
     Quantity,
+    answered_tokens,
     constant_form,
     single_form,
 )
@@ -105,6 +107,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_chunk=(profile.loss == "fp32-stretches" and length <= STRETCH_TOKENS)
         or (profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
         or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
+        several_tiles=profile.loss == "fused-head"
+        and answered_tokens(batch, length, setup.answer_length) > TILE_TOKENS,
         empty_stretch=profile.loss == "fp32-stretches" and length % STRETCH_TOKENS == 1 < length,
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,

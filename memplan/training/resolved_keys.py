@@ -27,6 +27,8 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     }  # not as the stack casts what is beside quantised matrices: it casts again where the keys are read back
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
+    if setup.profile.attention == "flash" and setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
+        data["kernels"]["attention"] = setup.attention_choice  # torch's own: read back, flash would be the package
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()

@@ -45,7 +45,8 @@ again reentrantly; and ids of positions and padded labels, of a few bytes a toke
 
 def differences(catalog, keys=KEYS, reentrant=False, **settings) -> dict[str, int]:
     """Return, for each instant, by how many bytes the formula exceeds the trace."""
-    config = TrainingConfig("", micro_batch_size=2, sequence_length=128, **{"stack": "plain-loop", **settings})
+    small = {"micro_batch_size": 2, "sequence_length": 128, "stack": "plain-loop"}
+    config = TrainingConfig("", **{**small, **settings})
     setup = resolve(config, catalog, "test")
     if reentrant:
         kind = replace(setup.stack.checkpointing, reentrant=True)
@@ -87,6 +88,16 @@ def test_head_and_loss_of_trl_are_one_function_over_tiles(catalog, kind, adapter
     found = differences(catalog, keys, stack="trl", activation_checkpointing=kind, adapter=adapter)
     assert "head backward" not in found, "its module is not called"
     assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
+@pytest.mark.parametrize("floats", ["bf16", "fp32"])
+@pytest.mark.parametrize("vocab_size", [1000, 40_000])
+def test_a_second_tile_of_tokens_copies_rows_and_the_head_beside_the_first_ones(catalog, floats, vocab_size):
+    pytest.importorskip("trl")
+    keys = {**KEYS, "vocab_size": vocab_size, "max_position_embeddings": 8192}
+    weights = {"default": floats}
+    found = differences(catalog, keys, stack="trl", weights=weights, sequence_length=6000, micro_batch_size=1)
+    assert abs(found["loss backward"]) <= TOLERANCE_BYTES
 
 
 @pytest.mark.parametrize("kind", ["none", "full"])

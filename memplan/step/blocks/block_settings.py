@@ -30,6 +30,7 @@ class Regime:
         wide_tables: Rotary tables are in fp32, whatever the residual stream is in.
         delta_chunks: Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
         pads_delta: The last of them is not full.
+        several_tiles: A loss that forms logits tile by tile has more tokens than one takes.
         sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
@@ -38,6 +39,7 @@ class Regime:
     one_token: bool = False
     one_chunk: bool = False
     empty_stretch: bool = False
+    several_tiles: bool = False
     sorts_positions: bool = False
     masked: bool = False
     pads_mask: bool = False

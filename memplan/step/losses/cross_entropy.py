@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.step.blocks.builder import ONE, Builder
-from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.linear_forms import TILE_TOKENS, Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
@@ -110,7 +110,10 @@ def tiled_cross_entropy(
         rows = tape.value(predicted, x.width, x.element_bytes)
         tape.apply("choose rows", [(cut, NEW)], (rows, mask), [mask])
         labels, sums = tape.make("choose labels", tape.value(predicted, 1, 8)), tape.value(predicted, 2, 4)
-        tile, again = (_tile(x, weights[0], compute, vocab_size, stretches) for stretches in (1, 2))
+        several = builder.settings.regime.several_tiles
+        tile, again = (
+            _tile(x, weights[0], compute, vocab_size, several=several, backward=backward) for backward in (False, True)
+        )
         wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
@@ -127,18 +130,33 @@ def tiled_cross_entropy(
     return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)
 
 
-def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, stretches: int) -> Sizes:
+def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, *, several: bool, backward: bool) -> Sizes:
     """Return a tile of logits, and the copies that are made to form it of rows and of stretches of the head in another dtype.
 
-    In backward a stretch has a name until the next one has been copied.
+    In backward a stretch has a name until the next one has been copied, and so has a tile's rows in either direction.
+
+    Args:
+        x: What the head is given.
+        weight: The head's weight.
+        compute: Bytes of an element in products.
+        vocab_size: Rows of the head.
+        several: Whether there is a second tile of tokens, the first being full then.
+        backward: Whether gradients are formed.
     """
+    row, casts_rows = x.width * compute, x.element_bytes != compute
     sizes = [(Quantity.TILE_TOKENS, TILE_COLUMNS * compute)]
-    if x.element_bytes != compute:
-        sizes.append((Quantity.TILE_TOKENS, x.width * compute))
-    if weight.element_bytes != compute:
-        starts = range(0, min(stretches * TILE_COLUMNS, vocab_size), TILE_COLUMNS)
-        sizes += [(ONE, min(TILE_COLUMNS, vocab_size - start) * x.width * compute) for start in starts]
-    return sizes
+    if casts_rows:
+        sizes.append((Quantity.TILE_TOKENS, row))
+    if weight.element_bytes == compute:
+        return [*sizes, (Quantity.NEXT_TILE_TOKENS, row)] if casts_rows and several else sizes
+    if several and backward and vocab_size <= TILE_COLUMNS:  # one stretch, copied again for the next tile
+        if not casts_rows:
+            return [*sizes, (ONE, vocab_size * row), (ONE, vocab_size * row)]
+        # Either the rows of both tiles beside the stretch, or those of the second beside it twice.
+        more = max(0, vocab_size - TILE_TOKENS)
+        return [*sizes, (Quantity.NEXT_TILE_TOKENS, row), (ONE, vocab_size * row), (ONE, more * row)]
+    starts = range(0, min((1 + backward) * TILE_COLUMNS, vocab_size), TILE_COLUMNS)
+    return [*sizes, *((ONE, min(TILE_COLUMNS, vocab_size - start) * row) for start in starts)]
 
 
 def _wide_weight(weight: Weight) -> Sizes:

@@ -44,6 +44,7 @@ class Quantity(IntEnum):
     ANSWER_TOKENS = 23
     ANSWERED_TOKENS = 24
     SHARD_TOKENS = 25
+    NEXT_TILE_TOKENS = 26
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -73,6 +74,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.ANSWER_TOKENS: "b*c",
     Quantity.ANSWERED_TOKENS: "b*(c+1)",
     Quantity.SHARD_TOKENS: "b*t/tp",
+    Quantity.NEXT_TILE_TOKENS: "min(max(b*(t-1) - 4096, 0), 4096)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -206,6 +208,11 @@ def scratch_pieces(size: int, piece: int) -> list[Storage]:
     return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
 
 
+def answered_tokens(batch: int, length: int, answer: int) -> int:
+    """Return the tokens that have labels, ``answer`` of each of ``batch`` sequences; 0 for all that have a token before them."""
+    return batch * min(answer or length, length - 1)
+
+
 def quantities(
     batch: int,
     length: int,
@@ -240,7 +247,7 @@ def quantities(
     touched = min(many, vocab)
     partial = many // EMBEDDING_ROWS_PER_PART + touched
     predicted = tokens - batch
-    answered = batch * min(answer or length, length - 1)
+    answered = answered_tokens(batch, length, answer)
     tile = min(answered, TILE_TOKENS)
     sums = (many, touched, partial)
     delta = ceil_div(length, CHUNK_TOKENS)
@@ -268,4 +275,5 @@ def quantities(
         answered,
         answered + batch,
         tokens // ranks,
+        min(answered - tile, TILE_TOKENS),
     )
