@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Self
 
 MAXIMUM_SHOWN = 20
+"""Problems of a file that its message lists; nobody reads on."""
 MOST_EXPLAINED = 200
 """Problems that are explained, each with the nearest name, which takes a millisecond; no more are looked for where names are."""
-"""Problems of a file that its message lists; nobody reads on."""
 LONGEST_PROBLEM = 2_000
 """Characters of one problem that its message has, however long what it quotes from the file is."""
 
@@ -40,9 +40,7 @@ class InvalidFileError(MemplanError, ValueError):
     def __init__(self, problems: Sequence[str], paths: Iterable[tuple[str | int, ...]] = ()) -> None:
         self.problems = tuple(problems)
         self.paths = tuple(paths)
-        more = len(self.problems) - MAXIMUM_SHOWN
-        shown = (*self.problems[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
-        super().__init__("\n".join(printable(problem, LONGEST_PROBLEM) for problem in shown))
+        super().__init__("\n".join(printable(problem, LONGEST_PROBLEM) for problem in first_lines(self.problems)))
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         """Return what makes this error anew in another process."""
@@ -73,6 +71,17 @@ class UnknownKeyWarning(MemplanWarning):
 
 class GuessedNameWarning(MemplanWarning):
     """A model's name stands in no list, and its shapes are guessed from what it looks like."""
+
+
+def first_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the first lines of many, and how many more there are.
+
+    Example:
+        >>> first_lines(["one", "two"]), first_lines(["same"] * 1021)[-1]
+        (('one', 'two'), '... and 1,001 more')
+    """
+    more = len(lines) - MAXIMUM_SHOWN
+    return (*lines[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
 
 
 def nearest_match(name: str, known: Iterable[str]) -> str | None:

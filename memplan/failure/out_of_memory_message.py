@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.errors import InvalidFileError
-from memplan.units import GIB, parse_bytes
+from memplan.units import GIB, format_bytes, parse_bytes
 
 Phase = Literal["loading", "forward", "backward", "optimizer step", "evaluation", "unknown"]
 
@@ -100,7 +100,7 @@ def read_message(text: str, where: str) -> OutOfMemory:
         where: What errors call it.
 
     Raises:
-        InvalidFileError: There is none, or one that is cut off.
+        InvalidFileError: There is none, one that is cut off, or one that contradicts itself.
     """
     flat = " ".join(text[-MAXIMUM_TEXT:].split())
     matches = list(_TRIED.finditer(flat))
@@ -122,7 +122,7 @@ def read_message(text: str, where: str) -> OutOfMemory:
         if own is not None:
             processes.remove(own)
     step = [int(count) for count, total in _STEP.findall(before) if int(count) <= int(total)]
-    return OutOfMemory(
+    message = OutOfMemory(
         tried=_bytes(last[1]),
         capacity=sizes["capacity"],
         free=sizes["free"],
@@ -134,6 +134,19 @@ def read_message(text: str, where: str) -> OutOfMemory:
         phase=_phase(before[before.rfind("Traceback") :] if "Traceback" in before else ""),
         step=step[-1] if step else None,
     )
+    _refuse_contradictions(message, where)
+    return message
+
+
+def _refuse_contradictions(message: OutOfMemory, where: str) -> None:
+    """Refuse figures that no device can have had; torch's own may exceed the capacity, where a driver pages to the host.
+
+    Raises:
+        InvalidFileError: There is no capacity, or more of it is free than there is.
+    """
+    if message.capacity <= 0 or message.free > message.capacity:
+        free, capacity = format_bytes(message.free), format_bytes(message.capacity)
+        raise InvalidFileError([f"{where}: the message contradicts itself: {free} free, of a capacity of {capacity}"])
 
 
 def _sizes(said: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from memplan.errors import MOST_EXPLAINED, match_hint, printable
 from memplan.importer.conditions import is_on, word
 from memplan.importer.interpreter import ARITHMETIC, REFERENCE
 from memplan.importer.reading import Reading, Refusal, UsedKey
-from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, GivenKeys, key_paths
 from memplan.importer.trainer_mappings import Mapped
 
 
@@ -87,9 +87,17 @@ def switch_problems(keys: GivenKeys, mapped: Mapped) -> Iterator[str]:
         yield f"{keys.where(name)}: expected true or false, got {printable(repr(value), 60)}"
 
 
+def _is_nan(value: Any) -> bool:
+    """Tell what is not a number, which YAML and JSON write as words, whatever key has it."""
+    return value != value if isinstance(value, float) else isinstance(value, str) and value.lower() in (".nan", "nan")
+
+
 def sort_keys(reading: Reading, keys: GivenKeys, mapped: Mapped, sorted_keys: SortedKeys) -> None:
     """Sort the keys of one source, noting those that move memory and are not modelled as refused, and no switches' values."""
     reading.problems += switch_problems(keys, mapped)
+    reading.problems += [
+        f"{keys.where(path)}: expected a number, got NaN" for path, value in key_paths(keys.data) if _is_nan(value)
+    ]
     _sort(reading, keys, keys.data, "", mapped, sorted_keys, frozenset(rule_keys(mapped)))
 
 

@@ -159,6 +159,11 @@ def test_suggestions_are_not_saved_into_a_folder_that_is_named_like_a_file(refus
         ("str=1", "--set str: unknown key"),
         ("weights.Default=bf16", "--set weights.Default: unknown role; did you mean 'default'?"),
         ("adapter={Kind: lora}", "--set adapter.Kind: unknown key; did you mean 'kind'?"),
+        (
+            "adapter.vision=false",
+            "--set adapter.vision: the config has no adapter; --set adapter.kind=lora gives it one",
+        ),
+        ("adapter={dropout: ~}", "--set adapter: the config has no adapter"),
         ("weights.int=1", "--set weights.int: expected text, got 1"),
         ("parallel.data=16385", "parallel.data: expected a whole number from 1 to 16,384, got 16385"),
     ],

@@ -139,6 +139,20 @@ def test_the_answer_matches_its_schema():
         jsonschema.validate(memplan.why(model, message=new()).to_dict(), schema_of("why"))
 
 
+@pytest.mark.parametrize("capacity", ["0 bytes", "1.00 GiB"])
+def test_figures_that_contradict_each_other_are_refused(capacity):
+    with pytest.raises(
+        memplan.MemplanError, match=f"contradicts itself: 2.00 GiB free, of a capacity of {capacity[0]}"
+    ):
+        read_message(new(free="2.00 GiB").replace("23.65 GiB", capacity), "log")
+
+
+def test_a_driver_that_pages_to_the_host_gives_more_than_the_capacity():
+    """As of https://github.com/YingqianWang/iPASSR/issues/9, on Windows."""
+    said = read_message(SINCE_1_6.replace("781.59 MiB", "17.20 GiB").replace("1.24 GiB", "19.15 GiB"), "log")
+    assert said.allocated > said.capacity
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_read_or_refused_in_a_line(text):
     for log in (text, f"CUDA out of memory. Tried to allocate {text}", new(tried="1.00 GiB", free=text)):

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import memplan  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.errors import CannotAnswerError  # noqa: E402
@@ -149,3 +150,10 @@ def test_outside_of_it_autocast_is_torchs_own():
     with cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.is_autocast_enabled("cpu")
     assert torch.autocast is own
+
+
+def test_a_stacks_code_that_fails_over_a_format_is_answered_as_the_plan_answers():
+    for package in ("transformers", "peft", "trl"):
+        pytest.importorskip(package)
+    with pytest.raises(CannotAnswerError, match="does not train over weights in fp8-e4m3"):
+        memplan.trace("gpt2", config="lora", micro_batch_size=1, sequence_length=16, set={"weights": "fp8-e4m3"})

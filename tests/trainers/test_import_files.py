@@ -779,6 +779,21 @@ def test_a_misspelt_key_is_named_wherever_its_file_is_planned(cli, tmp_path):
     assert ran.err.count("did you mean 'gradient_accumulation_steps'") == 1
 
 
+def test_thousands_of_unknown_keys_are_twenty_lines_and_a_number(cli, tmp_path):
+    text = "model_name_or_path: openai-community/gpt2\nmax_length: 1024\n" + "".join(
+        f"zz_{n}: 1\n" for n in range(1020)
+    )
+    err = cli("fit", written(tmp_path, text), "--gpu", "rtx4090").err
+    assert err.count("TRL has no such key") == 20
+    assert "... and 1,000 more" in err
+
+
+@pytest.mark.parametrize("line", ["lora_alpha: .nan", "logging_steps: .NaN", "odd_key: NaN", "log: {each: nan}"])
+def test_what_is_not_a_number_is_refused_whatever_key_has_it(refused, tmp_path, line):
+    text = f"model_name_or_path: openai-community/gpt2\nmax_length: 1024\n{line}\n"
+    assert "expected a number, got NaN" in refused("fit", written(tmp_path, text), "--gpu", "rtx4090")
+
+
 def test_what_deepspeed_casts_is_cast_whatever_dtype_a_file_loads_weights_in(cli, tmp_path):
     expected = set()
     for line in ("", "dtype: bfloat16\n", "dtype: float32\n"):

@@ -266,7 +266,12 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
     capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
     note(f"tracing the code of {setup.stack.name}")
     keys = released_keys(model, subject.catalog)
-    return trace_stack(setup.stack.name, StackInputs(model, keys, setup, capability, details_of(setup)))
+    try:
+        return trace_stack(setup.stack.name, StackInputs(model, keys, setup, capability, details_of(setup)))
+    except CannotAnswerError:
+        if setup.unmodelled:  # what no such job can be, in place of where its code has failed
+            raise CannotAnswerError(setup.unmodelled[0]) from None
+        raise
 
 
 def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:

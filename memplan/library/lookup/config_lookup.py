@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
         document = Document(document.name, document.data["training"], {}, document.problems)
+    _refuse_settings_of_no_adapter(document, overrides.settings)
     wanted = without_preset(_with_listed_targets(with_settings(document, overrides.settings)))
     try:
         return validate(TrainingConfig, wanted), document
@@ -270,6 +272,25 @@ def _without(data: Any, path: tuple[Any, ...]) -> Any:
     if len(path) == 1 or not isinstance(inner, dict):
         return {key: value for key, value in data.items() if key != path[0]}
     return {**data, path[0]: _without(inner, path[1:])}
+
+
+MORE_OF_ADAPTER = frozenset(("dtype", "dropout", "modules_to_save", "vision"))
+"""Keys that say more of an adapter, and not that there is one, as its kind, rank and targets do."""
+
+
+def _refuse_settings_of_no_adapter(document: Document, settings: tuple[str, ...]) -> None:
+    """Refuse more of an adapter where a config has none and nothing set makes one.
+
+    Raises:
+        InvalidFileError: A key such as ``adapter.dropout`` is set all the same.
+    """
+    if isinstance(document.data, dict) and document.data.get("adapter"):
+        return
+    given = [(path, value) for path, value in _settings(settings) if path[0] == "adapter"]
+    said = [path[1:2] or tuple(value) for path, value in given if path[1:] or isinstance(value, dict)]
+    if said and MORE_OF_ADAPTER.issuperset(chain.from_iterable(said)):
+        where = ".".join(map(printable, given[0][0]))
+        raise InvalidFileError([f"--set {where}: the config has no adapter; --set adapter.kind=lora gives it one"])
 
 
 def with_settings(document: Document, settings: tuple[str, ...]) -> Document:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, printable
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, first_lines, printable
 from memplan.training.rules.method_rules import GENERATING
 
 if TYPE_CHECKING:  # imported where a file is one
@@ -169,8 +169,11 @@ def training_data(
         CannotAnswerError: Something of it is not modelled, or missing.
     """
     job = trainer_job(text, beside, gpus, content)
-    for one in job.keys.unknown:
-        line = f"{one.source}:{one.line}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
+    unknown = [
+        f"{one.source}:{one.line}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
+        for one in job.keys.unknown
+    ]
+    for line in first_lines(unknown):
         warnings.warn(UnknownKeyWarning(line), stacklevel=2)
     _refuse_unread(text, job, given)
     method = job.section("method")

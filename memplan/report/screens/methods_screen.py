@@ -90,11 +90,8 @@ def _words(plans: Sequence[MemoryPlan]) -> list[str]:
     adapters = [name for name, setup in setups.items() if setup.config.adapter is not None]
     stacks = dict.fromkeys(setup.stack.label for setup in setups.values())
     learnt = "; ".join(f"{', '.join(names)}: {status}" for status, names in by_status.items())
-    trained = (
-        f"{' and '.join(adapters)}: adapters alone are trained; the others: all weights"
-        if adapters
-        else "All weights are trained"
-    )
+    others = "" if len(adapters) == len(setups) else "; the others: all weights"
+    trained = f"{' and '.join(adapters)}: adapters alone are trained{others}" if adapters else "All weights are trained"
     return [
         f"{trained}. Stacks: {', '.join(stacks)}.",
         f"How they learn: {learnt}.",
