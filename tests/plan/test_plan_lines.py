@@ -13,6 +13,7 @@ from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.largest_model import upper_bytes
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import simulated
 from memplan.plan.suggested.suggestions import suggestions, with_suggestions
 from memplan.solver.gauge import gauge_of
 from memplan.step.tapes.linear_forms import QUANTITIES, Quantity
@@ -77,6 +78,19 @@ def test_the_training_keys_are_those_of_the_plan_itself(compiled, device):
     keys = compiled.evaluate(device, 3, 640).training
     assert (keys["micro_batch_size"], keys["sequence_length"]) == (3, 640)
     assert "adapter" not in keys
+
+
+@pytest.mark.parametrize(("own", "told"), [(None, 0.1), (0.3, 0.3), (0.0, 0.0)])
+def test_dropout_is_the_configs_own_or_else_the_released(own, told):
+    given = {} if own is None else {"dropout": own}
+    assert memplan.plan("gpt2", gpu="h100", config="bf16-adamw", set=given).memory.training["dropout"] == told
+
+
+def test_the_allocators_reserve_is_told_as_it_was_found(plan):
+    for one, words in ((plan, "% of the allocated bytes"), (simulated(plan), "simulated from the first weight")):
+        (line,) = (line for line in one.assumptions if line.startswith("allocator: "))
+        assert words in line
+        assert bool(one.reserve_by_share) == (one is plan)
 
 
 def test_a_plan_that_does_not_fit_carries_its_suggestions(plan, catalog):

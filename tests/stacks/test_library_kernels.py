@@ -90,6 +90,11 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
         (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
         (("adapter.targets=[lm_head]",), {"model": "llama-2-7b"}, "not modelled of stack transformers"),
         (("adapter.targets=[lm_head]",), {"stack": "torchtune"}, "tied to the embedding"),
+        (
+            ("weights.hidden_matrix=nf4-torchao", "adapter.targets=[q_proj]"),
+            {"stack": "torchtune", "model": "qwen2.5-0.5b"},
+            "leaves projections of qwen2 without adapters as floats",
+        ),
         (CUT, {"stack": "torchtune"}, "runs on models of transformers"),
         (CUT, {"stack": "transformers", "model": "gpt2"}, "has no forward for gpt2"),
         ((*CUT, "weights=fp32"), {"config": "bf16-adamw"}, "takes a head in bf16 or fp16"),

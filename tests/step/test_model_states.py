@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload
@@ -16,6 +17,7 @@ from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.planner import CompiledPlan
 from memplan.step.states.model_states import model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
+from memplan.step.states.update_algorithms import depends_on_kernel
 
 DATA = data_directory()
 
@@ -220,3 +222,14 @@ def test_an_offloaded_update_takes_two_stretches_besides_its_chunks(model, setup
 
 def test_offloaded_states_are_not_in_the_uniform_bound(setup_of):
     assert bytes_per_parameter(setup_of(offload=OFFLOADED)).optimizer_states == 0
+
+
+@pytest.mark.parametrize("name", ["adamw-bf16", "sgd", "sgd-momentum", "lion", "adafactor"])
+def test_an_updates_scratch_is_another_by_kernel_where_torch_has_kernels_for_it(catalog, name):
+    def step(kernel: str) -> int:
+        given = {"optimizer": name, "kernels.optimizer": kernel}
+        return dict(memplan.plan("gpt2", gpu="h100", config="bf16-adamw", set=given).memory.instants)["optimizer step"]
+
+    assert (len({step(kernel) for kernel in ("for-loop", "foreach", "fused")}) > 1) == depends_on_kernel(
+        catalog.optimizers[name]
+    )
