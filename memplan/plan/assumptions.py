@@ -172,7 +172,7 @@ def _parallel(plan: MemoryPlan) -> Iterator[str]:
     when = "in the last micro-step alone" if _reduces_last(plan.setup) else "in every micro-batch"
     if parallel.data > 1 and parallel.pipeline == 1:
         yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
-    if parallel.tensor > 1:
+    if parallel.tensor > 1 and parallel.pipeline == 1:
         tokens = plan.micro_batch_size * plan.sequence_length
         sent = format_bytes(divided_sent_bytes(plan.setup, plan.model.spec, tokens))
         yield f"each GPU sends {sent} at least to those that it shares matrices with in one forward and backward"

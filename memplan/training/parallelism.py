@@ -90,6 +90,8 @@ def parallel_problems(parallel: Parallel) -> Problems:
         )
         text = f"{parallel.data} data parallel GPUs do not form {parallel.replicate} groups of equal size; the nearest that they form: {near}"
         yield ("parallel", "replicate"), text
+    if parallel.pipeline > 1 and parallel.stage is not None and parallel.stage >= parallel.pipeline:
+        yield ("parallel", "stage"), f"expected a rank from 0 to {parallel.pipeline - 1}, got {parallel.stage}"
     if not 0 <= parallel.zero_stage <= 3:
         yield ("parallel", "zero_stage"), f"expected 0, 1, 2 or 3, got {parallel.zero_stage}"
 
@@ -162,8 +164,6 @@ def _pipeline_problems(parallel: Parallel) -> Problems:
     for name in ("virtual", "schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
         if not several and getattr(parallel, name) != getattr(Parallel(), name):
             yield ("parallel", name), "it counts where parallel.pipeline is more than 1"
-    if several and parallel.stage is not None and parallel.stage >= parallel.pipeline:
-        yield ("parallel", "stage"), f"expected a rank from 0 to {parallel.pipeline - 1}, got {parallel.stage}"
     if several and parallel.replicate > 1:
         yield ("parallel", "replicate"), f"{parallel.replicate} with a pipeline is not modelled; use 1"
     if several and parallel.order not in PROVEN:

@@ -866,23 +866,41 @@ mixed_precision: bf16
 num_processes: 16
 fsdp_config: {{fsdp_sharding_strategy: {}, fsdp_backward_prefetch: {}, fsdp_use_orig_params: false, {}}}
 """
+LAYERS = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
 
 
 def test_a_launcher_that_names_no_version_starts_the_first_fsdp(tmp_path):
-    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", ""), "launch.yaml")
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", LAYERS), "launch.yaml")
     parallel = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()["training"]["parallel"]
     assert (parallel["data"], parallel["zero_stage"], parallel["engine"]) == (16, 3, "fsdp1")
     assert parallel["flat"] == {"backward_prefetch": "pre", "use_orig_params": False}
 
 
 def test_fsdps_hybrid_strategy_asks_how_many_groups_there_are(tmp_path):
-    launcher = written(tmp_path, LAUNCHED.format("HYBRID_SHARD", "NO_PREFETCH", ""), "launch.yaml")
+    launcher = written(tmp_path, LAUNCHED.format("HYBRID_SHARD", "NO_PREFETCH", LAYERS), "launch.yaml")
     answer = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()
     assert any("parallel.replicate" in need for need in answer["needs"])
 
 
-@pytest.mark.parametrize("key", ["fsdp_forward_prefetch: true", "fsdp_auto_wrap_policy: SIZE_BASED_WRAP"])
-def test_units_of_the_first_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, key):
-    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_POST", key), "launch.yaml")
-    with pytest.raises(CannotAnswerError, match=key.partition(":")[0]):
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (f"{LAYERS}, fsdp_forward_prefetch: true", "fsdp_forward_prefetch"),
+        ("fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_auto_wrap_policy"),
+        ("fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP", "fsdp_auto_wrap_policy"),
+        ("fsdp_version: 2", "one unit"),
+        (f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: LlamaMLP", "cls_to_wrap"),
+        (f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: 'LlamaMLP,LlamaDecoderLayer'", "cls_to_wrap"),
+    ],
+)
+def test_units_of_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, keys, named):
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_POST", keys), "launch.yaml")
+    with pytest.raises(CannotAnswerError, match=named):
         memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher])
+
+
+def test_layers_that_a_launcher_names_are_units(tmp_path):
+    keys = f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", keys), "launch.yaml")
+    answer = memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
+    assert answer["training"]["parallel"]["engine"] == "fsdp1"

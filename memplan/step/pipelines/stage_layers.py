@@ -39,7 +39,7 @@ def layers_of_stages(layers: int, parallel: Parallel) -> tuple[int, ...]:
         most = (layers + less + least) // max(1, less, least)
         raise InvalidFileError(
             [
-                f"parallel.pipeline: {layers} layers do not fill {stages} stages; {most} stages at most (parallel.pipeline times parallel.virtual)"
+                f"parallel.pipeline: {layers} layers do not fill {stages} stages, but {most} at most (parallel.pipeline times parallel.virtual)"
             ]
         )
     sizes = [each + (stage < more) for stage in range(stages)]
