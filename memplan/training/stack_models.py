@@ -39,7 +39,7 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         model = _with_tower(model, setup)
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
-    if setup.autocast and stack.models.families and stack.model_code == "own" and not setup.config.parallel.zero_stage:
+    if setup.autocast and stack.sharded_units == "ends-apart" and not setup.config.parallel.zero_stage:
         raise CannotAnswerError(
             f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
             "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
