@@ -65,6 +65,7 @@ def test_no_parameter_is_named_twice(case):
     assert parameter_count(inventory) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_released_model_equals_that_of_transformers(name):
