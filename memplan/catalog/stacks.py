@@ -55,6 +55,7 @@ class StackModels:
         windows: Whether attention is within the window that a model was ``released`` with, or only where other layers of it
             are within none, which then make masks of their own: ``mixed``.
         adapted: Whether its own adapters on these models are modelled.
+        dropout: Whether its models have the dropout that a model or a config says.
     """
 
     families: tuple[str, ...]
@@ -63,6 +64,7 @@ class StackModels:
     vocabulary_multiple: int
     windows: Literal["released", "mixed"] = "released"
     adapted: bool = False
+    dropout: bool = True
 
 
 @dataclass(frozen=True, slots=True)

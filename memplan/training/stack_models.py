@@ -163,7 +163,7 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
         runs=_runs(spec, rules),
         window=spec.window if rules.windows == "released" else 0,
-        dropout=0.0 if rules.families else spec.dropout,  # which no library's own models have
+        dropout=spec.dropout if rules.dropout else 0.0,
     )
 
 

@@ -97,6 +97,7 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
         ),
         (CUT, {"stack": "torchtune"}, "runs on models of transformers"),
         (CUT, {"stack": "transformers", "model": "gpt2"}, "has no forward for gpt2"),
+        ((), {"stack": "nanogpt", "config": "mixed-adamw"}, "has no model of family llama; it has gpt2"),
         ((*CUT, "weights=fp32"), {"config": "bf16-adamw"}, "takes a head in bf16 or fp16"),
         (INT8, {"gpu": "v100-16gb"}, "needs compute capability 7.5"),
     ],
@@ -106,6 +107,7 @@ def test_what_nothing_runs_so_is_refused(settings, options, reason):
         plan(*settings, **options)
 
 
-def test_trl_keeps_its_own_fused_head():
+@pytest.mark.parametrize("loss", ["kernels.loss=fused-linear", *CUT])
+def test_trl_keeps_its_own_fused_head(loss):
     with pytest.raises(InvalidFileError, match="trl keeps its own fused head"):
-        plan("kernels.loss=fused-linear", stack="trl")
+        plan(loss, stack="trl")
