@@ -206,7 +206,10 @@ class CompiledPlan:
             rank_row(rank, parallel, layers, one.persistent_bytes, one.peak.name, one.requested_bytes, one.device_bytes)
             for rank, one in enumerate(plans)
         )
-        return replace(max(plans, key=lambda plan: plan.device_bytes), setup=self.setup, ranks=rows)
+        fullest = max(plans, key=lambda plan: plan.device_bytes)
+        upper = max(plan.upper_bytes for plan in plans)  # buffers of another rank's streams may be larger
+        verdict = verdict_of(fullest.device_bytes, upper, fullest.usable_bytes)
+        return replace(fullest, setup=self.setup, ranks=rows, upper_bytes=upper, verdict=verdict)
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.

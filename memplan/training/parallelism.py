@@ -136,7 +136,7 @@ def parallel_refusals(
         yield ("parallel", "engine"), text
     elif parallel.engine == "deepspeed":
         yield from _when_flat(config, formats, floats, optimizers)
-    elif parallel.engine == "fsdp1" and parallel.zero_stage and (refused := _when_flat_units(config, stack)):
+    elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := _when_flat_units(config, stack)):
         yield ("parallel", "engine"), f"fsdp1 {refused}"
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"

@@ -890,6 +890,7 @@ def test_fsdps_hybrid_strategy_asks_how_many_groups_there_are(tmp_path):
         ("fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP", "fsdp_auto_wrap_policy"),
         ("fsdp_version: 2", "one unit"),
         (f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: LlamaMLP", "cls_to_wrap"),
+        (f"{LAYERS}, fsdp_reshard_after_forward: NO_SHARD", "NO_SHARD"),
         (f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: 'LlamaMLP,LlamaDecoderLayer'", "cls_to_wrap"),
     ],
 )

@@ -91,12 +91,7 @@ def _highest(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]:
-    """Yield all that a rank does in a step, each with what there is before.
-
-    Args:
-        rank: Of the pipeline.
-        parallel: Degrees, schedule and number of micro-batches.
-    """
+    """Yield all that a rank does in a step, each with what there is before."""
     own, named = stages_of(rank, parallel), parallel.order in ONE_STAGE
     place = {stage: index for index, stage in enumerate(own)}
     pairs, waiting = [0] * len(own), [0] * len(own)
