@@ -543,3 +543,12 @@ def test_help_of_suggest_names_every_axis_that_may_be_kept(cli, refused):
     text = " ".join(cli("suggest", "--help").out.split())
     assert len(axes) > 10
     assert all(axis in text for axis in axes)
+
+
+def test_a_trace_refuses_sequences_beyond_learned_positions_before_it_begins(refused):
+    pytest.importorskip("torch")
+    assert "beyond the 1024 learned positions" in refused("trace", "gpt2", "--config", "lora", "-s", 10**9)
+
+
+def test_no_gpus_of_a_kind_are_no_number_of_them(refused):
+    assert "unknown GPU '0x h100'" in refused("fit", "gpt2", "--config", "lora", "--gpu", "0x h100")

@@ -18,6 +18,7 @@ from memplan.library.answers.trace_answer import TracedStep, model_line, trace_d
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
 from memplan.library.lookup.released_keys import released_keys
 from memplan.model.model import Model
+from memplan.plan.jobs.forms_by_regime import refuse_unlearned
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
@@ -170,6 +171,7 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
 
     Raises:
         CannotAnswerError: Several GPUs with code of others, or something that the GPU cannot do.
+        InvalidFileError: Sequences beyond the model's learned positions.
     """
     hf, module = options.get("hf"), options.get("module")
     device = inputs.device() if inputs.names_device else None
@@ -180,6 +182,7 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
             "parallel.data: several GPUs are traced with models of the catalog only, not with --hf or --module"
         )
     if model is not None:
+        refuse_unlearned(model, setup.config.sequence_length)
         setup = on_card(setup, model, inputs.catalog.gpus[DEFAULT_GPU] if device is None else device.gpu)
     return _Subject(model, setup, device, options, inputs.catalog)
 

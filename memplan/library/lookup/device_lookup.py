@@ -28,7 +28,7 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
         return Device(custom_gpu(parse_bytes(memory), memory), f"{UNLISTED}{memory}", count)
     if name is None or normalised_name(name) == "local":
         return Device(*local_gpu(catalog), count)
-    counted = re.fullmatch(r"\s*(\d{1,9})\s*[xX*]\s*(.+)", name)
+    counted = re.fullmatch(r"\s*([1-9]\d{0,8})\s*[xX*]\s*(.+)", name)
     if counted and name not in catalog.gpus and counted[2] in catalog.gpus:
         known = catalog.gpus.name_of(counted[2])
         raise InvalidFileError([f'--gpu {printable(name)} names one GPU; several: --gpus "{counted[1]}x {known}"'])

@@ -148,10 +148,7 @@ class FormsByRegime:
         Raises:
             InvalidFileError: The model has fewer learned positions than ``length``.
         """
-        positions = self.own.spec.learned_positions
-        if 0 < positions < length:
-            name = self.model.spec.name
-            raise InvalidFileError([f"sequence_length: {length} is beyond the {positions} learned positions of {name}"])
+        refuse_unlearned(self.own, length)
         spec, profile = self.own.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
@@ -165,3 +162,16 @@ class FormsByRegime:
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
         answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
         return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks)
+
+
+def refuse_unlearned(model: Model, length: int) -> None:
+    """Refuse sequences that are longer than a model has learned positions for.
+
+    Raises:
+        InvalidFileError: ``length`` is beyond them.
+    """
+    spec = model.spec
+    if 0 < spec.learned_positions < length:
+        raise InvalidFileError(
+            [f"sequence_length: {length} is beyond the {spec.learned_positions} learned positions of {spec.name}"]
+        )
