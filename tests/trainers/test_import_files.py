@@ -172,6 +172,11 @@ def test_axolotls_plugin_alone_turns_cut_cross_entropy_on(tmp_path):
     plugin = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
     cut = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + plugin)
     assert memplan.import_file(cut).to_dict()["training"]["kernels"]["loss"] == "cut-cross-entropy"
+    key = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "cut_cross_entropy: true\n")
+    assert "loss" not in memplan.import_file(key).to_dict()["training"].get("kernels", {})
+    both = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + plugin + "chunked_cross_entropy: true\n")
+    with pytest.raises(CannotAnswerError, match="axolotl takes one loss"):
+        memplan.plan(str(both), gpu="h100")
 
 
 def test_a_package_s_own_launcher_file_is_assumed_where_none_lies_there(tmp_path):
