@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.step.divided.divided_model import divided
+from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.states.parallel_shards import (
-    divided_sent_bytes,
     is_accelerated,
     is_flat,
     is_partitioned,
     is_sharded,
     is_whole,
     runs_engine,
-    sent_bytes,
 )
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.training.stack_models import TEXT_ALONE

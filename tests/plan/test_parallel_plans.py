@@ -18,7 +18,8 @@ from memplan.plan.largest_model import fewest_devices
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.plans.plan_answer import plan_data
-from memplan.step.states.parallel_shards import gathered_setup, held, sent_bytes, shard, unit
+from memplan.step.divided.sent_bytes import sent_bytes
+from memplan.step.states.parallel_shards import gathered_setup, held, shard, unit
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 

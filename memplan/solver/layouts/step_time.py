@@ -21,7 +21,7 @@ from memplan.solver.search.timing import (
     update_work,
     work_of,
 )
-from memplan.step.states.parallel_shards import divided_sent_bytes, sent_by_group
+from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_by_group
 from memplan.values import dataclass
 
 
