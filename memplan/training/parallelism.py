@@ -120,11 +120,9 @@ def parallel_refusals(
     for name in Parallel.__dataclass_fields__:
         given, default = getattr(parallel, name), getattr(Parallel(), name)
         if name not in ("data", "zero_stage", "engine", "deepspeed", "flat", *stack.divides) and given != default:
-            text = f"{str(given).lower()} is not supported: {name} parallelism is not modelled here; {POSSIBLE}"
-            yield ("parallel", name), text
-    yield from _pipeline_problems(parallel)
-    if parallel.sequence and parallel.tensor == 1 and "sequence" in stack.divides:
-        yield ("parallel", "sequence"), "true counts where parallel.tensor is more than 1"
+            text = f"{name} parallelism is not modelled here; {POSSIBLE}"
+            yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
+    yield from _pipeline_problems(parallel, stack)
     if parallel.engine == "deepspeed" and not parallel.zero_stage:
         text = (
             "0 is not supported under DeepSpeed, whose own optimizer then keeps fp32 copies of all bf16 weights "
@@ -141,25 +139,22 @@ def parallel_refusals(
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.gpus == 1:
-        text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
-        yield ("parallel", "zero_stage"), text
+        yield (
+            ("parallel", "zero_stage"),
+            "3 is not supported with one GPU, which has nothing to share; set parallel.data",
+        )
     elif parallel.gpus > 1:
         yield from _when_divided(config, profile, stack)
         yield from _when_parallel(config, formats, floats)
-        if parallel.replicate > 1 and parallel.zero_stage != 3:
-            yield (
-                ("parallel", "replicate"),
-                f"{parallel.replicate} groups that each divide everything take zero_stage 3; leave it out",
-            )
-        elif parallel.replicate > 1 and parallel.shards == 1:
-            text = f"{parallel.replicate} groups leave one GPU for each, which has nothing to divide; use fewer, or parallel.zero_stage: 0"
-            yield ("parallel", "replicate"), text
+        yield from _when_grouped(parallel)
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
 
 
-def _pipeline_problems(parallel: Parallel) -> Problems:
-    """Yield keys of pipelines that say nothing without one, or that contradict each other."""
+def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:
+    """Yield keys of pipelines, and of shared sequences, that say nothing without one, or that contradict each other."""
+    if parallel.sequence and parallel.tensor == 1 and "sequence" in stack.divides:
+        yield ("parallel", "sequence"), "true counts where parallel.tensor is more than 1"
     several = parallel.pipeline > 1
     for name in ("virtual", "schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
         if not several and getattr(parallel, name) != getattr(Parallel(), name):
@@ -169,6 +164,16 @@ def _pipeline_problems(parallel: Parallel) -> Problems:
     if several and parallel.order not in PROVEN:
         text = f"{parallel.order} is not modelled yet: what its backward in two parts holds between them; {', '.join(PROVEN)} are"
         yield ("parallel", "schedule"), text
+
+
+def _when_grouped(parallel: Parallel) -> Problems:
+    """Yield groups that have nothing to divide."""
+    path, groups = ("parallel", "replicate"), parallel.replicate
+    if groups > 1 and parallel.zero_stage != 3:
+        yield path, f"{groups} groups that each divide everything take zero_stage 3; leave it out"
+    elif groups > 1 and parallel.shards == 1:
+        text = "which has nothing to divide; use fewer, or parallel.zero_stage: 0"
+        yield path, f"{groups} groups leave one GPU for each, {text}"
 
 
 def _when_flat_units(config: TrainingConfig, stack: Stack) -> str:

@@ -44,6 +44,7 @@ def space(catalog):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", [3.0, 4.5, 8.0])
 def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, space, memory):
     searches = [
