@@ -76,6 +76,7 @@ def repeated(cases: int, case: Callable[..., None], *given_too: object) -> None:
             raise AssertionError(f"MEMPLAN_FUZZ_SEED={number} repeats it: {error}") from None
 
 
+@pytest.mark.thorough
 def test_every_seed_is_read_as_it_is(workplace):
     wrong = []
     for seed, path in workplace:

@@ -73,6 +73,7 @@ configs = st.builds(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(MODELS), configs, st.sampled_from(list(CATALOG.gpus)))
 def test_any_config_is_planned_explained_and_advised_on_or_refused(name, config, gpu):

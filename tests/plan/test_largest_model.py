@@ -67,6 +67,7 @@ def test_a_gpu_smaller_than_its_own_context_never_suffices():
     assert fewest_devices(CompiledPlan(catalog_model("pythia-160m", CATALOG), setup("bf16-adamw")), tiny) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_largest_fitting_model_fits_and_no_larger_one_does(config):
     for row in largest_models(MODELS, setup(config), [device(name) for name in GPUS]):
