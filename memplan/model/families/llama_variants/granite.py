@@ -1,5 +1,7 @@
 """Granite 3 and 4 without experts: Llama's layers with factors of the embedding, the scores, what layers add, and the logits.
 
+The catalog leaves the factors out: transformers multiplies by 1 as well, so that no byte depends on one.
+
 Source: ``transformers/models/granite/modeling_granite.py``; https://huggingface.co/ibm-granite.
 """
 
