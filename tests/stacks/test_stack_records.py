@@ -93,6 +93,47 @@ NEAR = {
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
 
 
+ROWS = {
+    "torchtitan": "torchtitan 0.3.0",
+    "torchtune": "torchtune 0.6.1, full fine-tuning of Llama",
+    "torchtune.adapters": "torchtune 0.6.1, full and adapters, six families",
+    "plain-loop": "a plain loop on transformers 5.23 and peft 0.21",
+    "transformers": "transformers' Trainer",
+    "trl": "TRL's SFTTrainer 1.16",
+    "trl.0-29": "TRL's SFTTrainer and DPOTrainer 0.29",
+    "trl.preferences": "TRL's DPOTrainer and KTOTrainer 1.16",
+    "trl.pairs": "TRL's ORPO, CPO and SimPO 1.16",
+    "trl.pairs-0-29": "TRL's ORPO, CPO and SimPO 0.29",
+    "trl.reward": "TRL's RewardTrainer 1.16",
+    "axolotl.pairs": "axolotl 0.21, ORPO and SimPO",
+    "llama-factory.pairs": "LLaMA-Factory 0.9.5, DPO, ORPO and SimPO",
+    "trl.grpo": "TRL's GRPOTrainer 1.16",
+    "trl.grpo-0-29": "TRL's GRPOTrainer 0.29",
+    "trl.vision": "TRL's SFTTrainer, vision-language models, text",
+    "trl.flash-attn": "TRL's SFTTrainer 1.16, attention by flash-attn 2",
+    "axolotl": "axolotl 0.21, with Liger's kernels and LLM.int8",
+    "axolotl.cut": "axolotl 0.21 with cut cross-entropy 25.1.1",
+    "axolotl.preferences": "axolotl 0.21's DPO, its model in TRL 1.14.1",
+    "llama-factory": "LLaMA-Factory 0.9.5 on transformers 5.23",
+    "litgpt": "LitGPT 0.5.13, full fine-tuning",
+    "litgpt.adapters": "LitGPT 0.5.13, LoRA and 4-bit weights, twelve families",
+    "transformers.shards": "FSDP2, Trainer by accelerate 1.15",
+    "trl.shards": "FSDP2, TRL by accelerate 1.15",
+    "axolotl.shards": "FSDP2, axolotl 0.21",
+    "torchtitan.shards": "FSDP2, torchtitan 0.3.0",
+    "transformers.towers.shards": "FSDP2, vision towers, Trainer",
+    "transformers.hsdp.shards": "HSDP, Trainer by accelerate 1.15",
+    "torchtitan.hsdp.tensor.shards": "HSDP, with and without tensor parallelism, torchtitan",
+    "transformers.fsdp1.shards": "FSDP1, Trainer by accelerate 1.15",
+    "torchtitan.tensor.shards": "tensor parallelism and FSDP2, torchtitan 0.3.0",
+    "torchtitan.pipeline.shards": "pipelines, FSDP2 and tensor parallelism, torchtitan",
+    "transformers.deepspeed": "DeepSpeed 0.19.8, ZeRO 1 and 2, Trainer",
+    "transformers.zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, Trainer",
+}
+"""Record -> its row in docs/accuracy.md."""
+PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
+
+
 @cache
 def plan_of(job: str):
     return planned(StackJob.read(job), shipped_catalog())
@@ -139,3 +180,31 @@ def test_a_record_of_other_bytes_would_be_noticed():
     data = json.loads(record.job)
     data["training"]["micro_batch_size"] += 1
     assert plan_of(json.dumps(data)).requested_bytes != record.peak_bytes
+
+
+def row_of(path: Path) -> str:
+    """Return a record's row of the page: jobs, and those whose peak, instants and persistent bytes the formula has."""
+    records = read_records(path)[1]
+    plans = [(plan_of(record.job), record) for record in records]
+    off = [abs(plan.requested_bytes - record.peak_bytes) / record.peak_bytes for plan, record in plans]
+    near = [
+        all(abs(dict(plan.instants).get(name, size) - size) <= 0.01 * size for name, size in record.instants.items())
+        for plan, record in plans
+    ]
+    equal = [plan.persistent_bytes == record.persistent_bytes for plan, record in plans]
+    shares = [f"{sum(part) / len(records):.1%}" for part in ([one <= PEAK_SHARE for one in off], near, equal)]
+    cells = (ROWS[path.stem], str(len(records)), shares[0], f"{max(off):.2%}", *shares[1:])
+    return f"| {' | '.join(cells)} |".replace("%", " %")
+
+
+def test_the_page_has_the_figures_of_every_record(request):
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [row_of(next(path for path in FILES if path.stem == stem)) for stem in ROWS]
+    assert {path.stem for path in FILES} == ROWS.keys()
+    head, _, rest = text.partition("| stack | jobs | peak in 0.1 % |")
+    title, line, *lines = rest.split("\n")
+    table = "\n".join([title, line, *rows, *lines[next(n for n, one in enumerate(lines) if not one) :]])
+    page = f"{head}| stack | jobs | peak in 0.1 % |{table}"
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(page, encoding="utf-8")
+    assert page == text
