@@ -146,6 +146,11 @@ DELIBERATE = (
         "a layer norm is a dozen operators in fp32 there, one kernel here",
     ),
     Rule(
+        ("glm4_moe",),
+        lambda spec, key: key[0] == "mul" and BATCH * TOKENS in key[1] and key[2:] == (torch.float32, 1.0),
+        "scores of the chosen experts are multiplied by a factor of one there, which is left out here",
+    ),
+    Rule(
         ("granite",),
         lambda spec, key: key[0] in ("div", "mul") and key[1] == (BATCH * TOKENS, spec.vocab_size),
         "logits are divided there, and multiplied by the inverse here",
