@@ -94,7 +94,7 @@ def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
             resolve_model_name(name, catalog)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_model_of_the_catalog_is_refused_by_name(catalog):
     for key in ("hf_id", "ids", "mirrors"):
         for text, _ in catalog.models.listed(key):

@@ -134,6 +134,7 @@ def test_kept_scales_make_encoding_idempotent(name):
 @pytest.mark.parametrize("random", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["normal", "alike", "heavy", "sparse"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(4)
 def test_weights_that_nothing_changes_stay_and_do_not_grow(name, kind, random):
     """Updates decode and encode the whole weight each step, with the scales it has: without an update all stays.
 
@@ -182,6 +183,7 @@ def test_stochastic_rounding_follows_updates_that_nearest_loses(name, least):
 
 @pytest.mark.parametrize("blocks", [5, 300, 40_000])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(3)
 def test_temporaries_are_exact_and_bounded(name, blocks):
     chosen = weight_format(name)
     blocks = min(blocks, 3 * chosen.encoded_blocks)
@@ -316,6 +318,7 @@ def test_quantised_layers_are_routed_by_role():
         *((name, True, True, None) for name in NAMES if name != "q4-0"),
     ],
 )
+@pytest.mark.one_in(4)
 def test_a_quantised_network_learns(name, tied, release, gradient_format):
     model, index = tiny(tied, name), torch.randint(64, (40,), generator=torch.Generator().manual_seed(1))
     optimizer = Muon(

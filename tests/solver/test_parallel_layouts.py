@@ -46,6 +46,7 @@ def space(catalog):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("memory", [3.0, 4.5, 8.0])
+@pytest.mark.one_in(3)
 def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, space, memory):
     searches = [
         Search(model("gpt2"), one, small(memory), LENGTH, catalog, experimental=True)

@@ -114,6 +114,7 @@ def front(found: list[Combination]) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", ["floats", "codes", "steps"])
 @pytest.mark.parametrize("memory", [1.3, 1.6, 4.0])
+@pytest.mark.one_in(4)
 def test_the_search_finds_what_exhaustive_enumeration_finds(catalog, model, spaces, name, memory):
     search = Search(model("gpt2"), spaces[name], small("gpt2", memory), LENGTH, catalog, experimental=True)
     tried = everything(search)

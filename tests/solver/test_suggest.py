@@ -54,6 +54,7 @@ def rows(cli):
     ids=lambda arguments: " ".join(arguments),
 )
 @pytest.mark.thorough
+@pytest.mark.one_in(3)
 def test_saved_configs_give_fit_the_same_bytes(cli, tmp_path, arguments):
     ran = cli("suggest", *arguments, "--json", "--save", tmp_path)
     assert ran.exit_code == 0
@@ -129,6 +130,7 @@ def test_experimental_settings_are_found_only_when_asked_and_say_so(cli):
     ids=str,
 )
 @pytest.mark.thorough
+@pytest.mark.one_in(4)
 def test_what_is_fixed_stays(rows, arguments, key, value):
     found = rows("llama-8b", "--gpu", "b200", *arguments)
     assert found
@@ -230,6 +232,7 @@ def test_an_answer_without_host_memory_keeps_its_place(rows):
 
 @pytest.mark.parametrize("limit", [0, 16])
 @pytest.mark.thorough
+@pytest.mark.one_in(2)
 def test_offloaded_states_take_no_more_host_memory_than_is_allowed(rows, limit):
     found = rows(*ON_4090[1:], "--experimental", "--most", "50", "--host-memory", f"{limit} GiB")
     held = [r["host"]["bytes"] for r in found if r["training"]["offload"]["optimizer_states"] == "cpu"]
