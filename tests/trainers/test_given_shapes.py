@@ -68,6 +68,8 @@ def test_nanogpts_flags_are_a_model(tmp_path):
     # without biases: twelve matrices of the width, two norms a layer; tied
     assert parameter_count(char.inventory) == 6 * (12 * 384**2 + 2 * 384) + (65 + 256) * 384 + 384
     assert memplan.fit(str(tmp_path / "job.argv.json"), gpu="rtx4090").verdict == "fits"
+    own = memplan.plan(str(tmp_path / "job.argv.json"), gpu="rtx4090")
+    assert (own.verdict, own.to_dict()["stack"]["name"]) == ("fits", "nanogpt")
 
 
 def test_a_model_whose_parts_are_not_modelled_is_not_built_of_others(tmp_path):
