@@ -24,7 +24,7 @@ from memplan.lab.training.text import library_text  # noqa: E402
 from memplan.model.inventory import parameter_count  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow
 
 CATALOG = Catalog(data_directory())
 FOLDER = data_directory() / "configs" / "evidence"

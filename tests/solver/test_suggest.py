@@ -181,7 +181,7 @@ def test_strict_takes_no_tight_ones(cli):
     assert strict.data["rows"] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_that_fits_is_a_near_miss_and_a_gpu_that_would_do(cli, tmp_path):
     ran = cli("suggest", "llama-70b", "--gpu", "rtx4090", "--experimental", "--json", "--save", tmp_path / "x.yaml")
     assert ran.exit_code == 1
