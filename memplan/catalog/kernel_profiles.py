@@ -43,10 +43,13 @@ Feature = Literal[
     "bitsandbytes-8bit-optimizer",
     "bitsandbytes-int8",
     "cuda-graphs",
+    "expandable-segments",
     "float8",
     "torch-compile",
     "torch-wheels",
     "torchao-fp8-optimizer",
+    "triton-kernels",
+    "trl-fused-head",
 ]
 """Something that not every card can do (configs/hardware/capabilities.yaml)."""
 

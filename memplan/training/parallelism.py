@@ -21,7 +21,7 @@ from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
-INSTEAD = "use parallel.zero_stage: 0"
+INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
 

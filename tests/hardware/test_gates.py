@@ -88,6 +88,38 @@ def test_what_cards_can_do(catalog, gpu, bf16, float8, nf4, compiled, fp8_states
 
 
 @pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ("lora", {"stack": "transformers", "kernels.loss": "fused-linear"}),
+        ("lora", {"stack": "transformers", "kernels.norm": "in-place"}),
+        ("lora", {"stack": "axolotl"}),
+        ("lora", {"stack": "axolotl", "kernels.adapters": "composite", "kernels.loss": "cut-cross-entropy"}),
+        ("bf16-adamw", {"allocator": "expandable"}),
+    ],
+)
+def test_metal_has_neither_tritons_kernels_nor_cudas_allocator(config, overrides):
+    def plan(gpu):
+        return memplan.plan("llama-3.2-1b", gpu=gpu, config=config, set=overrides)
+
+    with pytest.raises(CannotAnswerError, match="does not run on Apple M3 Max"):
+        plan("m3-max-128gb")
+    assert plan("h100").verdict == plan("mi300x").verdict == "fits"
+
+
+def test_trls_fused_head_is_torchs_on_metal():
+    notes = memplan.plan("llama-3.2-1b", gpu="m3-max-128gb", config="lora").memory.setup.card_notes
+    assert sum("TRL's fused head runs by PyTorch's operators" in note for note in notes) == 1
+    assert not any(
+        "fused head" in note for note in memplan.plan("gpt2", gpu="h100", config="lora").memory.setup.card_notes
+    )
+
+
+def test_metal_is_not_told_to_set_cudas_allocator():
+    answer = memplan.suggest("llama-3.2-1b", gpu="m3-max-128gb", config="lora")
+    assert {row.plan.setup.config.allocator for row in answer.search.rows} == {"native"}
+
+
+@pytest.mark.parametrize(
     ("gpu", "bf16", "fp16", "fp32"),
     [
         ("t4", "math", "efficient", "efficient"),

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 NOT_SEARCHED = (
     "Not searched: {gpus}; weights or activations in host memory; optimizers whose "
-    "updates have not been traced; adapters (--set adapter.kind=lora searches them). recompute: activation checkpointing, +loss for the head too."
+    "updates have not been traced{adapters}. recompute: activation checkpointing, +loss for the head too."
 )
+NO_ADAPTERS = "; adapters (--set adapter.kind=lora searches them)"
 ONE_GPU = "several GPUs (--gpus N searches them)"
 PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
 
@@ -142,7 +143,8 @@ def _tokens_per_second(combination: Combination, gpus: int) -> int:
 
 
 def _notes(answer: Suggestions) -> tuple[str, ...]:
-    rates, gpus = answer.outcome.rates, answer.space.base.parallel.data
+    rates, base = answer.outcome.rates, answer.space.base
+    gpus = base.parallel.data
     offloaded = any(row.combination.state.offload == "cpu" for row in answer.rows)
     link = f"{rates.host_bytes / 10**9:g} GB/s each way ({rates.host_link})"
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
@@ -159,7 +161,9 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
         ),
         "Order: fits at the upper end, the worst status of the parts, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
         *in_short([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
-        NOT_SEARCHED.format(gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED),
+        NOT_SEARCHED.format(
+            gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED, adapters="" if base.adapter else NO_ADAPTERS
+        ),
     )
 
 

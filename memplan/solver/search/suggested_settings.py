@@ -129,7 +129,10 @@ def _on_device(space: Space, device: Device, catalog: Catalog) -> Space:
     """Return a space without what a device cannot do, or only emulates."""
     if device.gpu.unified_memory and len(space.offloads) > 1:
         space = replace(space, offloads=("none",))
-    return space if is_native(device.gpu, "bf16", hardware_tables(catalog.root)) else without_bf16(space)
+    tables = hardware_tables(catalog.root)
+    if not is_native(device.gpu, "expandable-segments", tables):
+        space = replace(space, allocators=(space.base.allocator,))
+    return space if is_native(device.gpu, "bf16", tables) else without_bf16(space)
 
 
 def _searched(

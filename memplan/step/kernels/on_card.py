@@ -22,6 +22,14 @@ Need = tuple[str, str, str]
 """Key of a training config, its value, and what a card has to be able to do for it."""
 
 
+TRITON = {
+    "norm": ("in-place",),
+    "rotary": ("in-place",),
+    "activation": ("in-place",),
+    "loss": ("fused-linear", "cut-cross-entropy"),
+    "linear_attention": ("fla",),
+}
+"""Kernels of libraries around transformers' models that are Triton's; so are all adapters' functions but ``composite``."""
 ALWAYS: tuple[Need, ...] = (("torch", "2.13", "torch-wheels"),)
 """What every job needs."""
 
@@ -77,7 +85,7 @@ def card_label(gpu: Gpu) -> str:
 def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
     """Yield what a card does in another way, each thing once."""
     seen: set[str] = set()
-    for key, value, feature in (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup)):
+    for key, value, feature in (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup), *_kernel_needs(setup)):
         row = capability_of(gpu, feature, setup.hardware)
         if row.answer == "absent":
             instead = f"; use {row.instead}" if row.instead else ""
@@ -121,6 +129,22 @@ def _entry_needs(setup: TrainingSetup) -> Iterator[Need]:
         yield from (("gradients.dtype", name, feature) for feature in setup.gradient.needs)
     for role, optimizer in setup.optimizers.items():
         yield from (("optimizer", setup.optimizer_names[role], feature) for feature in optimizer.needs)
+
+
+def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
+    """Yield what the allocator and kernels of libraries around transformers' models need; torch's own run everywhere."""
+    if setup.config.allocator == "expandable":
+        yield "allocator", "expandable", "expandable-segments"
+    profile = setup.profile
+    if setup.stack.model_code != "transformers":
+        return
+    for key, values in TRITON.items():
+        if getattr(profile, key) in values:
+            yield f"kernels.{key}", getattr(profile, key), "triton-kernels"
+    if setup.config.adapter is not None and profile.adapters != "composite":
+        yield "kernels.adapters", profile.adapters, "triton-kernels"
+    if profile.loss == "fused-head":
+        yield "kernels.loss", profile.loss, "trl-fused-head"
 
 
 # ------------------------------------------------------------------ attention
