@@ -84,19 +84,6 @@ def markdown(text: str) -> str:
     return _EDGES.sub(lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", text.translate(_MARKS))
 
 
-_QUOTED = _TAGS | {ord('"'): "&quot;", ord("'"): "&#39;"}
-
-
-def xml(text: str) -> str:
-    """Return text for XML and SVG, in characters that every encoding has.
-
-    Example:
-        >>> xml("a<b ×")
-        'a&lt;b &#215;'
-    """
-    return escaped(text).translate(_QUOTED).encode("ascii", "xmlcharrefreplace").decode("ascii")
-
-
 def workflow_data(text: str) -> str:
     """Return the message of a workflow command; its own line breaks are kept.
 

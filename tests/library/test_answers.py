@@ -157,3 +157,13 @@ def test_a_prices_file_orders_where(cli, tmp_path):
     answer = memplan.where("llama-3.1-8b", config="qlora", price=prices)
     assert answer.to_dict() == cli("where", "llama-3.1-8b", "-c", "qlora", "--price", prices, "--json").data
     assert answer.counts["rtx4090"] == 1
+
+
+def test_a_key_of_adapters_is_for_configs_that_have_them():
+    answer = memplan.fit("gpt2", set={"adapter.rank": 8}, **ON)
+    assert {row.config for row in answer.rows} == {"lora", "qlora"}
+    assert any(
+        "bf16-adamw" in line and "adapter.rank was set, and it trains all weights" in line for line in answer.left_out
+    )
+    with pytest.raises(memplan.MemplanError, match="did you mean 'rank'"):
+        memplan.fit("gpt2", set={"adapter.rnk": 8}, **ON)

@@ -308,10 +308,14 @@ def _suited(name: str, inputs: JobInputs, model: Model, device: Device) -> tuple
     """Return a shipped config for a device, and what is set in it: one of adapters is in fp16 where bf16 is emulated.
 
     Raises:
-        CannotAnswerError: It trains all weights in bf16, which the device only emulates.
+        CannotAnswerError: It trains all weights, and a key of adapters was set; or it does so in bf16, which the device only
+            emulates.
     """
     given = inputs.overrides(inputs.gpus)
     setup = find_setup(name, given, inputs.catalog, model)
+    key = next((".".join(path) for path in keys_set(inputs) if path[0] == "adapter" and len(path) > 1), None)
+    if key and inputs.catalog.configs[name].adapter is None:
+        raise CannotAnswerError(f"{key} was set, and it trains all weights; --config NAME plans it with adapters")
     if not emulated_dtype(setup, device.gpu):
         return setup, ()
     if setup.config.adapter is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.model.tower import LANGUAGE
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import Component
 from memplan.trace.stacks.watched_parts import tensor_of
 
 
@@ -66,12 +65,6 @@ def mark_weights(model: nn.Module, recorder: Recorder) -> None:
     """Book a model's parameters, whose data a first forward may have cast."""
     for name, parameter in model.named_parameters():
         recorder.mark(parameter, "weights", name)
-
-
-def mark_all(recorder: Recorder, tensors: Iterable[Tensor], component: Component) -> None:
-    """Book tensors under one component."""
-    for tensor in tensors:
-        recorder.mark(tensor, component)
 
 
 def mark_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
