@@ -223,6 +223,7 @@ class Stack:
         adapted_loss: Its loss where there are adapters, if it is another.
         pair_kbit_floats: ``kbit_floats`` where pairs are compared without a reference model, if it is another.
         divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
+        foreign_losses: Losses of other libraries that nothing of it ever calls, and no key of its files asks for.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -264,6 +265,7 @@ class Stack:
     adapted_loss: LossKernel | None = None
     pair_kbit_floats: KbitFloats | None = None
     divides: tuple[str, ...] = ()
+    foreign_losses: tuple[LossKernel, ...] = ()
     name: str = ""
     version: str = ""
 

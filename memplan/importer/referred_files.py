@@ -68,15 +68,19 @@ def _named_file(
     if given:
         return []
     if found := mappings.shipped(reference.trainer, reference.presets.get(value, value)):
-        note_shipped(reading, found.name, value, place)
+        note_shipped(reading, found.name, value, place, preset=value in reference.presets)
         return [(found, reference.trainer)]
     reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
     reading.results["let.unread"] = Result(path.name, LAUNCHED)
-    reading.need(f"the file {printable(value)} that {place} names: --with FILE")
+    no_file = "" if value.endswith((".json", ".yaml", ".yml")) else "; it takes a file's path"
+    reading.need(f"the file {printable(value)} that {place} names: --with FILE{no_file}")
     return []
 
 
-def note_shipped(reading: Reading, name: str, named: str, place: str) -> None:
-    """Note as an assumption that a file that is not there is what a package has under that name."""
-    why = f"{place}: {printable(named)} is not there; this is what the package has under that name"
+def note_shipped(reading: Reading, name: str, named: str, place: str, *, preset: bool = False) -> None:
+    """Note as an assumption that a file that is not there, or a preset's name, is what a package has under that name."""
+    if preset:
+        why = f"{place}: {printable(named)} names this file of the package"
+    else:
+        why = f"{place}: {printable(named)} is not there; this is what the package has under that name"
     reading.results["let.shipped"] = Result(name, DEFAULTED, "", name, why)

@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.errors import InvalidFileError, unknown_name
 from memplan.importer.classified_keys import known_keys
-from memplan.importer.conditions import holds, version_parts
+from memplan.importer.conditions import holds, version_parts, word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
@@ -123,16 +123,21 @@ def _without_negations(keys: GivenKeys, mapped: Mapped) -> GivenKeys:
 
 
 def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:
-    """Return the newest version that took all keys of a file, and the key that betrays it; nothing where all do."""
+    """Return the newest version that took all keys of a file, and the key, or ``KEY=VALUE``, that betrays it; nothing where all do."""
     dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
     strict = PARSED in mapped.extends
-    old = {
-        key: until for key, until in dated.items() if given.value(key) is not MISSING or (strict and key in given.data)
-    }
+    old = {key: until for key, until in dated.items() if _gives(given, key) or (strict and key in given.data)}
     if not old:
         return "", ""
     key = min(old, key=lambda name: version_parts(old[name]))
     return old[key], key
+
+
+def _gives(given: GivenKeys, key: str) -> bool:
+    """Tell whether a file has a key, or under ``KEY=VALUE`` has it at that value."""
+    name, _, wanted = key.partition("=")
+    value = given.value(name)
+    return value is not MISSING and (not wanted or word(value) == wanted)
 
 
 def _without(data: Any, path: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, read_text
 from memplan.documents.schemas import build
 from memplan.errors import unknown_name
-from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.sources.given_keys import NO_LINE, GivenKeys
 
 HEAD_ENDS = "\nrules:"
 """Where what tells a trainer's file ends in a mapping's own file."""
@@ -94,7 +94,7 @@ class Mapped:
         stack: Whose training loop a job runs; nothing for launchers.
         package: Whose schema it was checked against.
         version: The version that was read.
-        history: Keys that tell an older version -> the last version that took them.
+        history: Keys, or ``KEY=VALUE``, that tell an older version -> the last version that took them.
         aliases: Old name -> the key.
         references: Keys that name files of launchers.
         rules: What keys mean, in the order in which they are followed.
@@ -164,7 +164,7 @@ class TrainerMappings:
         for known, file in files.items():
             folder_and_file = "/".join(known.split("/")[-2:])
             if f"/{named}".endswith(f"/{folder_and_file}"):
-                return GivenKeys(f"{Path(known).name} of {file['package']}", file["keys"], {})
+                return GivenKeys(f"{Path(known).name} of {file['package']}", file["keys"], {(): NO_LINE})
         return None
 
     def _with_table(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -67,8 +67,11 @@ def test_nanogpts_flags_are_a_model(tmp_path):
     char = model(command(tmp_path, f"{flags} --compile=False", "train.py"))
     # without biases: twelve matrices of the width, two norms a layer; tied
     assert parameter_count(char.inventory) == 6 * (12 * 384**2 + 2 * 384) + (65 + 256) * 384 + 384
-    assert memplan.fit(str(tmp_path / "job.argv.json"), gpu="rtx4090").verdict == "fits"
-    own = memplan.plan(str(tmp_path / "job.argv.json"), gpu="rtx4090")
+    file = tmp_path / "job.argv.json"
+    for path in (file, str(file)):
+        with pytest.raises(InvalidFileError, match=r"names a training job: memplan.plan\(\) plans it"):
+            memplan.fit(path, gpu="rtx4090")
+    own = memplan.plan(str(file), gpu="rtx4090")
     assert (own.verdict, own.to_dict()["stack"]["name"]) == ("fits", "nanogpt")
 
 

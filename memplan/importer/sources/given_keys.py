@@ -15,6 +15,8 @@ UNSET = (None, "???")
 """Values of a key that is not given: an empty one, and OmegaConf's mark of one that another file has to give."""
 COMPONENT = "_component_"
 """The key below which torchtune names a class or function."""
+NO_LINE = 0
+"""Where a key stands whose file is known by what a package ships, and lies nowhere here."""
 REPEATED = "duplicate key"
 """What the loader says of a key that is given twice; trainers' own loaders take the last one."""
 
@@ -86,7 +88,8 @@ class GivenKeys:
         """Return ``file:line: key`` for messages."""
         if (source := self.source(path)) is not self:
             return source.where(path)
-        place = f"{self.name}: word {self.line(path)}" if self.form == "argv" else f"{self.name}:{self.line(path)}"
+        line = self.line(path)
+        place = f"{self.name}: word {line}" if self.form == "argv" else shown_place(self.name, line)
         return f"{place}: {dotted_keys(path.split('.'))}"
 
     def at(self, path: str) -> GivenKeys:
@@ -94,6 +97,11 @@ class GivenKeys:
         inner, parts = self.value(path), tuple(path.split("."))
         lines = {key[len(parts) :]: line for key, line in self.lines.items() if key[: len(parts)] == parts}
         return replace(self, data=inner if isinstance(inner, Mapping) else {}, lines=lines)
+
+
+def shown_place(source: str, line: int) -> str:
+    """Return ``file:line`` for messages; the file alone of one that lies nowhere here."""
+    return source if line == NO_LINE else f"{source}:{line}"
 
 
 def _is_unset(value: Any) -> bool:

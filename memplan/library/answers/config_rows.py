@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import CannotAnswerError, MemplanError
+from memplan.documents.opening import shown_path, usable_path
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, settings_of
 from memplan.library.lookup import find_setup
 from memplan.library.lookup.config_lookup import ConfigGiven
+from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
@@ -216,6 +219,7 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
         options: Keywords of :class:`memplan.JobOptions`, but for ``config``.
 
     Raises:
+        InvalidFileError: ``model`` is a trainer's file, which is a job: :func:`memplan.plan` plans it.
         MemplanError: As :func:`memplan.plan` raises it, where no config can be planned at all.
         TypeError: ``config`` was given, which is :func:`memplan.plan`'s question.
 
@@ -227,6 +231,10 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     """
     every = "it plans every shipped one; memplan.plan() plans one"
     inputs = job_inputs("fit", model, options, refused={"config": every})
+    if isinstance(model, str | PathLike) and is_trainer_file(fspath(model)):
+        raise InvalidFileError(
+            [f"{shown_path(usable_path(fspath(model)))}: names a training job: memplan.plan() plans it"]
+        )
     answer = Fit(inputs, inputs.model(), inputs.device())
     answer.refuse_nothing()
     return answer

@@ -168,9 +168,11 @@ def training_data(
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
+    from memplan.importer.sources.given_keys import shown_place
+
     job = trainer_job(text, beside, gpus, content)
     unknown = [
-        f"{one.source}:{one.line}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
+        f"{shown_place(one.source, one.line)}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
         for one in job.keys.unknown
     ]
     for line in first_lines(unknown):
@@ -219,7 +221,9 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
 def _refuse_first(job: ImportedJob) -> NoReturn:
     """Refuse a job for the first of its keys that is not modelled."""
     first = job.reading.refusals[0]
-    place = f"{first.source}:{first.line}: {first.key}" if first.key else first.source
+    from memplan.importer.sources.given_keys import shown_place
+
+    place = f"{shown_place(first.source, first.line)}: {first.key}" if first.key else first.source
     raise CannotAnswerError(f"{place}: not modelled: {first.why}")
 
 

@@ -7,7 +7,7 @@ from memplan.report.schemas import schema_terms as t
 
 def import_schema() -> t.Schema:
     """Return the schema of the answer of ``memplan import``."""
-    place = {"key": t.TEXT, "line": t.BYTES, "file": t.TEXT}
+    place = {"key": t.TEXT, "line": t.BYTES_OR_NULL, "file": t.TEXT}
     keys = {
         "used": t.array_schema(t.object_schema({**place, "effect": t.TEXT})),
         "unknown": t.array_schema(t.object_schema({**place, "nearest": t.TEXT})),

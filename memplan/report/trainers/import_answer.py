@@ -49,11 +49,11 @@ def import_document(job: ImportedJob, model: KnownModel) -> Document:
         "keys": {
             "used": [_used(job, key) for key in _used_keys(job)],
             "unknown": [
-                {"key": one.key, "line": one.line, "file": one.source, "nearest": one.nearest}
+                {"key": one.key, "line": one.line or None, "file": one.source, "nearest": one.nearest}
                 for one in job.keys.unknown
             ],
             "not_modelled": [
-                {"key": one.key, "line": one.line, "file": one.source, "value": one.value, "why": one.why}
+                {"key": one.key, "line": one.line or None, "file": one.source, "value": one.value, "why": one.why}
                 for one in job.reading.refusals
             ],
             "irrelevant": job.keys.irrelevant,
@@ -109,7 +109,7 @@ def _used(job: ImportedJob, key: UsedKey) -> dict[str, Any]:
     shown = [effect for effect in key.effects if not effect.startswith(HIDDEN)]
     name = job.renamed.get(key.key, key.key)
     effect = "; ".join(shown) or ("read; counts with other keys" if key.effects else "")
-    return {"key": name, "line": key.line, "file": key.source, "value": key.value, "effect": effect}
+    return {"key": name, "line": key.line or None, "file": key.source, "value": key.value, "effect": effect}
 
 
 def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
@@ -141,19 +141,21 @@ def _shapes(job: ImportedJob) -> dict[str, Any]:
 def _blocks(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[Block]:
     blocks: list[Block] = [tuple(_head(job, data, model))]
     used = [
-        (one["key"], str(one["line"]), one["effect"] or "read; changes nothing here") for one in data["keys"]["used"]
+        (one["key"], str(one["line"] or "-"), one["effect"] or "read; changes nothing here")
+        for one in data["keys"]["used"]
     ]
     if used:
         blocks.append(Table(("Key", ">Line", "Effect"), tuple(used), "Used"))
     assumed = [(one["key"], _short(one["value"]), _because(one)) for one in data["assumed"]]
     if assumed:
         blocks.append(Table(("Key", "Value", "Why"), tuple(assumed), "Assumed"))
-    refused = [(one.key or "-", str(one.line), one.why) for one in job.reading.refusals]
+    refused = [(one.key or "-", str(one.line or "-"), one.why) for one in job.reading.refusals]
     if refused:
         blocks.append(Table(("Key", ">Line", "Not modelled"), tuple(refused), "Refused"))
     if job.keys.unknown:
         rows = tuple(
-            (one.key, str(one.line), one.nearest.removeprefix("; ") or "no key like it") for one in job.keys.unknown
+            (one.key, str(one.line or "-"), one.nearest.removeprefix("; ") or "no key like it")
+            for one in job.keys.unknown
         )
         blocks.append(Table(("Key", ">Line", "Nearest"), rows, "Unknown"))
     if job.reading.needs:

@@ -142,9 +142,10 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("compute_dtype",), text
     if config.kernels.loss == "log-probabilities" and config.method.stage in ("sft", "reward"):
         yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
-    if config.kernels.loss in ("fused-linear", CUT) and stack.kernels.loss == "fused-head":
-        said = "refuses Liger's loss" if config.kernels.loss == "fused-linear" else f"never calls {CUT}"
-        yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and {said}; use fused-head"
+    if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
+        yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
+    if config.kernels.loss in stack.foreign_losses:
+        yield ("kernels", "loss"), f"{stack.name} never calls {config.kernels.loss}; leave it out"
     if config.kernels.loss == CUT and config.compute_dtype == "fp32":
         text = f"{CUT} takes rows and a head in 16 bits; use compute_dtype: bf16, or fp32 as the loss"
         yield ("kernels", "loss"), text
