@@ -109,6 +109,7 @@ class Method:
 
 
 Engine = Literal["torch", "fsdp1", "deepspeed"]
+TransformerImplementation = Literal["transformer_engine", "local"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
 
@@ -174,11 +175,13 @@ class Parallel:
         last_stage_layers: Layers of the last one.
         first_stage_less_layers: Layers that the first stage has less than others, for its embedding (torchtitan).
         last_stage_less_layers: Layers that the last one has less, for its head.
+        stage_layout: Every chunk's layers, as Megatron-LM's ``--pipeline-model-parallel-layout`` has them.
         embedding_as_layer: The embedding counts as a layer where layers are divided among stages.
         loss_as_layer: So does the loss.
         precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
         overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
+        transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
         flat: What FullyShardedDataParallel is told, where it is the engine.
     """
@@ -201,11 +204,13 @@ class Parallel:
     last_stage_layers: int | None = None
     first_stage_less_layers: int = 1
     last_stage_less_layers: int = 1
+    stage_layout: str | None = None
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
     precision_aware: bool = False
     overlap_gradients: bool = False
     vocabulary_multiple: int = 128
+    transformer_impl: TransformerImplementation = "transformer_engine"
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()
 

@@ -267,21 +267,22 @@ def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
         yield ParameterTensor(f"{prefix}.{names.router}.bias", (part.num_experts,), "bias")
     yield from _experts(spec, part, f"{prefix}.{names.experts}")
     if part.shared_intermediate_size:
-        shared = Mlp(part.shared_intermediate_size, part.activation)
+        shared = Mlp(part.shared_intermediate_size, part.activation, part.gated)
         yield from _mlp(spec, shared, f"{prefix}.{names.shared_experts}")
     if part.shared_gate:
         yield ParameterTensor(f"{prefix}.{names.shared_gate}.weight", (1, hidden), "router")
 
 
 def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
-    """Yield the stacked routed experts: (experts, 2 * inner, hidden) and (experts, hidden, inner)."""
+    """Yield the stacked routed experts: (experts, 2 * inner, hidden), without a gate (experts, inner, hidden), and (experts, hidden, inner)."""
     hidden, inner, experts, used = spec.hidden_size, part.intermediate_size, part.num_experts, part.experts_per_token
-    up, down = (2 * inner, hidden), (hidden, inner)
+    rows, name = (2 * inner, "gate_up_proj") if part.gated else (inner, "up_proj")
+    up, down = (rows, hidden), (hidden, inner)
     if part.transposed:
-        up, down = (hidden, 2 * inner), (inner, hidden)
-    yield ParameterTensor(f"{prefix}.gate_up_proj", (experts, *up), "expert_matrix", experts_per_token=used)
+        up, down = (hidden, rows), (inner, hidden)
+    yield ParameterTensor(f"{prefix}.{name}", (experts, *up), "expert_matrix", experts_per_token=used)
     if part.expert_bias:
-        yield ParameterTensor(f"{prefix}.gate_up_proj_bias", (experts, 2 * inner), "bias", experts_per_token=used)
+        yield ParameterTensor(f"{prefix}.{name}_bias", (experts, rows), "bias", experts_per_token=used)
     yield ParameterTensor(f"{prefix}.down_proj", (experts, *down), "expert_matrix", experts_per_token=used)
     if part.expert_bias:
         yield ParameterTensor(f"{prefix}.down_proj_bias", (experts, hidden), "bias", experts_per_token=used)

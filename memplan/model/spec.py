@@ -14,7 +14,7 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
 from memplan.values import dataclass
 
-Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "relu-squared", "clamped-swiglu"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "relu-squared", "clamped-swiglu", "quick-gelu"]
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
 
@@ -142,7 +142,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts, with or without shared ones. Experts are gated MLPs.
+    """Routed experts, with or without shared ones.
 
     Attributes:
         experts_per_token: Experts that each token passes through.
@@ -162,6 +162,7 @@ class MixtureOfExperts:
         groups_per_token: Groups that take part.
         fp32_router: The router's product is formed in fp32 (DeepSeek).
         fp32_scores: Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek).
+        gated: Experts have two projections up, as in :class:`Mlp`; else one.
     """
 
     num_experts: int
@@ -181,6 +182,7 @@ class MixtureOfExperts:
     groups_per_token: int = 1
     fp32_router: bool = False
     fp32_scores: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from memplan.step.kernels.refused_code import (
     refuse_liger,
     refuse_linear_attention,
     refuse_unquantised,
+    refuse_unrun_parts,
 )
 from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
@@ -129,6 +130,7 @@ def step_on_tape(
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
+    refuse_unrun_parts(model.spec)
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)

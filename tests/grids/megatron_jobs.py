@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,8 @@ VERSION = "0.16.1"
 class MegatronJob:
     """A small model and the grid that it is divided over.
 
-    ``kind`` is dense, gpt, mixture or latent; sizes are Megatron-LM's.
+    ``kind`` is dense, gpt, mixture or latent; sizes are Megatron-LM's. ``sparse`` has a 1 for each layer with experts, and is
+    empty where ``dense_first`` says it.
     """
 
     kind: str
@@ -58,6 +59,9 @@ class MegatronJob:
     bucket: int
     multiple: int
     replicate: int
+    gated: bool = True
+    sparse: tuple[int, ...] = ()
+    layout: str | None = None
 
 
 def drawn(seed: int) -> MegatronJob:
@@ -99,6 +103,23 @@ def drawn(seed: int) -> MegatronJob:
     )  # fmt: skip
 
 
+def drawn_wide(seed: int) -> MegatronJob:
+    """Return the job of a seed over up to 1,024 ranks, its experts in any layers, gated or not, its stages maybe laid out by hand."""
+    job, draw = drawn(seed), random.Random(f"wide {seed}")
+    most = 1024 // job.world
+    job = replace(job, world=job.world * draw.choice([n for n in (1, 3, 8, 16, 32, 64, 128) if n <= most]))
+    if job.experts:
+        sparse = tuple(draw.choice((0, 1, 1)) for _ in range(job.layers))
+        job = replace(job, gated=draw.random() < 0.6, sparse=sparse)
+    if job.pipeline > 1 and draw.random() < 0.5:
+        chunks = ["" for _ in range(job.pipeline * job.virtual)]
+        for place in sorted(draw.randrange(len(chunks)) for _ in range(job.layers)):
+            chunks[place] += "t"
+        layout = "E" + "|".join(chunks) + "L"
+        job = replace(job, layout=layout, first=None, last=None, embedding=False, loss=False)
+    return job
+
+
 def _config(job: MegatronJob):  # pragma: no cover - needs megatron-core
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -106,7 +127,7 @@ def _config(job: MegatronJob):  # pragma: no cover - needs megatron-core
     keys = {
         "num_layers": job.layers, "hidden_size": job.hidden, "num_attention_heads": job.heads, "num_query_groups": job.groups,
         "kv_channels": job.head_dim, "ffn_hidden_size": job.ffn, "use_cpu_initialization": True, "perform_initialization": False,
-        "add_bias_linear": job.kind == "gpt", "add_qkv_bias": job.qkv_bias, "gated_linear_unit": job.kind != "gpt",
+        "add_bias_linear": job.kind == "gpt", "add_qkv_bias": job.qkv_bias, "gated_linear_unit": job.kind != "gpt" and job.gated,
         "activation_func": torch.nn.functional.gelu if job.kind == "gpt" else torch.nn.functional.silu,
         "normalization": "LayerNorm" if job.kind == "gpt" else "RMSNorm", "qk_layernorm": job.qk_norm or job.kind == "latent",
         "tensor_model_parallel_size": job.tensor, "pipeline_model_parallel_size": job.pipeline,
@@ -116,12 +137,14 @@ def _config(job: MegatronJob):  # pragma: no cover - needs megatron-core
         "account_for_embedding_in_pipeline_split": job.embedding, "account_for_loss_in_pipeline_split": job.loss,
         "pipeline_dtype": torch.bfloat16, "params_dtype": torch.bfloat16, "bf16": True,
     }  # fmt: skip
+    if job.layout:
+        keys["pipeline_model_parallel_layout"] = job.layout
     if job.experts:
         keys |= {
             "num_moe_experts": job.experts, "moe_ffn_hidden_size": job.ffn, "moe_router_topk": 2,
             "moe_shared_expert_intermediate_size": job.shared or None, "moe_token_dispatcher_type": "alltoall",
             "moe_router_enable_expert_bias": job.kind == "latent", "moe_router_score_function": "sigmoid",
-            "moe_layer_freq": [0] * job.dense_first + [1] * (job.layers - job.dense_first),
+            "moe_layer_freq": list(job.sparse) or [0] * job.dense_first + [1] * (job.layers - job.dense_first),
         }  # fmt: skip
     if job.kind != "latent":
         return TransformerConfig(**keys)
@@ -200,7 +223,7 @@ def _chunk(job: MegatronJob, replicated) -> dict:  # pragma: no cover - needs me
 
     model = replicated.module
     names = [[name.removeprefix("module."), list(p.shape)] for name, p in model.named_parameters()]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} <= {torch.bfloat16}  # none in a chunk without layers
     for router in (module for module in model.modules() if hasattr(module, "_maintain_float32_expert_bias")):
         router._maintain_float32_expert_bias()  # as each forward does
     biases = sum(buffer.nbytes for name, buffer in model.named_buffers() if ".router." in name)
@@ -261,13 +284,17 @@ def main() -> None:  # pragma: no cover - needs megatron-core
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--record", type=Path)
+    parser.add_argument(
+        "--wide", action="store_true", help="up to 1,024 ranks, experts anywhere, stages laid out by hand"
+    )
     given = parser.parse_args()
     without_cuda(given.folder)
+    draw = drawn_wide if given.wide else drawn
     from tests.grids.planned_ranks import planned, summary
 
     rows, wrong, refused = [], 0, 0
     for seed in range(given.seed, given.seed + given.count):
-        job = drawn(seed)
+        job = draw(seed)
         try:
             real = held(job)
         except ZeroDivisionError:

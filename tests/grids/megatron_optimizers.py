@@ -11,8 +11,8 @@ import argparse
 import random
 
 from tests.grids import megatron_jobs
-from tests.grids.megatron_jobs import MegatronJob, drawn
-from tests.grids.planned_ranks import grid_of_job, spec_of
+from tests.grids.megatron_jobs import MegatronJob, drawn, drawn_wide
+from tests.grids.planned_ranks import grid_of_job, spec_of, split_of
 
 
 def main() -> None:  # pragma: no cover - needs megatron-core
@@ -21,12 +21,16 @@ def main() -> None:  # pragma: no cover - needs megatron-core
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
+    parser.add_argument(
+        "--wide", action="store_true", help="up to 1,024 ranks, experts anywhere, stages laid out by hand"
+    )
     given = parser.parse_args()
+    draw = drawn_wide if given.wide else drawn
     megatron_jobs.without_cuda(given.folder)
     _as_on_cuda()
     equal = different = 0
     for seed in range(given.seed, given.seed + given.count):
-        job = drawn(seed)
+        job = draw(seed)
         if job.bucket:  # its own size of buckets
             continue
         for stage, rank in _ranks(job, seed):
@@ -51,10 +55,8 @@ def _ranks(job: MegatronJob, seed: int) -> list[tuple[int, int]]:
 def _planned(job: MegatronJob, stage: int, rank: int) -> tuple[int, ...]:
     from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
     from memplan.step.grids.megatron_tensors import MegatronBuild
-    from memplan.step.grids.pipeline_stages import StageSplit
 
-    split = StageSplit(job.first, job.last, job.embedding, job.loss)
-    settings = MegatronSettings(split, MegatronBuild("local", job.multiple))
+    settings = MegatronSettings(split_of(job), MegatronBuild("local", job.multiple))
     states = megatron_states(spec_of(job), grid_of_job(job), settings)[stage].rank(rank)
     return states.weights, states.gradients, states.master_weights, states.optimizer_states
 

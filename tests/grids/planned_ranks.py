@@ -21,14 +21,15 @@ def spec_of(job) -> ModelSpec:
         qk = norm if job.qk_norm else None
         bias = job.qkv_bias or gpt
         attention = Attention(job.heads, job.groups, job.head_dim, 0, bias, gpt, query_key_norm=qk)
-    dense = Layer(attention, Mlp(job.ffn, gated=not gpt, bias=gpt), norm)
+    dense = Layer(attention, Mlp(job.ffn, gated=job.gated and not gpt, bias=gpt), norm)
     layers = [dense] * job.layers
     if job.experts:
         latent = job.kind == "latent"
         mixture = MixtureOfExperts(
-            job.experts, 2, job.ffn, shared_intermediate_size=job.shared, score_correction=latent
+            job.experts, 2, job.ffn, shared_intermediate_size=job.shared, score_correction=latent, gated=job.gated
         )
-        layers = [dense] * job.dense_first + [Layer(attention, mixture, norm)] * (job.layers - job.dense_first)
+        sparse = job.sparse or (0,) * job.dense_first + (1,) * (job.layers - job.dense_first)
+        layers = [Layer(attention, mixture, norm) if one else dense for one in sparse]
     return ModelSpec(
         "drawn", job.kind, job.vocabulary, job.hidden, layer_runs(layers), norm,
         tie_word_embeddings=job.tied, learned_positions=128 if gpt else 0,
@@ -50,10 +51,15 @@ def grid_of_job(job) -> Grid:
     )
 
 
+def split_of(job) -> StageSplit:
+    """Return what a drawn job says of stages."""
+    return StageSplit(job.first, job.last, job.embedding, job.loss, job.layout)
+
+
 def planned(job) -> list[list[dict]]:
     """Return, for every stage and chunk, the planned tensors, buffers and each rank's pieces."""
     grid = grid_of_job(job)
-    stages = chunks_of(job.layers, grid, StageSplit(job.first, job.last, job.embedding, job.loss))
+    stages = chunks_of(job.layers, grid, split_of(job))
     return [
         [_chunk(job, grid, stage, virtual, chunk) for virtual, chunk in enumerate(chunks)]
         for stage, chunks in enumerate(stages)

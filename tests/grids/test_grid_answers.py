@@ -136,6 +136,36 @@ def test_a_file_of_megatrons_flags_fills_the_degrees(cli, tmp_path):
     assert read["stages"] == said["stages"]
 
 
+def test_more_flags_of_megatron_say_what_is_kept(cli, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""{RUN}  --use-precision-aware-optimizer: true
+  --exp-avg-dtype: bf16
+  --exp-avg-sq-dtype: bf16
+  --transformer-impl: local
+""".replace(
+            "  --num-layers-per-virtual-pipeline-stage: 4\n",
+            '  --pipeline-model-parallel-layout: "Et*3|(tttt|)*6tttttL"\n',
+        )
+    )
+    job = ("fit", "llama-8b", "--gpu", "h100", "--gpus", "64", "--json")
+    read = cli(*job, "--config", str(file)).data
+    assert [stage["layers"] for stage in read["stages"]] == [7, 8, 8, 9]
+    keys = (
+        "parallel.precision_aware=true",
+        "optimizer=adamw-bf16",
+        "parallel.transformer_impl=local",
+        "gradients.dtype=bf16",
+    )
+    keys += (
+        "parallel.vocabulary_multiple=1024",
+        "parallel.overlap_gradients=true",
+        "parallel.stage_layout=Et*3|(tttt|)*6tttttL",
+    )
+    settings = [word for key in keys for word in ("--set", key)]
+    assert read["stages"] == cli(*job, "--tp", "2", "--pp", "4", "--zero", "1", *settings).data["stages"]
+
+
 def test_stage_0_is_a_stage(cli):
     job = ("fit", "gpt2", "--gpu", "h100", "--config", "bf16-adamw", "--stack", "transformers", "--gpus", "4", "--json")
     said, default = (cli(*job, *zero).data["training"]["parallel"] for zero in (("--zero", "0"), ()))

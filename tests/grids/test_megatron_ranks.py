@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
 from tests.grids.megatron_jobs import MegatronJob
-from tests.grids.planned_ranks import grid_of_job, planned, spec_of, summary
+from tests.grids.planned_ranks import grid_of_job, planned, spec_of, split_of, summary
 
-RECORD = json.loads((Path(__file__).parent / "megatron-core-0.16.1.json").read_text())
-JOBS = [(MegatronJob(**row["job"]), row["held"]) for row in RECORD["jobs"]]
+RECORDS = [json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("megatron-core-0.16.1*.json"))]
+JOBS = [(MegatronJob(**row["job"]), row["held"]) for record in RECORDS for row in record["jobs"]]
 
 
 def test_every_rank_holds_what_megatron_builds():
@@ -29,7 +29,7 @@ def test_states_are_the_sum_over_chunks():
     assert len(own) > 20
     for job, held in own:
         build = MegatronBuild("local", job.multiple)
-        settings = MegatronSettings(StageSplit(job.first, job.last, job.embedding, job.loss), build)
+        settings = MegatronSettings(split_of(job), build)
         for stage, chunks in zip(megatron_states(spec_of(job), grid_of_job(job), settings), held, strict=True):
             assert stage.parameters == sum(chunk["tensors"][1] for chunk in chunks)
             buffers = [buffer for chunk in chunks for kind in ("dense", "experts") for buffer in chunk[kind]]
@@ -40,6 +40,21 @@ def test_states_are_the_sum_over_chunks():
             dense = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["dense"])
             routed = sum(sum(buffer["updated"]) for chunk in chunks for buffer in chunk["experts"])
             assert updated == (dense * job.tensor + routed * experts) * job.replicate
+
+
+def test_stages_laid_out_by_hand():
+    laid = chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(layout="Et*2|(t|)*2ttL"))
+    assert [[(chunk.first, chunk.count, chunk.embeds, chunk.ends) for chunk in stage] for stage in laid] == [
+        [(0, 2, True, False), (3, 1, False, False)],
+        [(2, 1, False, False), (4, 2, False, True)],
+    ]
+    for layout, message in (
+        ("Ettt|tttL", "2 chunks are not those of 2 stages with 2 each"),
+        ("Ett|t|t|tL", "expected E, 6 t and L"),
+        ("Ettt|t|tt|mL", "multi-token prediction"),
+    ):
+        with pytest.raises((InvalidFileError, CannotAnswerError), match=message):
+            chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(layout=layout))
 
 
 def test_layers_that_do_not_divide_name_the_nearest():

@@ -62,6 +62,30 @@ def test_a_tokenizer_whose_size_no_flag_says_is_asked_for(tmp_path):
         model(written(tmp_path, "base_model: Qwen/Qwen3-8B\ndatasets: []\nmicro_batch_size: 1\n"), vocab=1000)
 
 
+def test_megatrons_experts_and_latent_attention(tmp_path):
+    tied = LLAMA.replace("--untie-embeddings-and-output-weights", "").replace("--num-layers 32", "--num-layers 4")
+    sparse = model(
+        command(tmp_path, f"{tied} --num-experts 8 --moe-ffn-hidden-size 512 --moe-layer-freq ([0]*1+[1]*3)")
+    )
+    assert [run.count for run in sparse.spec.runs] == [1, 3]
+    assert sparse.spec.runs[0].layer.feed_forward.intermediate_size == 14336
+    assert sparse.spec.runs[1].layer.feed_forward.num_experts == 8
+    plain = model(command(tmp_path, f"{tied} --num-experts 8 --moe-ffn-hidden-size 512".replace("--swiglu", "")))
+    ungated = 3 * 8 * 512 * 4096 - 2 * 8 * 512 * 4096
+    gated = model(command(tmp_path, f"{tied} --num-experts 8 --moe-ffn-hidden-size 512"))
+    assert parameter_count(gated.inventory) - parameter_count(plain.inventory) == 4 * ungated
+    latent = f"{tied} --multi-latent-attention --qk-layernorm --kv-lora-rank 512 --q-lora-rank 1536"
+    part = model(command(tmp_path, latent)).spec.runs[0].layer.attention
+    assert (part.q_lora_rank, part.kv_lora_rank, part.qk_head_dim, part.v_head_dim) == (1536, 512, 192, 128)
+    quick = model(command(tmp_path, tied.replace("--swiglu", "--quick-geglu")))
+    with pytest.raises(CannotAnswerError, match="quick GELU"):
+        memplan.plan(quick, gpu="h100", config="bf16-adamw")
+    with pytest.raises(CannotAnswerError, match="latent attention without norms"):
+        model(command(tmp_path, latent.replace("--qk-layernorm", "")))
+    with pytest.raises(InvalidFileError, match="a 0 or 1 for each of 4 layers"):
+        model(command(tmp_path, f"{tied} --num-experts 8 --moe-layer-freq [1]*3"))
+
+
 def test_nanogpts_flags_are_a_model(tmp_path):
     flags = "--dataset=shakespeare_char --block_size=256 --n_layer=6 --n_head=6 --n_embd=384 --batch_size=64"
     char = model(command(tmp_path, f"{flags} --compile=False", "train.py"))

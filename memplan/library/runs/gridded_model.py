@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
@@ -18,7 +18,7 @@ from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import grid_of
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
-from memplan.step.grids.pipeline_stages import StageSplit
+from memplan.step.grids.pipeline_stages import StageSplit, chunks_of_layout
 from memplan.training.parallelism import divides_model
 from memplan.training.resolution.config_problems import config_problems
 from memplan.training.resolved import FLOAT_BYTES
@@ -107,7 +107,7 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
         raise InvalidFileError(problems)
     _refuse(config)
     known, device = inputs.model(), inputs.device()
-    grid = grid_of(config.parallel, inputs.options.get("gpus"))
+    grid = grid_of(_laid_out(config.parallel), inputs.options.get("gpus"))
     if not any(tensor.experts_per_token for tensor in known.inventory):
         for name, several in (
             ("expert", grid.expert > 1),
@@ -152,12 +152,23 @@ def _refuse(config: TrainingConfig) -> None:
             raise CannotAnswerError(f"{name} is not modelled where the model itself is divided")
 
 
+def _laid_out(parallel: Parallel) -> Parallel:
+    """Return degrees with as many chunks of a stage as a layout of them has."""
+    if parallel.stage_layout is None:
+        return parallel
+    return replace(parallel, virtual=max(len(chunks_of_layout(parallel.stage_layout)) // parallel.pipeline, 1))
+
+
 def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
     parallel = config.parallel
     split = StageSplit(
-        parallel.first_stage_layers, parallel.last_stage_layers, parallel.embedding_as_layer, parallel.loss_as_layer
+        parallel.first_stage_layers,
+        parallel.last_stage_layers,
+        parallel.embedding_as_layer,
+        parallel.loss_as_layer,
+        parallel.stage_layout,
     )
-    build = MegatronBuild(vocabulary_multiple=parallel.vocabulary_multiple)
+    build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple)
     return MegatronSettings(split, build, _precision(config, catalog), parallel.overlap_gradients)
 
 
@@ -215,8 +226,9 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
 def _notes(config: TrainingConfig) -> tuple[str, ...]:
     """Return what is taken for granted."""
     parallel = config.parallel
+    modules = "modules with Transformer Engine" if parallel.transformer_impl == "transformer_engine" else "own modules"
     notes = [
-        f"Megatron-LM's modules with Transformer Engine (megatron-core 0.16.1); the vocabulary is padded to a multiple of {parallel.vocabulary_multiple} times the tensor degree"
+        f"Megatron-LM's {modules} (megatron-core 0.16.1); the vocabulary is padded to a multiple of {parallel.vocabulary_multiple} times the tensor degree"
     ]
     if not parallel.zero_stage:
         notes.append(

@@ -26,6 +26,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu-new",
     "gelu_fast": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh",
+    "quick_gelu": "quick-gelu",
     "relu": "relu",
 }
 

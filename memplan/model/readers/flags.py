@@ -6,23 +6,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.model.families.common_parts import attention, experts, model, shape
+from memplan.model.families.common_parts import Shape, attention, experts, model, shape
 from memplan.model.families.config_values import MAXIMUM_POSITIONS, ConfigValues
+from memplan.model.families.layer_patterns import expert_layers
 from memplan.model.model import Model
-from memplan.model.spec import Layer, MixtureOfExperts, Mlp, Norm
+from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, Norm
 
 ARCHITECTURE = "gpt"
 
 
 def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
-    """Return a decoder of layers that are all alike.
+    """Return a decoder of layers that are all alike, but for those that have experts.
 
     Args:
         flags: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size`` and ``vocab_size``, with
             what else it has of ``num_key_value_heads``, ``head_dim``, ``normalization`` (``layer`` or ``rms``), ``norm_bias``,
             ``linear_bias``, ``qkv_bias``, ``activation``, ``gated``, ``learned_positions`` (rows), ``rotary_percent``,
             ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
-            ``shared_intermediate_size``, ``shared_gate``, ``score_correction`` and ``dropout``.
+            ``expert_layers`` (:func:`memplan.model.families.layer_patterns.expert_layers`), ``shared_intermediate_size``,
+            ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
+            ``v_head_dim`` and ``dropout``.
         name: What to call it.
         source: The file of the flags, for messages.
 
@@ -37,19 +40,11 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
     norm = Norm("rms" if kind == "rms" else "layer", bias=values.flag("norm_bias", default=kind == "layer"))
     bias = values.flag("linear_bias")
     rotated = int(common.head_dim * values.number("rotary_percent", default=0.0)) // 2 * 2
-    heads = attention(
-        values,
-        common,
-        rotated,
-        qkv_bias=values.flag("qkv_bias", default=bias),
-        output_bias=bias,
-        fused_qkv=True,
-        query_key_norm=norm if values.flag("query_key_norm") else None,
-    )
+    heads = _attention(values, common, rotated, norm, bias)
     spec = model(
         values,
         common,
-        Layer(heads, _feed_forward(values, bias), norm),
+        [Layer(heads, part, norm) for part in _feed_forwards(values, common.num_hidden_layers, bias)],
         tied=True,
         dropout=("dropout",),
         learned_positions=rows,
@@ -59,14 +54,49 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
     return replace(Model.from_spec(spec, source), notes=values.notes())
 
 
-def _feed_forward(values: ConfigValues, bias: bool) -> Mlp | MixtureOfExperts:
+def _attention(
+    values: ConfigValues, common: Shape, rotated: int, norm: Norm, bias: bool
+) -> Attention | LatentAttention:
+    """Return attention, latent where a width is given that keys and values are compressed to."""
+    query_key_norm, qkv_bias = values.flag("query_key_norm"), values.flag("qkv_bias", default=bias)
+    rank = values.integer("kv_lora_rank", default=0, minimum=0)
+    if not rank:
+        return attention(
+            values,
+            common,
+            rotated,
+            qkv_bias=qkv_bias,
+            output_bias=bias,
+            fused_qkv=True,
+            query_key_norm=norm if query_key_norm else None,
+        )
+    if not query_key_norm:
+        values.refuse("kv_lora_rank", "latent attention without norms of what it compresses is not modelled")
+    return LatentAttention(
+        common.num_attention_heads,
+        values.integer("q_lora_rank", default=0, minimum=0),
+        rank,
+        values.integer("qk_head_dim", default=128),
+        values.integer("qk_rope_head_dim", default=64),
+        values.integer("v_head_dim", default=128),
+        norm,
+        bias=bias,
+    )
+
+
+def _feed_forwards(values: ConfigValues, layers: int, bias: bool) -> list[Mlp | MixtureOfExperts]:
+    """Return what each layer feeds forward through: experts where the pattern of layers says so, in all without one."""
     activation = values.activation("activation", default="gelu")
     gated, width = values.flag("gated"), values.integer("intermediate_size")
-    count = values.integer("num_experts", default=0, minimum=0)
+    count, pattern = values.integer("num_experts", default=0, minimum=0), values.text("expert_layers", "1")
+    dense = Mlp(width, activation, gated=gated, fused_gate_up=gated, bias=bias)
     if not count:
-        return Mlp(width, activation, gated=gated, fused_gate_up=gated, bias=bias)
-    if not gated:
-        values.refuse("num_experts", "experts without a gate are not modelled")
+        return [dense] * layers
+    sparse = expert_layers(pattern, layers)
+    if sparse is None:
+        values.problem(
+            "expert_layers", f"expected a number, or a 0 or 1 for each of {layers} layers, got {pattern!r:.60}"
+        )
     mixture = MixtureOfExperts(
         num_experts=count,
         experts_per_token=values.integer("num_experts_per_tok", default=2),
@@ -76,5 +106,7 @@ def _feed_forward(values: ConfigValues, bias: bool) -> Mlp | MixtureOfExperts:
         shared_gate=values.flag("shared_gate"),
         score_correction=values.flag("score_correction"),
         expert_bias=bias,
+        gated=gated,
     )
-    return experts(values, mixture)
+    part = experts(values, mixture)
+    return [part if one else dense for one in sparse or (True,) * layers]

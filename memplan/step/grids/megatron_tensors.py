@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Literal
 
+from memplan.catalog.training_config import TransformerImplementation
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
@@ -24,8 +24,6 @@ from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
 from memplan.units import round_up
 from memplan.values import dataclass
-
-Implementation = Literal["transformer-engine", "local"]
 
 VOCABULARY_MULTIPLE = 128
 """``--make-vocab-size-divisible-by`` (megatron/training/arguments.py): the vocabulary is padded to this times the tensor degree."""
@@ -62,7 +60,7 @@ class MegatronBuild:
         vocabulary_multiple: ``--make-vocab-size-divisible-by``.
     """
 
-    implementation: Implementation = "transformer-engine"
+    implementation: TransformerImplementation = "transformer_engine"
     vocabulary_multiple: int = VOCABULARY_MULTIPLE
 
 
@@ -122,7 +120,7 @@ def _layers(spec: ModelSpec, chunk: Chunk) -> Iterator[Layer]:
 
 def layer_tensors(spec: ModelSpec, layer: Layer, grid: Grid, build: MegatronBuild) -> Iterator[RankTensor]:
     """Yield the parameters of one layer on one rank; arguments and errors as of :func:`chunk_tensors`."""
-    hidden, engine = spec.hidden_size, build.implementation == "transformer-engine"
+    hidden, engine = spec.hidden_size, build.implementation == "transformer_engine"
     latent = isinstance(layer.attention, LatentAttention)
     outside, inside = ((), ()) if engine else (("input_layernorm.",), ("pre_mlp_layernorm.",))
     experts = isinstance(layer.feed_forward, MixtureOfExperts)
@@ -240,7 +238,7 @@ def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> I
     if part.num_experts % grid.expert:
         text = f"parallel.expert: {part.num_experts} experts cannot be divided among {grid.expert} ranks"
         raise InvalidFileError([text])
-    one = Mlp(part.intermediate_size)
+    one = Mlp(part.intermediate_size, gated=part.gated)
     apart = grid.expert > 1
     own = part.num_experts // grid.expert
     expert = [tensor.shape for tensor in _mlp("mlp.experts.", hidden, one, grid.expert_tensor)]
@@ -254,7 +252,9 @@ def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> I
     if part.shared_intermediate_size:
         if part.shared_gate:
             yield RankTensor("mlp.shared_experts.gate_weight", (1, hidden))
-        yield from _mlp("mlp.shared_experts.", hidden, Mlp(part.shared_intermediate_size), grid.tensor)
+        yield from _mlp(
+            "mlp.shared_experts.", hidden, Mlp(part.shared_intermediate_size, gated=part.gated), grid.tensor
+        )
 
 
 def _refuse(spec: ModelSpec) -> None:

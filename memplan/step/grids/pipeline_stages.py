@@ -1,13 +1,15 @@
 """Which layers a pipeline stage has, as Megatron-LM divides them.
 
 Source:
-    ``get_num_layers_to_build`` in megatron/core/transformer/transformer_block.py and ``get_transformer_layer_offset`` in
-    transformer_layer.py (megatron-core 0.16.1)
+    ``get_num_layers_to_build`` in megatron/core/transformer/transformer_block.py, ``get_transformer_layer_offset`` in
+    transformer_layer.py and ``PipelineParallelLayerLayout`` in pipeline_parallel_layer_layout.py (megatron-core 0.16.1)
 """
 
 from __future__ import annotations
 
-from memplan.errors import InvalidFileError
+import re
+
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.grids.grid import Grid
 from memplan.values import dataclass
 
@@ -21,12 +23,15 @@ class StageSplit:
         last: Layers of the last stage; None for as many as of the others.
         embedding: The embedding counts as a layer of the first stage.
         loss: The loss counts as a layer of the last stage.
+        layout: Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``L`` the head and loss,
+            ``|`` between chunks, ``*`` repeats; None where the rest says it.
     """
 
     first: int | None = None
     last: int | None = None
     embedding: bool = False
     loss: bool = False
+    layout: str | None = None
 
 
 EVEN = StageSplit()
@@ -60,6 +65,8 @@ def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[
     Raises:
         InvalidFileError: Layers do not divide; the message names the nearest number of stages that does.
     """
+    if split.layout is not None:
+        return _laid_out(layers, grid, split)
     sizes = _layers_of_chunks(layers, grid, split)
     chunks: list[list[Chunk]] = [[] for _ in range(grid.pipeline)]
     first, last = 0, (grid.virtual - 1, grid.pipeline - 1)
@@ -73,6 +80,46 @@ def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[
             chunks[stage].append(Chunk(first, count, (virtual, stage) == (0, 0), (virtual, stage) == last))
             first += count
     return tuple(map(tuple, chunks))
+
+
+def _laid_out(layers: int, grid: Grid, split: StageSplit) -> tuple[tuple[Chunk, ...], ...]:
+    """Return the chunks of every stage as a layout says them: those of the first chunks of all stages, then of the second ones."""
+    if split != StageSplit(layout=split.layout):
+        raise InvalidFileError(["parallel.stage_layout: it says every chunk, and other keys about stages exclude it"])
+    parts = chunks_of_layout(split.layout or "")
+    given = "".join(parts)
+    if "m" in given:
+        raise CannotAnswerError("parallel.stage_layout: multi-token prediction (m) is not modelled under Megatron-LM")
+    if given != f"E{'t' * layers}L":
+        raise InvalidFileError(
+            [
+                f"parallel.stage_layout: expected E, {layers} t and L in this order, with | between chunks, got {given[:60]!r}"
+            ]
+        )
+    if len(parts) != grid.pipeline * grid.virtual:
+        raise InvalidFileError(
+            [
+                f"parallel.stage_layout: {len(parts)} chunks are not those of {grid.pipeline} stages with {grid.virtual} each"
+            ]
+        )
+    chunks, first = [], 0
+    for part in parts:
+        chunks.append(Chunk(first, part.count("t"), "E" in part, "L" in part))
+        first += part.count("t")
+    return tuple(tuple(chunks[stage :: grid.pipeline]) for stage in range(grid.pipeline))
+
+
+def chunks_of_layout(layout: str) -> list[str]:
+    """Return what every chunk has, a letter for each part, as ``StageSplit.layout`` says it.
+
+    Example:
+        >>> chunks_of_layout("Et*2|(tt|)*2L")
+        ['Ett', 'tt', 'tt', 'L']
+    """
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
 
 
 def _layers_of_chunks(layers: int, grid: Grid, split: StageSplit) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
-from memplan.model.spec import ModelSpec
+from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
@@ -35,6 +35,19 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(
             f"{where} of {spec.architecture}, as Liger runs it, is not modelled; it is for {', '.join(LIGER_FAMILIES)}"
         )
+
+
+def refuse_unrun_parts(spec: ModelSpec) -> None:
+    """Raise for parts of a layer whose activations are not modelled, as only Megatron-LM's flags build them.
+
+    Raises:
+        CannotAnswerError: Experts without a gate, or a quick GELU.
+    """
+    for part in [run.layer.feed_forward for run in spec.runs]:
+        if part.activation == "quick-gelu":
+            raise CannotAnswerError(f"{spec.name}: activations of a quick GELU are not modelled")
+        if isinstance(part, MixtureOfExperts) and not part.gated:
+            raise CannotAnswerError(f"{spec.name}: activations of experts without a gate are not modelled")
 
 
 UNCUT_FAMILIES = ("falcon", "gpt2", "gpt_neox")
