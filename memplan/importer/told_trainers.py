@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,11 +10,15 @@ from typing import Any
 from memplan.errors import InvalidFileError, unknown_name
 from memplan.importer.classified_keys import known_keys
 from memplan.importer.conditions import holds, version_parts, word
+from memplan.importer.interpreter import PROGRAM
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
 PARSED = "huggingface"
 """The mapping of trainers whose files transformers' parser reads: a key that it does not know fails, without a value too."""
+
+FORM = "$form"
+"""Whether keys are of a file, of Python or of a command line."""
 
 NEGATION = "no_"
 
@@ -88,7 +92,12 @@ def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
 
 def other_kind(keys: GivenKeys, head: TrainerHead) -> str:
     """Return what a source is that has a trainer's keys and is no training job; nothing where it is one."""
-    return next((other.kind for other in head.other_files if holds(other.when, keys.value)), "")
+    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING}
+    return next((other.kind for other in head.other_files if holds(other.when, lambda key: _told(keys, key, said))), "")
+
+
+def _told(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:
+    return said[key] if key in said else keys.value(key)
 
 
 def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[GivenKeys, dict[str, str]]:
@@ -100,6 +109,8 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         version: The version that the user says, which may no longer take an old name; or nothing.
     """
     renamed: dict[str, str] = {}
+    for section in mapped.sections:
+        keys = _without_section(keys, section)
     for old, alias in mapped.aliases.items():
         value = keys.value(old)
         retired = version and alias.until and version_parts(version) > version_parts(alias.until)
@@ -110,6 +121,15 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         keys = replace(keys, data=data, lines=lines)
         renamed[alias.now] = old
     return (_without_negations(keys, mapped) if keys.form == "argv" and PARSED in mapped.extends else keys), renamed
+
+
+def _without_section(keys: GivenKeys, section: str) -> GivenKeys:
+    """Return keys in which those of a section stand beside it, over others of their names."""
+    inner = keys.data.get(section)
+    if not isinstance(inner, Mapping):
+        return keys
+    data = {**{key: value for key, value in keys.data.items() if key != section}, **inner}
+    return replace(keys, data=data, lines={**keys.lines, **keys.at(section).lines})
 
 
 def _without_negations(keys: GivenKeys, mapped: Mapped) -> GivenKeys:

@@ -97,6 +97,7 @@ class Mapped:
         history: Keys, or ``KEY=VALUE``, that tell an older version -> the last version that took them.
         aliases: Old name -> the key.
         references: Keys that name files of launchers.
+        sections: Keys whose own keys count as if they stood beside them, those of the last over those of others.
         rules: What keys mean, in the order in which they are followed.
         joined: What follows once a trainer's file and its launcher's are both read.
         not_modelled: Keys that move memory and that nothing follows -> what they do.
@@ -110,6 +111,7 @@ class Mapped:
     history: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, OldKey] = field(default_factory=dict)
     references: tuple[Reference, ...] = ()
+    sections: tuple[str, ...] = ()
     rules: tuple[Mapping[str, Any], ...] = ()
     joined: tuple[Mapping[str, Any], ...] = ()
     not_modelled: Mapping[str, str] = field(default_factory=dict)
@@ -141,16 +143,7 @@ class TrainerMappings:
         Raises:
             UnknownNameError: There is none.
         """
-        path = self.folder / f"{trainer}.yaml"
-        if not path.is_file():
-            raise unknown_name("trainer", trainer, self.names())
-        data = parse_document(read_text(path), str(path)).data
-        known = {key: value for key, value in data.items() if key in Mapped.__dataclass_fields__}
-        known["rules"] = [self._with_table(rule) for rule in known.get("rules", ())]
-        own = build(Mapped, known)
-        for base in own.extends:
-            own = _extended(own, self.body(base))
-        return own
+        return _body(self, trainer)
 
     def shipped(self, launcher: str, named: str) -> GivenKeys | None:
         """Return the keys of a file that a package ships under a folder's and a file's name; None where none does.
@@ -166,17 +159,6 @@ class TrainerMappings:
             if f"/{named}".endswith(f"/{folder_and_file}"):
                 return GivenKeys(f"{Path(known).name} of {file['package']}", file["keys"], {(): NO_LINE})
         return None
-
-    def _with_table(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a rule with the table of another mapping's rule, ``TRAINER.KEY``, put in, and what it adds to that."""
-        name = rule.get("table")
-        if not isinstance(name, str):
-            return rule
-        trainer, _, key = name.partition(".")
-        table = next(
-            other["table"] for other in self.body(trainer).rules if other.get("key") == key and "table" in other
-        )
-        return {**rule, "table": {**table, **rule.get("also", {})}}
 
 
 SHIPPED = "shipped"
@@ -205,9 +187,37 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         history={**base.history, **own.history},
         aliases={**base.aliases, **own.aliases},
         references=(*own.references, *(r for r in base.references if r.key not in {o.key for o in own.references})),
+        sections=(*base.sections, *own.sections),
         rules=(*base.rules, *own.rules),
         joined=(*base.joined, *own.joined),
         not_modelled={**base.not_modelled, **own.not_modelled},
         irrelevant=(*base.irrelevant, *own.irrelevant),
         writes={**base.writes, **own.writes},
     )
+
+
+@lru_cache(maxsize=32)
+def _body(mappings: TrainerMappings, trainer: str) -> Mapped:
+    """Return a trainer's mapping; to parse it takes most of the time of an import."""
+    path = mappings.folder / f"{trainer}.yaml"
+    if not path.is_file():
+        raise unknown_name("trainer", trainer, mappings.names())
+    data = parse_document(read_text(path), str(path)).data
+    known = {key: value for key, value in data.items() if key in Mapped.__dataclass_fields__}
+    known["rules"] = [_with_table(mappings, rule) for rule in known.get("rules", ())]
+    own = build(Mapped, known)
+    for base in own.extends:
+        own = _extended(own, mappings.body(base))
+    return own
+
+
+def _with_table(mappings: TrainerMappings, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a rule with the table of another mapping's rule, ``TRAINER.KEY``, put in, and what it adds to that."""
+    name = rule.get("table")
+    if not isinstance(name, str):
+        return rule
+    trainer, _, key = name.partition(".")
+    table = next(
+        other["table"] for other in mappings.body(trainer).rules if other.get("key") == key and "table" in other
+    )
+    return {**rule, "table": {**table, **rule.get("also", {})}}

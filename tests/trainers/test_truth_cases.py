@@ -1,0 +1,46 @@
+"""Files of every trainer against what they say, read by hand: fields of the answer of ``memplan import``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import memplan
+
+CASES = yaml.safe_load((Path(__file__).parent / "truth_cases.yaml").read_text())
+TOP = ("trainer", "role", "model", "method", "packing", "keys")
+"""Parts of an answer; other fields are those of its training config."""
+
+
+def imported(case, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    beside = case.get("beside", {})
+    for name, text in beside.items():
+        (folder / name).write_text(text)
+    given = shlex.split(case["argv"]) if "argv" in case else folder / f"job{case.get('suffix', '.yaml')}"
+    if "file" in case:
+        given.write_text(case["file"])
+    return memplan.import_file(given, gpus=case.get("gpus"), trainer_version=case.get("version")).to_dict()
+
+
+def field(answer, path):
+    value = answer if path.partition(".")[0] in TOP else answer["training"]
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_read_as_its_trainer_would(name, tmp_path, monkeypatch):
+    case = CASES[name]
+    answer = imported(case, tmp_path, monkeypatch)
+    truth = case.get("truth", {})
+    assert {path: field(answer, path) for path in truth} == truth
+    refused = {one["key"] for one in answer["keys"]["not_modelled"]}
+    assert set(case.get("refused", ())) == refused if "refused" in case else not refused
+    assert answer["keys"]["unknown"] == []
+    assert bool(answer["needs"]) == ("needs" in case or answer["role"] == "launcher")
+    assert case.get("needs", "") in "".join(answer["needs"])
