@@ -43,6 +43,9 @@ LINEAR_ATTENTION = {
 """Kernels of linear attention -> what is assumed to be installed."""
 
 
+LINEAR_ALONE = "transformers stacks them in one tensor, and bitsandbytes quantises linear layers alone"
+
+
 IN_SHORT = {
     "torch": "Linear attention by transformers' own torch code; with flash-linear-attention and causal-conv1d installed: "
     "--set kernels.linear_attention=fla.",
@@ -56,6 +59,16 @@ def runs_text_alone(plan: MemoryPlan) -> bool:
     return any(TEXT_ALONE in note for note in plan.model.notes)
 
 
+def experts_format(plan: MemoryPlan) -> str:
+    """Return the format of experts that stay as they are where other matrices are codes; else nothing."""
+    names = plan.setup.format_names
+    stacked = any(tensor.role == "expert_matrix" for tensor in plan.model.inventory)
+    apart = (
+        stacked and plan.setup.stack.model_code == "transformers" and names["expert_matrix"] != names["hidden_matrix"]
+    )
+    return names["expert_matrix"] if apart else ""
+
+
 def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
     towers = any(plan.model.spec.tower is not None for plan in plans)
@@ -65,6 +78,7 @@ def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
         *(["Rows hold text alone: rows with images need more."] if towers or alone else []),
         *(f"{label} {TEXT_ALONE}." for label in alone),
         *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
+        *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),
     )
 
 
@@ -147,7 +161,9 @@ def _rollout(plan: MemoryPlan, rollout: Rollout) -> Iterator[str]:
 
 
 def _states(plan: MemoryPlan) -> Iterator[str]:
-    """Yield where optimizer states in host memory lie, and who steps them."""
+    """Yield which weights stay as they are, where optimizer states in host memory lie, and who steps them."""
+    if experts := experts_format(plan):
+        yield f"experts stay in {experts}: {LINEAR_ALONE}"
     if plan.setup.offloads_states:
         yield (
             f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "

@@ -91,6 +91,7 @@ def test_a_catalog_is_opened_once_or_by_its_path(tmp_path):
     [
         ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'; did you mean"),
         ({"gpu": "8x h100"}, "several: --gpus"),
+        ({"gpu": "24GB"}, "for one of that size: --gpu-memory 24GiB"),
         ({"config": "qlor", **ON}, "unknown training config 'qlor'; did you mean 'qlora'"),
         ({"micro_batch_size": 0, **ON}, "micro_batch_size: expected a whole number from 1 to 16,777,216, got 0"),
         ({"sequence_length": "4k", **ON}, "sequence_length: expected a whole number"),
@@ -220,3 +221,9 @@ def test_html_escapes_names_that_others_wrote(tmp_path):
         assert "img" not in Tags(html).tags
         assert "\x1b" not in html
         assert "&lt;img" in html
+
+
+def test_experts_that_stay_in_16_bits_are_said():
+    plan = memplan.plan("gpt-oss-20b", config="qlora", gpu="h100")
+    assert any(line.startswith("experts stay in bf16") for line in plan.memory.assumptions)
+    assert not any("experts" in line for line in memplan.plan("gpt2", config="qlora", gpu="h100").memory.assumptions)

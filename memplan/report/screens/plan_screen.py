@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.assumptions import runs_text_alone
+from memplan.plan.assumptions import experts_format, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.units import format_bytes, format_count
@@ -189,6 +189,7 @@ def card_notes(plan: MemoryPlan) -> list[str]:
 def _assumed(plan: MemoryPlan) -> str:
     """Return in a line what the answer takes for granted."""
     profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
+    experts = experts_format(plan)
     installed = " (fla, where it is installed, needs less)" if profile.linear_attention == "torch" else ""
     parts = (
         f"{profile.attention} attention",
@@ -196,6 +197,7 @@ def _assumed(plan: MemoryPlan) -> str:
         f"{profile.loss} loss",
         "full sequences" if plan.model.spec.tower is None else "full sequences of text without images",
         "the text model alone" if runs_text_alone(plan) else "",
+        f"experts in {experts}, as bitsandbytes quantises linear layers alone" if experts else "",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
         "allocator by share" if plan.reserve_by_share else "",
     )
