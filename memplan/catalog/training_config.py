@@ -14,9 +14,11 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
-Stage = Literal["sft", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo"]
-"""What a step learns from: rows of tokens; pairs of answers, chosen and rejected; answers that are said to be good or bad; or
-answers that the model has generated itself, which are scored."""
+Stage = Literal["sft", "classification", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo"]
+"""What a step learns from: rows of tokens; rows that have a class each; pairs of answers, chosen and rejected; answers that are said
+to be good or bad; or answers that the model has generated itself, which are scored."""
+SCORED: frozenset[Stage] = frozenset(("reward", "classification"))
+"""Stages whose model yields scores in place of logits."""
 ReferenceModel = Literal["none", "resident", "adapter-off", "precomputed"]
 Place = Literal["none", "cpu"]
 """Where something is moved: nowhere, or to host memory."""
@@ -100,12 +102,14 @@ class Method:
             ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
         rollout: What a method learns from that generates, which others have not.
         chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
+        labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
     """
 
     stage: Stage = "sft"
     reference_model: ReferenceModel | None = None
     rollout: Rollout | None = None
     chosen_nll: bool | None = None
+    labels: int | None = None
 
 
 Engine = Literal["torch", "fsdp1", "deepspeed"]

@@ -220,7 +220,7 @@ class MethodOptions:
             TRAINING,
             "--method",
             metavar="NAME",
-            help="sft or pretrain; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
+            help="sft or pretrain; classification; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
         ),
     ] = None
     context: Annotated[

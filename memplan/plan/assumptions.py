@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
+from memplan.step.kernels.family_code import dropouts
 from memplan.step.states.parallel_shards import (
     is_accelerated,
     is_flat,
@@ -132,11 +133,14 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""
     if method.rollout is None:
-        yield f"method {method.stage}{pairs}; every token of a row is one of the answer"
+        tokens = "rows are full" if method.stage == "classification" else "every token of a row is one of the answer"
+        yield f"method {method.stage}{pairs}; {tokens}"
     else:
         yield from _rollout(plan, method.rollout)
     if plan.setup.scores:
-        yield "the head yields one number for each token in place of logits, and is trained"
+        count = plan.setup.score_count
+        scores = "one number" if count == 1 else f"{count} scores"
+        yield f"the head yields {scores} for each token in place of logits, and is trained"
     if method.reference_model != "none":
         yield f"reference model: {REFERENCES[str(method.reference_model)]}"
 
@@ -308,9 +312,11 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
 def _model(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of the model, and of the device that it is put on."""
     config, spec = plan.setup.config, plan.model.spec
-    if (spec.dropout or spec.attention_dropout) and config.dropout is None:
-        within = "" if spec.attention_dropout == spec.dropout else f", {spec.attention_dropout} of attention's weights"
-        yield f"dropout {spec.dropout}{within}, the model's own"
+    residual, attention = dropouts(spec, plan.setup)
+    if (residual or attention) and config.dropout is None:
+        within = "" if attention == residual else f", {attention} of attention's weights"
+        kept = ", which the trainer cannot switch off" if plan.setup.disables_dropout else ""
+        yield f"dropout {residual}{within}, the model's own{kept}"
     roles = _roles_without_blocks(plan)
     if roles:
         yield f"{', '.join(sorted(roles))}: tensors whose rows do not divide into blocks stay in {config.compute_dtype}"

@@ -12,6 +12,7 @@ from memplan.plan.assumptions import assumptions, not_modelled
 from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
 from memplan.plan.components import Component, components
+from memplan.step.kernels.family_code import dropouts
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
@@ -196,10 +197,9 @@ class MemoryPlan:
     def training(self) -> dict[str, Any]:
         """The keys of the training config with every default filled in, at the plan's own batch and length."""
         keys = resolved_keys(self.setup)
-        own, spec = self.setup.config.dropout, self.model.spec
-        released = spec.dropout if spec.dropout == spec.attention_dropout else None
+        residual, attention = dropouts(self.model.spec, self.setup)
         return keys | {
             "micro_batch_size": self.micro_batch_size,
             "sequence_length": self.sequence_length,
-            "dropout": released if own is None else own,
+            "dropout": residual if residual == attention else None,
         }

@@ -35,7 +35,7 @@ class EndSettings:
         shifts_labels: Whether the loss is given a shifted copy of the labels.
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
-        scores: Whether the head yields one number for each token, of which the loss takes that of the last one.
+        scores: Whether the head yields scores for each token, of which the loss takes those of the last one.
         answers: Whether only the tokens that were generated have labels.
         metrics: What a loss's metrics copy of whole logits.
         pairs: How a loss over pairs looks at whole logits, where it has no reference model.
@@ -83,7 +83,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
     drops = block.code.drops_embedding or setup.config.dropout is not None
     return EndSettings(
         block=block,
-        vocab_size=1 if setup.scores else spec.vocab_size,
+        vocab_size=setup.score_count or spec.vocab_size,
         final_norm=spec.final_norm,
         tied=spec.tie_word_embeddings,
         learned_positions=spec.learned_positions > 0,

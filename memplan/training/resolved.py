@@ -9,10 +9,10 @@ from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Rollout, TrainingConfig
+from memplan.catalog.training_config import SCORED, Checkpointing, Rollout, TrainingConfig
 from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.inventory import Role
-from memplan.training.rules.method_rules import UNREFERRED
+from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.role_names import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 from memplan.values import dataclass
@@ -163,8 +163,18 @@ class TrainingSetup:
 
     @property
     def scores(self) -> bool:
-        """Whether the model has a head that yields one number in place of logits, which is always trained."""
-        return self.config.method.stage == "reward"
+        """Whether the model has a head that yields some numbers in place of logits, which is always trained."""
+        return self.config.method.stage in SCORED
+
+    @property
+    def score_count(self) -> int:
+        """How many numbers that head yields for each token."""
+        return (self.config.method.labels or 1) if self.scores else 0
+
+    @property
+    def disables_dropout(self) -> bool:
+        """Whether the trainer switches off the model's dropout (``disable_dropout`` in trl/trainer/dpo_config.py and others, 1.16.0)."""
+        return self.config.method.stage in REFERRED | UNREFERRED | {"reward"}
 
     @property
     def trains_codes(self) -> bool:

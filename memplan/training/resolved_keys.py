@@ -19,7 +19,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
     data = asdict(setup.config)
     data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
-    own = ("rollout", "chosen_nll")  # what some methods alone have
+    own = ("rollout", "chosen_nll", "labels")  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None
     data["weights"] = {

@@ -70,7 +70,7 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(f"{setup.name}: stack: {stack.label} has no model of family {family}; it has {known}")
     spec = _built_spec(model.spec, rules)
     if setup.scores:
-        return _scoring(model, spec)
+        return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 
 
@@ -142,15 +142,29 @@ def text_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, architecture=spec.tower.text_family, names=type(spec.names)(*alone), tower=None)
 
 
-def _scoring(model: Model, spec: ModelSpec) -> Model:
-    """Return a model whose head yields one number for each token.
+UNSCORED = ("cohere", "cohere2", "ernie4_5", "glm4_moe", "granite", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Families that ``AutoModelForSequenceClassification`` has no class for (models/auto/modeling_auto.py, transformers 5.23.0)."""
+
+
+def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
+    """Return a model whose head yields scores for each token.
+
+    Raises:
+        CannotAnswerError: transformers has no such model of its family.
 
     Source:
         ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
     """
+    if spec.architecture in UNSCORED:
+        raise CannotAnswerError(
+            f"{setup.name}: method.stage: {setup.config.method.stage}: transformers has no head of scores for {spec.architecture} "
+            "(AutoModelForSequenceClassification); use another model"
+        )
     spec = replace(spec, tie_word_embeddings=False, head_bias=False, final_logit_softcap=0.0, logit_scale=0.0)
     head = f"{spec.names.head}.weight"
-    inventory = [replace(t, shape=(1, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)]
+    inventory = [
+        replace(t, shape=(setup.score_count, t.shape[-1])) if t.name == head else t for t in inventory_of(spec)
+    ]
     return replace(model, spec=spec, inventory=tuple(inventory))
 
 

@@ -51,9 +51,38 @@ def test_a_reward_model_has_one_score_for_each_token_and_no_logits():
         plan(stage="reward", reference_model="resident")
 
 
+def classifier(model="llama-3.2-1b", config="bf16-adamw", **settings):
+    given = {"method.stage": "classification", **settings}
+    return memplan.plan(model, gpu="h100", config=config, stack="transformers", set=given)
+
+
+def test_a_head_of_classes_has_one_score_for_each_and_is_trained_beside_adapters():
+    two, many = (classifier(**{"method.labels": labels}) for labels in (2, 1002))
+    assert classifier().training["method"]["labels"] == 2
+    assert part(many, "weights") - part(two, "weights") == 1000 * 2048 * 2
+    assert part(many, "optimizer_states") - part(two, "optimizer_states") >= 1000 * 2048 * 4
+    two, many = (classifier(config="lora", **{"method.labels": labels}) for labels in (2, 1002))
+    # a copy of the module is trained, and the original stays
+    assert part(many, "weights") - part(two, "weights") == 2 * 1000 * 2048 * 2
+
+
+def test_families_without_a_head_of_scores_are_refused():
+    with pytest.raises(CannotAnswerError, match="no head of scores for cohere2"):
+        classifier("command-r7b")
+
+
+def test_dropout_that_is_a_function_stays_where_the_trainer_switches_modules_off():
+    """``disable_dropout_in_model`` finds modules: GPT-2's are, Seed-OSS calls ``nn.functional.dropout``."""
+    for name, told in (("gpt2", 0.0), ("seed-oss-36b", 0.1)):
+        answer = memplan.plan(name, gpu="h200", config="lora", stack="trl", set={"method.stage": "reward"})
+        assert answer.training["dropout"] == told
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"stage": "sft", "labels": 3}, "no classes"),
+        ({"stage": "classification", "labels": 0}, "expected a whole number from 1"),
         ({"stage": "sft", "reference_model": "resident"}, "has no reference model"),
         ({"stage": "dpo", "reference_model": "none"}, "compares with a reference model"),
         ({"stage": "kto", "batch": 1}, "at least 2"),

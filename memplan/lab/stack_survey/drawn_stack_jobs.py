@@ -136,6 +136,8 @@ def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -
         training["method"] |= _rollout(rng, training, own)
     if stage in ("cpo", "simpo") and rng.random() < 0.4:
         training["method"]["chosen_nll"] = False
+    if stage == "classification":
+        training["method"]["labels"] = rng.choice((1, 2, 3, 77, 1000))
     if stage == "kto":
         training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
     return replace(job, job=Job(job.job.model, training))

@@ -31,6 +31,7 @@ MODEL_KEYS = frozenset(("architectures", "hidden_size", "n_embd", "text_config")
 STAGES = {
     "sft": "sft",
     "pretraining": "sft",
+    "classification": "classification",
     "dpo": "dpo",
     "ipo": "dpo",
     "kto": "kto",
@@ -187,7 +188,9 @@ def training_data(
         _refuse_first(job)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
-        data["method"] = {key: method.get(key) for key in ("reference_model", "chosen_nll")} | {"stage": stage}
+        data["method"] = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")} | {
+            "stage": stage
+        }
         if stage in GENERATING:
             data["method"]["rollout"] = _known(method.get("rollout", {}), Rollout)
     _refuse_unknown(text, data, TrainingConfig)

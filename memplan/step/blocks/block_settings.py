@@ -7,7 +7,7 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
-from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
 from memplan.step.tapes.linear_forms import Quantity
@@ -108,7 +108,7 @@ class BlockSettings:
 def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> BlockSettings:
     """Return what operations depend on; equal ones give equal tapes."""
     profile, own = KernelProfile(), setup.profile
-    dropout = setup.config.dropout
+    dropout, attention_dropout = dropouts(spec, setup)
     attention = setup.masked_attention if regime.masked and setup.masked_attention else own.attention
     return BlockSettings(
         names=spec.names,
@@ -126,8 +126,8 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,
         selective=setup.checkpointing == "selective",
-        dropout=spec.dropout if dropout is None else dropout,
-        attention_dropout=spec.attention_dropout if dropout is None else dropout,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
         projections=setup.stack.projections,
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",

@@ -74,6 +74,8 @@ class FamilyCode:
         scales_in_place: Whether attention step by step scales its query in place, and makes its own mask in fp32.
         caps_hidden: Whether what bounds logits is applied to the last norm's result in their place.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
+        dropout_modules: Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added
+            to the residual stream (``residual``), attention's weights, both or neither.
     """
 
     functions: bool = False
@@ -127,6 +129,7 @@ class FamilyCode:
     adapted_tables_apart: bool = False
     sequence_tables: bool = False
     adapts_parts: bool = False
+    dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
 
 
 OWN = FamilyCode()
@@ -138,6 +141,7 @@ TRANSFORMERS = FamilyCode(
     forms_tables=True,
     passes_positions=True,
     rotates_together=True,
+    dropout_modules="residual",
 )
 TORCHTUNE = FamilyCode(
     wide_scale=True,
@@ -174,7 +178,14 @@ LITGPT = FamilyCode(
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
-    "gpt2": replace(TRANSFORMERS, own_products=True, wide_softmax=False, names_attention=True, grouped_uncast=False),
+    "gpt2": replace(
+        TRANSFORMERS,
+        own_products=True,
+        wide_softmax=False,
+        names_attention=True,
+        grouped_uncast=False,
+        dropout_modules="both",
+    ),
     "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
     "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False),
     "qwen2_moe": replace(TRANSFORMERS, shared_first=True, masks=2, idle_mask=True),
@@ -191,6 +202,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         own_products=True,
         names_norm=True,
         names_attention=True,
+        dropout_modules="attention",
     ),
     "phi3": replace(TRANSFORMERS, joins_rotated=True),
     "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
@@ -221,7 +233,8 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, neighbours="spread")),
     "ernie4_5": replace(TRANSFORMERS, neighbours="spread-wide", wide_rotary=True),
     "granite": replace(TRANSFORMERS, scales_embedded=True),
-    "seed_oss": replace(TRANSFORMERS, drops_embedding=False),
+    "seed_oss": replace(TRANSFORMERS, drops_embedding=False, dropout_modules="neither"),
+    "starcoder2": replace(TRANSFORMERS, dropout_modules="neither"),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
@@ -236,6 +249,22 @@ def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     if code == "litgpt":
         return LITGPT
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
+
+
+def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:
+    """Return the probabilities of dropout that apply: to what is added to the residual stream, and to attention's weights.
+
+    Source:
+        ``disable_dropout_in_model`` in trl/trainer/utils.py (1.16.0) sets those of ``torch.nn.Dropout`` to 0, of which
+        ``torch.nn.functional.dropout`` in a model's forward knows nothing.
+    """
+    given = setup.config.dropout
+    residual, attention = (spec.dropout, spec.attention_dropout) if given is None else (given, given)
+    if setup.disables_dropout:
+        modules = family_code(setup.stack.model_code, spec.architecture).dropout_modules
+        residual = 0.0 if modules in ("both", "residual") else residual
+        attention = 0.0 if modules in ("both", "attention") else attention
+    return residual, attention
 
 
 def tables_apart(spec: ModelSpec, setup: TrainingSetup) -> bool:

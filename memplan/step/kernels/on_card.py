@@ -12,7 +12,7 @@ from memplan.hardware.capabilities import capability_of, is_native
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.training.resolved import TrainingSetup
 
 TORCH_CHOOSES = "auto"
@@ -204,7 +204,7 @@ def _least_able(kernels: Iterable[ChosenKernel]) -> ChosenKernel:
 
 def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCall]:
     """Yield what each kind of attention of a model asks of scaled-dot-product attention; soft caps and sinks ask nothing."""
-    dropout = model.spec.attention_dropout if setup.config.dropout is None else setup.config.dropout
+    _, dropout = dropouts(model.spec, setup)
     wide = setup.wide_floats and setup.stack.projections.codes_result == "input"
     dtype = "fp32" if wide else setup.config.compute_dtype
     for part in dict.fromkeys(run.layer.attention for run in model.spec.runs):

@@ -58,10 +58,13 @@ def _relu_squared(builder: Builder, x: Value) -> Value:
     tape = builder.tape
     tape.entered[len(tape.operations)] = ACTIVATION
     positive = builder.fresh(x)
-    tape.apply("relu", [(x, NEW)], positive, [positive])
-    wide = builder.cast(positive, 4) if builder.settings.autocast else positive
-    traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
-    return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
+    with tape.alive(
+        *((x, positive) if builder.settings.code.functions else ())
+    ):  # ``ReLUSquaredActivation`` has names for both
+        tape.apply("relu", [(x, NEW)], positive, [positive])
+        wide = builder.cast(positive, 4) if builder.settings.autocast else positive
+        traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
+        return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
 
 
 def _gelu_new(builder: Builder, x: Value) -> Value:

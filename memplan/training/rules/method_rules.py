@@ -20,6 +20,11 @@ UNREFERRED = frozenset(("orpo", "cpo", "simpo"))
 GENERATING = frozenset(("grpo",))
 """Stages that learn from completions which the model generates, and may stay near a reference model."""
 
+MOST_LABELS = 2**20
+"""No head has more classes; a larger number is a slip."""
+DEFAULT_LABELS = 2
+"""Classes where nothing says how many: ``num_labels`` in transformers/configuration_utils.py (5.23.0)."""
+
 
 def with_reference(config: TrainingConfig, stack: Stack) -> Method:
     """Return a config's method with its reference model filled in: the model itself where adapters can be switched off.
@@ -32,6 +37,8 @@ def with_reference(config: TrainingConfig, stack: Stack) -> Method:
         method = replace(method, chosen_nll=True)
     if method.stage in GENERATING and method.rollout is None:
         method = replace(method, rollout=Rollout())
+    if method.stage == "classification" and method.labels is None:
+        method = replace(method, labels=DEFAULT_LABELS)
     if method.reference_model is not None:
         return method
     own: ReferenceModel = "resident" if config.adapter is None else "adapter-off"
@@ -72,6 +79,10 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield path, f"{method.stage} has no reference model; leave it out"
     if method.rollout is not None:
         yield from _rollout_problems(config, method.rollout)
+    if method.labels is not None and method.stage != "classification":
+        yield ("method", "labels"), f"{method.stage} has no classes; leave it out"
+    elif method.labels is not None and not 1 <= method.labels <= MOST_LABELS:
+        yield ("method", "labels"), f"expected a whole number from 1 to {MOST_LABELS:,}, got {method.labels}"
     if method.stage in REFERRED and method.reference_model == "none":
         yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
     if method.chosen_nll is not None and method.stage not in UNREFERRED:

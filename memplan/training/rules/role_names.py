@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import SCORED, TrainingConfig
 from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.stack_defaults import with_stack_defaults
 from memplan.training.rules.stack_rules import casts_floats, kbit_formats
@@ -40,7 +40,7 @@ def _is_whole(config: TrainingConfig, role: Role) -> bool:
     """Tell whether tensors of a role are trained whole beside adapters: modules to save, and a head that scores."""
     if config.adapter is None or role not in ("embedding", "head"):
         return False
-    return bool(config.adapter.modules_to_save) or (config.method.stage == "reward" and role == "head")
+    return bool(config.adapter.modules_to_save) or (config.method.stage in SCORED and role == "head")
 
 
 def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:

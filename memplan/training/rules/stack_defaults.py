@@ -27,9 +27,8 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     if adapter is not None and adapter.vision is None:
         adapter = replace(adapter, vision=stack.vision == "as-language")
     # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
-    if config.method.stage not in ("sft", *GENERATING):
+    if config.method.stage not in ("sft", "classification", *GENERATING):
         adapter = adapter and replace(adapter, dropout=0.0)
-        config = replace(config, dropout=0.0)
     return replace(
         config,
         method=with_reference(config, stack),

@@ -10,7 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import SCORED, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
@@ -140,7 +140,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         narrow = config.compute_dtype
         text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
         yield ("compute_dtype",), text
-    if config.kernels.loss == "log-probabilities" and config.method.stage in ("sft", "reward"):
+    if config.kernels.loss == "log-probabilities" and config.method.stage in ("sft", *SCORED):
         yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
     if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"

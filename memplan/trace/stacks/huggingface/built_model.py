@@ -26,7 +26,7 @@ from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
 
 DROPOUT_KEYS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout"
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout"
 )  # fmt: skip
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 """Tokens that no step without values reads; those of large vocabularies lie outside of small ones."""
@@ -99,7 +99,7 @@ def loaded_model(inputs: StackInputs) -> Any:
     whole = AutoModelForImageTextToText if "vision_config" in inputs.keys else AutoModelForCausalLM
     auto: Any = AutoModelForSequenceClassification if setup.scores else whole
     if setup.scores:
-        config.num_labels, config.pad_token_id = 1, 0
+        config.num_labels, config.pad_token_id = setup.score_count, 0
     if not inputs.is_traced:
         return _from_a_checkpoint(auto, config, dtype, inputs).train()
     with without_memory():

@@ -176,6 +176,10 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __init__(self, setup: TrainingSetup) -> None:
         self.length = row_count(setup)
         self.row = {name: torch.ones(setup.config.sequence_length, dtype=torch.long) for name in COLUMNS}
+        if setup.scores:
+            self.row["labels"] = torch.ones(
+                (), dtype=torch.long if setup.score_count > 1 else torch.float
+            )  # a class, or a number
 
     def __len__(self) -> int:
         return self.length
