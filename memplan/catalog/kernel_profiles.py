@@ -72,6 +72,7 @@ class KernelProfile:
             for SwiGLU or GeGLU, which keeps only its inputs; ``in-place`` writes their gradients over them.
         optimizer: How AdamW with fp32 or bf16 states steps.
         newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
+        muon_batch_bytes: Scratch in which the bundled Muon updates matrices of one shape together; 0: one by one.
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
             ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
@@ -94,6 +95,7 @@ class KernelProfile:
     activation: ElementwiseKernel = "composite"
     optimizer: OptimizerKernel = "foreach"
     newton_schulz: NewtonSchulzKernel = "min"
+    muon_batch_bytes: int = 0
     loss: LossKernel = "bf16"
     loss_chunks: int = 8
     adapters: AdapterKernel = "composite"
@@ -116,6 +118,7 @@ class Kernels:
     activation: ElementwiseKernel | None = None
     optimizer: OptimizerKernel | None = None
     newton_schulz: NewtonSchulzKernel | None = None
+    muon_batch_bytes: int | None = None
     loss: LossKernel | None = None
     loss_chunks: int | None = None
     adapters: AdapterKernel | None = None

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memplan.muon.stores.rounding_noise import Phases
+
 Group = dict[str, Any]
 
 
@@ -197,18 +199,25 @@ class Muon(torch.optim.Optimizer):
             raise OptimizerError(f"the gradient of {name} is not finite; no parameter or state was changed")
 
     def _update(self, handle: Handle, group: Group) -> None:
-        state, device = self.state[handle.key], handle.key.device
+        state = self.state[handle.key]
         follow_parameter(handle, group, state)
-        buffers = self._buffers_on(device) if group["offload"] else 0
-        place, golden = self._parameters.places[handle.key], group["rounding"] == "golden"
-        phases = phases_of(device, self.seed, place, state["step"]) if golden else None
+        buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
+        phases = self._phases(handle.key, group)
         update_parameter_(handle, group, state, self._seeded_generator(handle.key), phases, buffers)
 
     def _update_together(self, handles: list[Handle], group: Group) -> None:
-        states = [self.state[handle.key] for handle in handles]
+        keys = [handle.key for handle in handles]
+        states = [self.state[key] for key in keys]
         for handle, state in zip(handles, states, strict=True):
             follow_parameter(handle, group, state)
-        update_together_(handles, group, states)
+        generators = [self._seeded_generator(key) for key in keys]
+        update_together_(handles, group, states, generators, [self._phases(key, group) for key in keys])
+
+    def _phases(self, key: Tensor, group: Group) -> Phases | None:
+        """Return the phases of a parameter's rounding, where its group asks for them."""
+        if group["rounding"] != "golden":
+            return None
+        return phases_of(key.device, self.seed, self._parameters.places[key], self.state[key]["step"])
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memplan.muon.group_options import adamw_options, muon_options
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
 from memplan.muon.updates.handles import FloatHandle
@@ -20,6 +18,8 @@ from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_le
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from memplan.muon.stores.rounding_noise import Phases
     from memplan.muon.updates.handles import Handle
@@ -95,17 +95,24 @@ def batch_bytes(handles: Sequence[Handle], group: Group) -> int:
     return batch_step_bytes(handles, muon_options(group))
 
 
-def update_together_(handles: Sequence[Handle], group: Group, states: Sequence[State]) -> None:
-    """Update a batch of matrices that have gradients, and their states."""
-    muon_batch_step_(handles, muon_options(group), states)
+def update_together_(
+    handles: Sequence[Handle],
+    group: Group,
+    states: Sequence[State],
+    generators: Sequence[torch.Generator],
+    phases: Sequence[Phases | None],
+) -> None:
+    """Update a batch of matrices that have gradients, and their states; of each its sources of rounding, as alone."""
+    noises = [own or drawn for own, drawn in zip(phases, generators, strict=True)]
+    muon_batch_step_(handles, muon_options(group), states, generators, noises)
 
 
 def _can_share(handle: Handle, group: Group) -> bool:
-    """Tell whether a parameter is a matrix of floats whose momentum, gradient and rounding need no codec."""
+    """Tell whether a parameter is a matrix of floats with a gradient of its own, and whole blocks of momentum."""
+    if not group["batch_bytes"] or group["algorithm"] != "muon" or any(group[key] for key in _ALONE):
+        return False
     plain = type(handle) is FloatHandle and handle.store is None and len(handle.shape) == 2
-    muon = group["algorithm"] == "muon" and group["momentum_format"] in ("fp32", "bf16")
-    nearest = group["rounding"] == "nearest" or handle.key.dtype == torch.float32
-    return bool(group["batch_bytes"]) and plain and muon and nearest and not any(group[key] for key in _ALONE)
+    return plain and handle.shape.numel() % muon_options(group).codec.block_elements == 0
 
 
 def _gradient_dtype(handle: Handle) -> torch.dtype | None:

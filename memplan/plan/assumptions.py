@@ -100,6 +100,8 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
+    if profile.muon_batch_bytes:
+        yield f"Muon updates matrices of one shape together, in up to {format_bytes(profile.muon_batch_bytes)} of scratch"
     yield from _method(plan)
     if plan.model.spec.linear_attention:
         yield LINEAR_ATTENTION[profile.linear_attention]

@@ -67,6 +67,9 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("adapter", "rank"), f"expected a whole number from 1 to 65,536, got {config.adapter.rank}"
     if config.kernels.loss_chunks is not None and not 1 <= config.kernels.loss_chunks <= 2**16:
         yield ("kernels", "loss_chunks"), f"expected a whole number from 1 to 65,536, got {config.kernels.loss_chunks}"
+    batch = config.kernels.muon_batch_bytes
+    if batch is not None and not 0 <= batch <= 2**50:
+        yield ("kernels", "muon_batch_bytes"), f"expected a whole number of bytes from 0 to 2^50, got {batch}"
     try:
         parse_bytes(config.reserve)
     except MemplanError as error:

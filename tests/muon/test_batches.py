@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.muon import Muon, predict_optimizer_bytes
+from memplan.muon.parameter_updates import batches_of
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 from .memory import LiveStorages, tensors_of
@@ -63,10 +64,25 @@ def stepped(parameters, kind=Muon, steps=1, **options):
 @pytest.mark.parametrize("momentum", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_together_is_as_each_alone_to_the_bit_on_a_cpu(dtype, momentum, nesterov):
-    options = {"momentum_format": momentum, "nesterov": nesterov, "weight_decay": 0.1}
+    assert_alike(dtype, momentum_format=momentum, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "golden"])
+@pytest.mark.parametrize("momentum", ["bf16", "int8", "int4", "gauss4", "gauss2", "ternary"])
+def test_codes_and_rounding_together_are_as_alone_to_the_bit(momentum, rounding):
+    """Momentum in blocks, and weights rounded by each parameter's own numbers, in chunks of another length too."""
+    drawn = "nearest" if rounding == "nearest" else "stochastic"
+    assert_alike(
+        torch.bfloat16, momentum_format=momentum, rounding=rounding, momentum_rounding=drawn, chunk_elements=512
+    )
+
+
+def assert_alike(dtype, **options):
+    options["weight_decay"] = 0.1
     alone, together = matrices(3, dtype), matrices(3, dtype)
     first = stepped(alone, steps=3, **options)
     second = stepped(together, steps=3, batch_bytes=BATCH, **options)
+    assert len(batches_of(list(second.handles()))) == len(set(SHAPES))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     for a, b in zip(alone, together, strict=True):
         assert all(torch.equal(first.state[a][key], second.state[b][key]) for key in first.state[a])
@@ -85,10 +101,14 @@ def test_a_batched_product_differs_by_rounding_alone():
 
 
 @pytest.mark.parametrize("budget", [0, 1, 20_000, 60_000, BATCH])
-@pytest.mark.parametrize(("dtype", "momentum"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "momentum"),
+    [(torch.float32, "fp32"), *((torch.bfloat16, name) for name in ("bf16", "int8", "int4", "gauss4", "ternary"))],
+    ids=str,
+)
 def test_a_step_takes_the_planned_bytes_at_every_budget(dtype, momentum, budget):
     parameters = matrices(3, dtype)
-    optimizer = stepped(parameters, momentum_format=momentum, batch_bytes=budget)
+    optimizer = stepped(parameters, momentum_format=momentum, batch_bytes=budget, rounding="stochastic")
     gradients = [parameter.grad for parameter in parameters]
     states = [list(optimizer.state[parameter].values()) for parameter in parameters]
     with LiveStorages(tensors_of([parameters, gradients, states])) as memory:
@@ -100,23 +120,26 @@ def test_a_step_takes_the_planned_bytes_at_every_budget(dtype, momentum, budget)
     )
 
 
-def test_a_model_of_24_layers_takes_a_tenth_of_the_kernels():
+@pytest.mark.parametrize("momentum", ["fp32", "int8", "gauss2"])
+def test_a_model_of_24_layers_takes_a_tenth_of_the_kernels(momentum):
     shapes = ((1024, 1024), (2816, 1024))
     counts = []
     for budget in (0, 2**31):
         parameters = matrices(24, torch.bfloat16, "meta", shapes)
-        optimizer = stepped(parameters, OnMeta, batch_bytes=budget)
+        optimizer = stepped(parameters, OnMeta, batch_bytes=budget, momentum_format=momentum, rounding="stochastic")
         with Kernels() as kernels:
             optimizer.step()
         counts.append(kernels.count)
     assert counts[1] <= counts[0] / 10
 
 
-def test_what_needs_a_codec_or_goes_to_the_host_is_updated_alone():
-    for options in ({"momentum_format": "int8"}, {"offload": True}, {"rounding": "stochastic"}):
+def test_what_has_gradients_in_a_store_or_goes_to_the_host_is_updated_alone():
+    for options in ({"offload": True}, {"low_rank": 2}, {"ns_gram_format": "int8"}, {"block_elements": 4096}):
+        options = {"momentum_format": "int8", **options}
         alone, together = matrices(2, torch.bfloat16), matrices(2, torch.bfloat16)
         stepped(alone, **options)
-        stepped(together, batch_bytes=BATCH, **options)
+        optimizer = stepped(together, batch_bytes=BATCH, **options)
+        assert len(batches_of(list(optimizer.handles()))) == len(together)
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 

@@ -58,6 +58,7 @@ configs = st.builds(
         activation=st.sampled_from([None, "fused", "composite"]),
         optimizer=st.sampled_from([None, "foreach", "fused", "for-loop"]),
         newton_schulz=st.sampled_from([None, "min", "fast", "torch"]),
+        muon_batch_bytes=st.sampled_from([None, 0, 2**24, 2**30]),
         loss=st.sampled_from([None, "bf16", "fp32", "chunked"]),
         loss_chunks=st.sampled_from([None, 1, 3, 64]),
     ),

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from memplan.catalog.entries import StateSlot
 from memplan.step.events.event_stream import EventStream
+from memplan.step.states.muon_batches import batch_phases
 from memplan.step.states.muon_scratch import COLUMN_CHUNK, chunk_elements, codec_scratch, index_bytes, weight_block
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import TensorStates
@@ -21,6 +22,18 @@ from memplan.units import ceil_div
 def updated(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> None:
     """Write what the update of one tensor allocates and frees."""
     (_orthogonalised if entry.optimizer.orthogonalises else _in_chunks)(stream, setup, entry)
+
+
+def updated_together(stream: EventStream, setup: TrainingSetup, entry: TensorStates, count: int) -> None:
+    """Write what the update of ``count`` matrices together allocates and frees."""
+    phases = batch_phases(setup, entry, count)
+    update = stream.allocate(phases.update)
+    stream.free_all(stream.allocate_all(list(phases.momentum)))
+    norms, exact, norm = stream.allocate_all(list(phases.norms))
+    stream.free_all([exact, norms, norm])
+    for sizes in (phases.workspace, phases.weights):
+        stream.free_all(stream.allocate_all(list(sizes)))
+    stream.free(update)
 
 
 def state_pieces(slot: StateSlot, size: int) -> list[int]:

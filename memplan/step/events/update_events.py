@@ -11,6 +11,7 @@ from memplan.step.events import bundled_events
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.published_updates import RULES, kinds
+from memplan.step.states.muon_batches import ALONE, alike, muon_batches
 from memplan.step.states.optimizer_scratch import (
     FOREACH_CHUNK_ELEMENTS,
     handed_over,
@@ -185,13 +186,18 @@ class Updates:
             self._stream.passing(scratch_of(entry.optimizer, kind, alone, self._setup.profile.optimizer)[0])
 
     def _bundled(self, group: Sequence[Named], entries: Sequence[TensorStates], gradients: dict[str, int]) -> None:
-        """Update tensor by tensor; of those that are alike the first shows what all take and give back."""
+        """Update tensor by tensor, or in batches; of those that are alike the first shows what all take and give back."""
         seen: set[tuple[object, ...]] = set()
+        batches = muon_batches(self._setup, ((entry, 1) for entry in entries), self._stored)
         for (name, own), entry in zip(group, entries, strict=True):
-            kind = (entry.tensor.role, entry.tensor.shape)
+            batch = batches.get(alike(entry), ALONE)
+            kind = (entry.tensor.role if batch is ALONE else "", entry.tensor.shape)
             if kind not in seen:
                 seen.add(kind)
-                bundled_events.updated(self._stream, self._setup, entry)
+                if batch.together > 1:
+                    bundled_events.updated_together(self._stream, self._setup, entry, batch.together)
+                if batch.some_alone:
+                    bundled_events.updated(self._stream, self._setup, entry)
             if own.tensor.name in self._stored and name in gradients:
                 self._stream.free(gradients.pop(name))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.model.inventory import Role
+from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_bytes, muon_batches
 from memplan.step.states.muon_scratch import (
     CHUNK_ELEMENTS,
     COLUMN_CHUNK,
@@ -50,8 +51,10 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
             before = dict(zip(map(_kind, reversed(group)), reversed(_stored_before(group, stored)), strict=True))
+            names = [entry.tensor.name for entry, size in zip(group, stored, strict=True) if size]
+            batches = muon_batches(setup, ((entry, entry.tensor.count) for entry in group), names)
             for entry in trained_kinds(group):  # the first of a kind: more is used up before the others
-                found = max(found, _less(_bundled(setup, entry), free + before[_kind(entry)]), key=_size)
+                found = max(found, _less(_bundled(setup, entry, batches), free + before[_kind(entry)]), key=_size)
         else:
             found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
@@ -173,15 +176,25 @@ def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of the weights themselves."""
     kind = group[0].stepper
     if kind == BUNDLED:
-        return max((_bundled(setup, entry) for entry in trained_kinds(group)), key=_size)
+        batches = muon_batches(setup, ((entry, entry.tensor.count) for entry in group))
+        return max((_bundled(setup, entry, batches) for entry in trained_kinds(group)), key=_size)
     assert kind is not None
     if kind == NO_UPDATE:
         return NOTHING
     return Temporaries(*scratch_of(group[0].optimizer, kind, group, setup.profile.optimizer))
 
 
-def _bundled(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
-    return (_muon if entry.optimizer.orthogonalises else _chunked)(setup, entry)
+def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, MuonBatch]) -> Temporaries:
+    """Return the scratch memory of updating the tensors that are like one, in batches where they are."""
+    if not entry.optimizer.orthogonalises:
+        return _chunked(setup, entry)
+    batch = batches.get(alike(entry), ALONE)
+    alone = _muon(setup, entry) if batch.some_alone else NOTHING
+    if batch.together == 1:
+        return alone
+    size = batch_bytes(setup, entry, batch.together)
+    text = f"{batch.together} matrices of {' x '.join(map(str, entry.tensor.shape))} at a time (muon_batch_bytes)"
+    return max(alone, Temporaries(size, text), key=_size)
 
 
 def _with_masters(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:

@@ -96,7 +96,8 @@ class BundledUpdate:
             None,
         )
         options = update_options(name, entry)
-        products = {"ns_workspace": profile.newton_schulz} if entry.orthogonalises else {}
+        muon = {"ns_workspace": profile.newton_schulz, "batch_bytes": profile.muon_batch_bytes}
+        products = muon if entry.orthogonalises else {}
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **products, **options}
         with warnings.catch_warnings():  # of formats that diverge: what is traced has no numbers
             warnings.simplefilter("ignore")

@@ -1,0 +1,127 @@
+"""Matrices of one shape that the bundled Muon updates together, in ``kernels.muon_batch_bytes`` of scratch.
+
+Source: memplan/muon/parameter_updates.py (``batches_of``), memplan/muon/updates/batches.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from memplan.step.states.muon_scratch import COLUMN_CHUNK, index_bytes
+from memplan.step.tensors.tensor_states import TensorStates
+from memplan.training.resolved import TrainingSetup
+from memplan.values import dataclass
+
+Alike = tuple[tuple[int, ...], str, str]
+"""Shape, format and gradient dtype: matrices that agree in them are updated together."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonBatch:
+    """Matrices of one kind, and how they are updated.
+
+    Attributes:
+        together: How many are updated together; 1 where each is updated by itself.
+        some_alone: Whether one is left over, which is updated by itself.
+    """
+
+    together: int
+    some_alone: bool
+
+
+ALONE = MuonBatch(1, True)
+
+
+def muon_batches(
+    setup: TrainingSetup, group: Iterable[tuple[TensorStates, int]], stored: Collection[str] = ()
+) -> dict[Alike, MuonBatch]:
+    """Return how the matrices of an optimizer's group are updated, by what makes them alike; ``ALONE`` are left out.
+
+    Args:
+        setup: The training setup.
+        group: All tensors of the optimizer, each with how often it is there.
+        stored: Names of those whose gradients stand in a store, which are updated one by one.
+    """
+    counts: Counter[Alike] = Counter()
+    firsts: dict[Alike, TensorStates] = {}
+    for entry, count in group:
+        if _can_share(setup, entry) and entry.tensor.name not in stored:
+            counts[alike(entry)] += count
+            firsts.setdefault(alike(entry), entry)
+    batches = {}
+    for kind, entry in firsts.items():
+        most = setup.profile.muon_batch_bytes // batch_bytes(setup, entry, 1)
+        if min(most, counts[kind]) > 1:
+            batches[kind] = MuonBatch(min(most, counts[kind]), counts[kind] % most == 1)
+    return batches
+
+
+def alike(entry: TensorStates) -> Alike:
+    """Return what makes matrices of one optimizer alike."""
+    return entry.tensor.shape, entry.format_name, entry.gradient_name
+
+
+def _can_share(setup: TrainingSetup, entry: TensorStates) -> bool:
+    """Tell whether a tensor is a matrix of floats whose momentum is whole blocks on the device."""
+    if not setup.profile.muon_batch_bytes or not entry.optimizer.orthogonalises or setup.offloads_states:
+        return False
+    plain = entry.coded_as is None and len(entry.tensor.shape) == 2
+    return plain and entry.tensor.elements % entry.optimizer.slots[0].block_elements == 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPhases:
+    """Bytes of the tensors that updating a batch allocates, in order, phase by phase; each phase gives all of its own back.
+
+    Attributes:
+        update: What is orthogonalised, in bf16; it lives through all phases.
+        momentum: Codes of all; their codec's scratch; gradients in fp32; values in fp32 of a bf16 momentum.
+        norms: Of rows, in bf16 and in fp32, and of matrices.
+        workspace: Of Newton-Schulz.
+        weights: Updates in fp32, and weights that are not fp32.
+    """
+
+    update: int
+    momentum: tuple[int, ...]
+    norms: tuple[int, ...]
+    workspace: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+def batch_phases(setup: TrainingSetup, entry: TensorStates, count: int) -> BatchPhases:
+    """Return what updating ``count`` matrices like ``entry`` together allocates."""
+    rows, columns = entry.tensor.shape
+    m, n = min(rows, columns), max(rows, columns)
+    elements = count * entry.tensor.elements
+    square, chunk = 2 * count * m * m, 2 * count * m * min(COLUMN_CHUNK, n)
+    fast = setup.profile.newton_schulz == "fast"
+    return BatchPhases(
+        update=2 * elements,
+        momentum=_momentum(entry, elements),
+        norms=(2 * count * rows, 4 * count * rows, 4 * count),
+        workspace=(square, square, chunk) if fast else (square, chunk, chunk),
+        weights=(4 * elements,) if entry.format_name == "fp32" else (4 * elements, 4 * elements),
+    )
+
+
+def _momentum(entry: TensorStates, elements: int) -> tuple[int, ...]:
+    slot = entry.optimizer.slots[0]
+    if slot.block_elements == 1:
+        return (4 * elements,) if slot.block_bytes == 4 else (4 * elements, 4 * elements)
+    blocks = elements // slot.block_elements
+    codes = (blocks * (slot.block_bytes - slot.scale_bytes), blocks * slot.scale_bytes)
+    index = index_bytes(slot) * elements
+    boundaries = max(slot.codebook_bytes - 4, 0) // 2  # of 2 n - 1 numbers, n - 1
+    scratch = (slot.codebook_bytes - boundaries, 4 * elements, 4 * blocks, index, boundaries)
+    return tuple(size for size in (*codes, *scratch, 4 * elements) if size)
+
+
+def batch_bytes(setup: TrainingSetup, entry: TensorStates, count: int) -> int:
+    """Return the most that updating ``count`` matrices like ``entry`` together allocates.
+
+    Formula:
+        ``count * 2 * elements + max(momentum, norms, Newton-Schulz, weights)`` of :class:`BatchPhases`.
+    """
+    phases = batch_phases(setup, entry, count)
+    return phases.update + max(map(sum, (phases.momentum, phases.norms, phases.workspace, phases.weights)))
