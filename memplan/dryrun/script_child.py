@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from memplan.allocator.settings import parse_alloc_conf
+from memplan.dryrun.libraries.compiled_modules import CompiledModules
 from memplan.dryrun.libraries.library_changes import known_libraries
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.kept_files import KeptFiles
@@ -62,6 +63,7 @@ def run_here(request: Request) -> Outcome:
     )
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
+    notes: list[str] = []
     ending, message = _ended(
         request,
         script,
@@ -70,8 +72,9 @@ def run_here(request: Request) -> Outcome:
             files.kept(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
             data_loaders(request.synthetic),
-            known_libraries(request.card.compute_capability, files),
+            known_libraries(request.card.compute_capability, files, values, notes),
             watched.watching(),
+            CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),
     )
     seconds = time.monotonic() - started
@@ -91,6 +94,7 @@ def run_here(request: Request) -> Outcome:
         skipped=tuple(files.skipped.items()),
         seconds=seconds,
         peaks=peaks,
+        notes=tuple(notes),
     )
 
 
@@ -160,6 +164,8 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
             f"{own}: {operator} has no form for tensors without memory; give it one in the script with "
             f"torch.library.register_fake({operator!r}), a function that returns empty results"
         )
+    if kind in _OF_THE_COMPILER:
+        return "refused", f"{own}: torch.compile cannot be pretended here ({text}); run it without"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     print(*shown, *traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
@@ -168,6 +174,8 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
 
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
+_OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")
+"""What torch's compiler raises where it is the compiler that fails (torch/_dynamo/exc.py, v2.13.0)."""
 _UNREGISTERED = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:]+)\)>")
 """What torch's custom operators say (torch/_library/custom_ops.py)."""
 

@@ -73,7 +73,11 @@ FAILURES = {
     "endless": ("while True:\n    pass\n", 3, "still running after 4 s"),
     "untrained": ("import torch\ntorch.zeros(9, device='cuda')\n", 3, "no optimizer was stepped"),
     "nothing": ("print('hello')\n", 3, "no tensor was on the GPU"),
-    "compiles": ("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n", 3, "torch.compile"),
+    "compiles": (
+        "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='cudagraphs')\n",
+        3,
+        "backend 'cudagraphs'",
+    ),
     "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group; say how many"),
     "second": ("import torch\ntorch.zeros(9, device='cuda:1')\n", 3, "only cuda:0 is pretended"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
@@ -132,6 +136,55 @@ def test_a_trainer_needs_what_its_trace_says(tmp_path):
     assert ran.requested_bytes == traced.requested_bytes
     assert ran.to_spare == traced.step.replayed
     assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
+
+
+KERNELS = {
+    "--flash": {"kernels.attention": "flash"},
+    "--liger": {
+        "kernels.norm": "in-place", "kernels.rotary": "in-place", "kernels.activation": "in-place", "kernels.loss": "fused-linear",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", KERNELS)
+def test_libraries_of_kernels_need_what_the_trace_says(word, tmp_path):
+    pytest.importorskip("transformers")
+    if word == "--liger":
+        pytest.importorskip("liger_kernel")
+        pytest.importorskip("triton")
+    model = folder_of_a_model(tmp_path)
+    traced = memplan.trace(
+        str(model), stack="transformers", config="bf16-adamw", micro_batch_size=2, sequence_length=512, gpu="h100",
+        set={"kernels.optimizer": "foreach", **KERNELS[word]},
+    )  # fmt: skip
+    ran = memplan.run(SCRIPTS / "trainer_rows.py", [str(model), word], gpu="h100", quiet=True)
+    assert ran.requested_bytes == traced.requested_bytes
+    assert any("flash_attn" in note for note in ran.outcome.notes) is (word == "--flash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "peak"),  # as recorded of ``memplan trace --stack nanogpt`` in tests/step/test_compiled_model.py
+    [
+        ((512, 256, 1, 256, 2, 2, 1, "bfloat16"), "a100-pcie-40gb", 21_308_512),
+        ((50304, 1024, 2, 768, 12, 4, 1, "bfloat16"), "h100", 2_234_192_032),
+    ],
+)
+def test_a_compiled_model_needs_what_its_trace_says(sizes, gpu, peak):
+    ran = memplan.run(SCRIPTS / "compiled_gpt.py", [str(size) for size in sizes], gpu=gpu, quiet=True)
+    assert (ran.requested_bytes, ran.outcome.steps) == (peak, 3)
+    assert any("Inductor" in note for note in ran.outcome.notes)
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_less_and_are_told_apart():
+    compiled, eager = (
+        memplan.run(SCRIPTS / "compiled_layers.py", words, gpu="h100", quiet=True) for words in ([], ["--eager"])
+    )
+    assert compiled.requested_bytes < 0.7 * eager.requested_bytes
+    assert compiled.trace.instants.keys() >= {"forward", "loss backward", "head backward", "optimizer step"}
+    assert compiled.outcome.persistent_bytes == eager.outcome.persistent_bytes
 
 
 @pytest.mark.slow

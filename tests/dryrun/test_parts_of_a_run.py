@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed  # noqa: E402
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
 from memplan.dryrun.machine.data_loaders import data_loaders  # noqa: E402
 from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
@@ -165,6 +166,60 @@ def test_a_checkpoint_that_is_saved_later_can_be_waited_for(tmp_path):
 def test_rows_that_no_loader_gives_are_not_lengthened_in_silence():
     with pytest.raises(RefusedError, match="leave --synthetic out"), data_loaders(8):
         list(torch.utils.data.DataLoader([torch.zeros(3)]))
+
+
+def test_flash_attention_keeps_and_takes_what_the_packages_kernels_do():
+    recorder, notes = recorder_of(8 * GIB), list[str]()
+    allocator = recorder.allocator
+    with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"), flash_attn_installed("9.0", notes):
+        from flash_attn import flash_attn_qkvpacked_func, flash_attn_varlen_func
+
+        bounds = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+        query = torch.empty(300, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        key, value = (torch.empty(300, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "kv")
+        before = allocator.requested_bytes
+        out = flash_attn_varlen_func(query, key, value, bounds, bounds, 200, 200, causal=True)
+        assert allocator.requested_bytes - before == 2 * out.numel() + 4 * 8 * 300 + 16
+        gradient = torch.empty_like(out)
+        before = allocator.requested_bytes
+        out.backward(gradient)
+        padded = 300 + 2 * 128
+        formed = 2 * 300 * (8 + 2 + 2) * 64
+        sums, expanded = 4 * 8 * padded * (1 + 64), 2 * (2 * 300 * 8 * 64)
+        assert allocator.requested_peak_bytes - before == formed + sums + expanded
+
+        packed = torch.empty(2, 50, 3, 4, 36, dtype=torch.float16, device="cuda", requires_grad=True)
+        before = allocator.requested_bytes
+        whole = flash_attn_qkvpacked_func(packed, causal=True)
+        assert whole.shape == (2, 50, 4, 36)
+        assert allocator.requested_bytes - before == 4 * (2 * 2 * 50 * 4 * 40) + 4 * 2 * 4 * 50 + 16  # padded to 40
+        whole.backward(torch.empty_like(whole))
+        assert packed.grad.shape == packed.shape
+    assert notes[0].startswith("flash_attn is taken for installed")
+
+
+def test_padding_is_taken_out_and_put_back():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"), flash_attn_installed("9.0", []):
+        from flash_attn.bert_padding import pad_input, unpad_input
+
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).cuda()
+        tokens, indices, bounds, longest, _ = unpad_input(torch.empty(2, 3, 8, device="cuda"), mask)
+        assert (tokens.shape, longest, bounds.tolist(), indices.tolist()) == ((3, 8), 2, [0, 2, 3], [0, 1, 3])
+        assert pad_input(tokens, indices, 2, 3).shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "said"),
+    [("7.5", torch.float16, "Ampere GPUs or newer"), ("8.0", torch.float32, "fp16 and bf16")],
+)
+def test_flash_attention_refuses_what_the_package_refuses(capability, dtype, said):
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"), flash_attn_installed(capability, []):
+        from flash_attn import flash_attn_func
+
+        with pytest.raises(RuntimeError, match=said):
+            flash_attn_func(*(torch.empty(1, 4, 2, 8, dtype=dtype, device="cuda") for _ in "qkv"))
+        with pytest.raises(RefusedError, match=r"flash_attn\.losses is not modelled"):
+            __import__("flash_attn.losses.cross_entropy")
 
 
 BUDGET = "version: 1\ndefaults: {model: llama-8b, gpu: h100, config: qlora}\nbudgets:\n"

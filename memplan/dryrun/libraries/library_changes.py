@@ -1,8 +1,8 @@
-"""What is changed in transformers, bitsandbytes and TRL, so that their own code runs on tensors without memory.
+"""What is changed in transformers, bitsandbytes, TRL and Triton, so that their own code runs on tensors without memory.
 
 ``from_pretrained`` builds a model from its ``config.json`` and loads weights that have a shape and a dtype; what loading
-does with them, quantising included, is transformers' own code. Kernels of bitsandbytes and TRL that are launched on a
-GPU allocate what they would.
+does with them, quantising included, is transformers' own code. Kernels of bitsandbytes and of Triton (Liger's, TRL's, the
+script's own) are not launched: what is allocated for them is.
 
 Source:
     transformers 5.23.0, modeling_utils.py (``_get_resolved_checkpoint_files``, ``_load_pretrained_model``);
@@ -19,20 +19,25 @@ import torch
 from torch import Tensor
 
 from memplan.dryrun.libraries.after_import import changed_when_imported
+from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.machine.kept_files import KeptFiles
+from memplan.dryrun.machine.known_values import KnownValues
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.fake_devices import replaced
+from memplan.trace.pretended_cuda.idle_kernels import idle_launches
 
 NO_FILE = "weights-without-memory.safetensors"
 
 
 @contextmanager
-def known_libraries(compute_capability: str, files: KeptFiles) -> Iterator[None]:
+def known_libraries(compute_capability: str, files: KeptFiles, values: KnownValues, notes: list[str]) -> Iterator[None]:
     """Change the libraries that a script imports inside.
 
     Args:
         compute_capability: Of the card.
         files: Counts what is saved.
+        values: Forgets what a kernel of Triton's may have written.
+        notes: Is told what stands for a library.
     """
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
@@ -40,9 +45,11 @@ def known_libraries(compute_capability: str, files: KeptFiles) -> Iterator[None]
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
+            "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
             "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
         }
+        stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
         yield
 

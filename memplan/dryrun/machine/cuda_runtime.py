@@ -12,6 +12,7 @@ import torch
 
 from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 
 GENERATOR_STATE_BYTES = 16
 """Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
@@ -55,7 +56,7 @@ def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Ite
     saved: list[tuple[Any, str, Any, bool]] = []
     for owner, name, value in _answers(recorder, ranks or Ranks(1)):
         saved.append((owner, name, getattr(owner, name, None), hasattr(owner, name)))
-        setattr(owner, name, value)
+        setattr(owner, name, _of_its_own(name, value))
     try:
         yield
     finally:
@@ -84,6 +85,13 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
     yield torch.backends.cuda, "is_built", lambda: True
 
 
+def _of_its_own(name: str, value: Any) -> Any:
+    """Return what does nothing as a function or class that stands for one name alone: torch's compiler tells them apart."""
+    if value is Nothing:
+        return type(name, (Nothing,), {})
+    return (lambda *_, **__: None) if value is _nothing else value
+
+
 class _AnyGenerator(type):
     """Takes every generator for one of its class."""
 
@@ -110,7 +118,14 @@ def _is_available() -> bool:
 def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
     card = recorder.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
-    properties = SimpleNamespace(name=card.name, major=major, minor=minor, total_memory=card.total_bytes)
+    properties = SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.total_bytes,
+        multi_processor_count=MULTIPROCESSORS,
+        warp_size=32,
+    )
     return {
         "is_available": _is_available,
         "is_initialized": lambda: True,

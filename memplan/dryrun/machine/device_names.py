@@ -6,7 +6,7 @@ Its fake tensors are told apart by :mod:`memplan.trace.pretended_cuda.fake_devic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ _FACTORIES = (
 
 
 class _Own:
-    """Number of the one GPU that is pretended."""
+    """Number of the one GPU that is pretended, and torch's own functions that name devices."""
 
     index = 0
+    names: tuple[tuple[Any, dict[str, Any]], ...] = ()
 
 
 def inner_device(device: Any) -> Any:
@@ -96,10 +97,8 @@ def named_devices(index: int = 0) -> Iterator[None]:
     bare = property(lambda tensor: tensor.fake_mode.in_kernel_invocation)
     own = {"index": index}
     _device_constructors()  # kept, as C++ knows them: a default device is for these
-    with (
-        replaced(_Own, own),
-        replaced(FakeTensor, {**PROPERTIES, "is_meta": bare, "__new__": staticmethod(fake_tensor_of)}),
-        replaced(
+    names: list[tuple[Any, dict[str, Any]]] = [
+        (
             Tensor,
             {
                 "to": _first_a_device(_with_inner_devices(Tensor.to)),
@@ -107,10 +106,26 @@ def named_devices(index: int = 0) -> Iterator[None]:
                 "_make_subclass": staticmethod(_subclassed(Tensor._make_subclass)),
             },
         ),
-        replaced(torch.nn.Module, {"to": _first_a_device(torch.nn.Module.to)}),
-        replaced(torch, {"device": _Device}),
-        replaced(torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
-    ):
+        (torch.nn.Module, {"to": _first_a_device(torch.nn.Module.to)}),
+        (torch, {"device": _Device}),
+        (torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
+    ]
+    _Own.names = tuple((owner, {name: getattr(owner, name) for name in values}) for owner, values in names)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(_Own, own))
+        fake = {**PROPERTIES, "is_meta": bare, "__new__": staticmethod(fake_tensor_of)}
+        stack.enter_context(replaced(FakeTensor, fake))
+        for owner, values in names:
+            stack.enter_context(replaced(owner, values))
+        yield
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Let torch's functions be its own while compiled code runs: a compiler knows them by what they are."""
+    with ExitStack() as stack:
+        for owner, values in _Own.names:
+            stack.enter_context(replaced(owner, values))
         yield
 
 

@@ -39,6 +39,17 @@ _UNSET = frozenset(
 """What makes tensors whose values nobody has set."""
 _OVERWRITES = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default})
 """What sets all values of its first argument, whatever they were."""
+_FILLED = frozenset(
+    {
+        aten.ones_like.default,
+        aten.zeros_like.default,
+        aten.full_like.default,
+        aten.new_ones.default,
+        aten.new_zeros.default,
+        aten.new_full.default,
+    }
+)
+"""What takes nothing of its first argument but shape and dtype."""
 _KEEPS_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -87,6 +98,8 @@ class KnownValues:
         if func is aten.topk.default:
             self._route(args, result)
             return
+        if func in _FILLED:
+            args = (torch.empty((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
         given = _tensors((args, options))
         changed = written(func, args, options)
         if func in _OVERWRITES and self.of(args[0]) is None and not args[0]._is_view():
@@ -102,6 +115,12 @@ class KnownValues:
             return
         for tensor in changed:
             _forget(tensor)
+
+    def forget_numbers(self, *args: Any, **options: Any) -> None:
+        """Forget the values of what a kernel may have written: tensors of floating point."""
+        for tensor in _tensors((args, options)):
+            if tensor.dtype.is_floating_point:
+                _forget(tensor)
 
     def _derived(self, func: Any, args: Any, options: Any, result: Any, given: list[Tensor]) -> None:
         on_the_cpu = dict(options)

@@ -54,8 +54,6 @@ def pretended_machine(
         stack.enter_context(_tensor_methods(values))
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
-        stack.enter_context(replaced(torch, {"compile": _refused_compiler}))
-        stack.enter_context(replaced(torch.nn.Module, {"compile": _refused_compiler}))
         stack.enter_context(_processes(ranks, recorder))
         if kernels == "cuda":
             for owner in (foreach, optimizer):
@@ -142,25 +140,6 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 _DATA_POINTER = torch.UntypedStorage.data_ptr
-
-
-def _refused_compiler(what: Any = None, **_: Any) -> Any:
-    """Refuse to compile a module at once, and a function when it is called: libraries define some that nobody calls."""
-    if what is None:
-        return _refused_compiler
-    if isinstance(what, torch.nn.Module):
-        raise RefusedError(_COMPILES)
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise RefusedError(_COMPILES)
-
-    return refused
-
-
-_COMPILES = (
-    "the script compiles a model (torch.compile), and what a compiler would fuse and keep is not modelled; "
-    "run it without, for a figure that is higher as a rule"
-)
 
 
 def _processes(ranks: Ranks | None, recorder: LiveRecorder) -> AbstractContextManager[None]:

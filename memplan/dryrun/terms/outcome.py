@@ -146,6 +146,7 @@ class Outcome:
         skipped: What was not written, as (file, bytes).
         seconds: What it took.
         peaks: Peak of what comes before the first step, and of every step.
+        notes: What stood for a library or a compiler, and what is not known of it.
     """
 
     ending: Ending
@@ -160,3 +161,4 @@ class Outcome:
     skipped: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
     peaks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -14,6 +14,8 @@ import memplan
 _LIBRARIES = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
 )
+_PACKAGES = {"site-packages", "dist-packages"}
+"""Folders of packages in whichever environment they are."""
 _STANDARD = sysconfig.get_path("stdlib")
 _OWN = str(Path(memplan.__file__).parent)
 
@@ -89,4 +91,4 @@ class ScriptLines:
     def _is_own(self, file: str) -> bool:
         if file == self._script:
             return True
-        return not file.startswith((*_LIBRARIES, _OWN, "<"))
+        return not file.startswith((*_LIBRARIES, _OWN, "<")) and not _PACKAGES & set(Path(file).parts)

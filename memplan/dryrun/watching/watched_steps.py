@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -73,6 +74,8 @@ class WatchedSteps:
 
     def _in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def announced(*args: Any, **options: Any) -> Any:
+            if TracingContext.try_get() is not None:  # the compiler's own, of a graph of backward
+                return function(*args, **options)
             self._backward_begins()
             self._engine_runs = True
             try:

@@ -42,6 +42,7 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
         blocks.append(_answer_table(run))
     if run.outcome.skipped:
         blocks.append(_written(run, unit))
+    blocks += [f"Note: {note}." for note in run.outcome.notes]
     blocks.append(_sentence(run))
     blocks += [f"Over the budget of {run.job.name}: {finding.message}." for finding in run.over_budget if run.job]
     return Document(_data(run), tuple(blocks), 1 if run.over_budget or not fits(run) else 0)
@@ -166,5 +167,6 @@ def _data(run: DryRun) -> dict[str, Any]:
         "over_budget": [asdict(finding) for finding in run.over_budget],
         "largest": [tensor_data(one) for one in trace.largest_at_peak(run.most_listed)],
         "answers": [asdict(answer) for answer in outcome.answers],
+        "notes": list(outcome.notes),
         "not_written": [{"file": name, "bytes": size} for name, size in outcome.skipped],
     }

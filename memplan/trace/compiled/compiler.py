@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 from memplan.trace.compiled.program import Program, program
 from memplan.trace.pretended_cuda.fake_devices import fake_cuda, replaced
 
@@ -31,13 +32,24 @@ _MODE_CHECKS = ("any_torch_dispatch_mode_on_stack", "is_in_any_mode_without_igno
 """What Dynamo asks before it compiles: under a mode, such as a recorder, it would run a module as it is."""
 
 
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
 @contextmanager
-def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterator[None]:
+def pretended_compiler(
+    compute_capability: str,
+    device: str = "meta",
+    launched: Callable[..., None] = lambda *_, **__: None,
+    pads: Callable[..., bool] = _never,
+) -> Iterator[None]:
     """Let ``torch.compile`` compile for a card that is not there, and its programs run without memory.
 
     Args:
         compute_capability: Of the card, such as ``9.0``.
-        device: Where the tensors are that modules are called with.
+        device: Where the tensors are that modules are called with: ``meta``, or ``cuda`` for fake ones that Python finds there.
+        launched: Is called in the place of each launch of a kernel, with what the kernel is given.
+        pads: Tells whether a product is faster with longer rows, of which the compiler gives the match and both matrices.
     """
     import torch._dynamo.convert_frame as frames
 
@@ -46,15 +58,15 @@ def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterato
 
     def of_cuda(step: Callable[..., Any]) -> Callable[..., Any]:
         def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
-            with _of_cuda(compute_capability):
+            with _of_cuda(compute_capability, pads):
                 return step(_on_cuda(graph), *args, **options)
 
         return on_cuda
 
     def lowered(graph: Any, inputs: Sequence[Any], **options: Any) -> Program:
         del inputs
-        with _disable_current_modes(), _of_cuda(compute_capability):
-            return program(_source(_on_cuda(graph), **options), device)
+        with _disable_current_modes(), _of_cuda(compute_capability, pads):
+            return program(_source(_on_cuda(graph), **options), device, launched)
 
     def backend(graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
         return inductor.compile_fx(graph, inputs, inner_compile=lowered)
@@ -66,6 +78,8 @@ def pretended_compiler(compute_capability: str, device: str = "meta") -> Iterato
 
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
+        if device == "cuda":
+            stack.enter_context(_of_cuda(compute_capability, pads))
         for owner, values in (
             (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
@@ -175,7 +189,7 @@ def _source(graph: Any, **options: Any) -> str:
 
 
 @contextmanager
-def _of_cuda(compute_capability: str) -> Iterator[None]:
+def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[None]:
     """Let tensors without memory be on ``cuda``, and answer what the compiler asks of the card."""
     import torch._inductor.fx_passes.joint_graph as joint
     import torch._inductor.fx_passes.pad_mm as padding
@@ -210,7 +224,7 @@ def _of_cuda(compute_capability: str) -> Iterator[None]:
         (triton, {"triton_hash_with_backend": lambda: ""}),
         (joint, {"lazy_init": lambda *_: patterns(torch.device("cpu"))}),
         (joint.UniformValueConstantFolder, {"_deduce_value": folded}),
-        (padding, {"_should_pad": lambda *_, **__: False}),
+        (padding, {"_should_pad": pads}),
     ]
     with ExitStack() as stack:
         stack.enter_context(fake_cuda())
@@ -222,15 +236,14 @@ def _of_cuda(compute_capability: str) -> Iterator[None]:
 def _properties(major: int, minor: int) -> SimpleNamespace:
     """Return what the compiler asks of a card, which decides how a reduction is split: here counts that are assumed.
 
-    132 multiprocessors are taken for a Hopper's; no document of its maker was at hand to check them against.
-
     Source:
         Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (of an A100: 2,048 share 65,536).
     """
     return SimpleNamespace(
+        name="NVIDIA",
         major=major,
         minor=minor,
-        multi_processor_count=132,
+        multi_processor_count=MULTIPROCESSORS,
         warp_size=32,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048,

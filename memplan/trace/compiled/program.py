@@ -18,8 +18,8 @@ _KERNEL = re.compile(r"\b(triton_\w+)\.run\(")
 class _Kernel:
     """Stands for a Triton kernel: it writes into what it is given, and takes nothing for itself."""
 
-    def run(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+    def __init__(self, launched: Callable[..., None]) -> None:
+        self.run = launched
 
 
 class _Guard:
@@ -52,7 +52,7 @@ class _IntoGiven:
         return lambda *args, out, **options: operator(*args, out=out, **options)
 
 
-def program(source: str, device: str) -> Program:
+def program(source: str, device: str, launched: Callable[..., None]) -> Program:
     """Return the function that ``source`` defines, whose kernels do nothing and whose tensors have no memory.
 
     Buffers are made, used again and let go of where Inductor's wrapper does: its text is what runs. A matrix product
@@ -61,13 +61,14 @@ def program(source: str, device: str) -> Program:
     Args:
         source: What ``GraphLowering.codegen`` returns (torch/_inductor/codegen/wrapper.py, v2.13.0).
         device: Where its tensors are made.
+        launched: Is called in the place of each launch of a kernel.
     """
     text = source[source.index("class Runner:") : source.index("runner = Runner(")]
 
     def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    names: dict[str, Any] = {name: _Kernel() for name in _KERNEL.findall(text)}
+    names: dict[str, Any] = {name: _Kernel(launched) for name in _KERNEL.findall(text)}
     names |= {
         "torch": _Torch(),
         "device": lambda **_: torch.device(device),

@@ -48,6 +48,7 @@ def fake_tensor_of(
     mode: Any,
     bare: Tensor,
     device: torch.device,
+    constant: Any = None,
     *_: Any,
     requires_grad: bool | None = None,
     **__: Any,
@@ -60,7 +61,8 @@ def fake_tensor_of(
     tensor: Any = Tensor._make_subclass(cls, bare, wanted, dispatch_device=True, device_for_backend_keys=BARE)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     tensor.fake_device, tensor.fake_mode = device, mode
-    tensor.constant = tensor.pytype = tensor.dispatch_keys = tensor.real_tensor = None
+    tensor.constant = constant if type(mode) is FakeTensorMode else None  # a mode of ours knows values itself
+    tensor.pytype = tensor.dispatch_keys = tensor.real_tensor = None
     tensor.nonzero_memo = tensor.item_memo = tensor.unique_memo = None
     tensor.unique_consecutive_memo = tensor.nested_int_memo = None
     return tensor  # type: ignore[no-any-return]

@@ -117,6 +117,30 @@ def idle_kernels() -> Iterator[None]:
             setattr(torch.cuda, name, original)
 
 
+@contextmanager
+def idle_launches(launched: Callable[..., None] = lambda *_, **__: None) -> Iterator[None]:
+    """Let Triton, as it is installed, compile and launch no kernel.
+
+    Args:
+        launched: Is called in the place of each launch, with what the kernel is given.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    runners: list[Any] = [getattr(import_module(f"triton.runtime.{name}"), kind) for name, kind in _RUNNERS]
+    runs = [runner.run for runner in runners]
+    for runner in runners:
+        runner.run = lambda _, *args, **options: launched(*args, **options)
+    try:
+        yield
+    finally:
+        for runner, run in zip(runners, runs, strict=True):
+            runner.run = run
+
+
+_RUNNERS = ("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")
+"""What ``kernel[grid](...)`` calls (triton/runtime/jit.py, ``KernelInterface.__getitem__``, 3.9.0)."""
+
 ORIGINAL: dict[str, Callable[..., Any]] = {}
 """Module and name -> transformers' own function."""
 

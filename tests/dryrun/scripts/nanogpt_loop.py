@@ -12,6 +12,7 @@ parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--dtype", default="bfloat16")
+parser.add_argument("--compile", action="store_true")
 options = parser.parse_args()
 VOCABULARY, TOKENS, HEADS = 512, 64, 4
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +58,8 @@ def batch():
 
 
 model = GPT(options.width).to(device)
+if options.compile:
+    model = torch.compile(model)
 assert model.head.weight is model.tokens.weight
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
 scaler = torch.amp.GradScaler(device, enabled=options.dtype == "float16")

@@ -7,7 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 config = AutoConfig.from_pretrained(sys.argv[1])
 config.use_cache = False
-model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16)
+attention = "flash_attention_2" if "--flash" in sys.argv else "sdpa"
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+model = model.to(torch.bfloat16)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -26,6 +28,7 @@ arguments = TrainingArguments(
     optim="adamw_torch",
     max_grad_norm=0.0,
     bf16="--bf16" in sys.argv,
+    use_liger_kernel="--liger" in sys.argv,
     logging_steps=1,
     save_steps=1,
     report_to=[],

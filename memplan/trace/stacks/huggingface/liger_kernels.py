@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.pretended_cuda.idle_kernels import idle_launches
 from memplan.training.resolved import TrainingSetup
 
 OPTIONS = {
@@ -65,29 +66,22 @@ def with_liger(model: Any, setup: TrainingSetup) -> None:
 def liger_backend(compute_capability: str) -> Iterator[None]:
     """Launch no Triton kernel, take the branches of CUDA, and put modules back as they were."""
     try:
-        import triton
-        from triton.runtime.autotuner import Autotuner, Heuristics
-
         loss: Any = import_module(LOSS)
     except ImportError:
         yield
         return
-    runners: list[Any] = [triton.runtime.jit.JITFunction, Autotuner, Heuristics]
-    runs, capability = [runner.run for runner in runners], torch.cuda.get_device_capability
+    capability = torch.cuda.get_device_capability
     functions = {name: getattr(loss, name) for name in ON_CUDA}
     major, _, minor = compute_capability.partition(".")
-    for runner in runners:
-        runner.run = lambda *_, **__: None
     torch.cuda.get_device_capability = lambda _=None: (int(major), int(minor))  # type: ignore[assignment]
     for function in functions.values():
         text = inspect.getsource(function).replace('"cuda"', '"meta"').replace('dtype("meta")', 'dtype("cuda")')
         exec(compile(text, loss.__file__, "exec"), vars(loss))
     try:
-        yield
+        with idle_launches():
+            yield
     finally:
         torch.cuda.get_device_capability = capability
-        for runner, run in zip(runners, runs, strict=True):
-            runner.run = run
         vars(loss).update(functions)
         while PATCHED:
             name, values = PATCHED.pop()
