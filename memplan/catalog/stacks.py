@@ -19,7 +19,7 @@ KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-emb
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax"]
 PairKernel = Literal["fused", "rows", "softmax"]
-ModelCode = Literal["own", "transformers", "torchtune", "litgpt"]
+ModelCode = Literal["own", "transformers", "torchtune", "litgpt", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,8 @@ class Stack:
         description: What it is, in words.
         library: The package whose loop it is.
         versions: Packages and the versions that were read, the library itself first.
-        model_code: Whose implementation of a model it trains: that of ``transformers`` or ``torchtune``, or its ``own``.
+        model_code: Whose implementation of a model it trains: a library's, where its families differ among each other, or its
+            ``own``.
         level: ``traced`` where its own code can be run on tensors without memory, ``read`` where it is only read.
         kernels: Which implementation of each operation it runs.
         autocast: ``fp32-weights`` runs the model under autocast where the hidden matrices are in fp32 and the compute
@@ -268,6 +269,11 @@ class Stack:
     foreign_losses: tuple[LossKernel, ...] = ()
     name: str = ""
     version: str = ""
+
+    @property
+    def own_models(self) -> bool:
+        """Whether it has models of its own, which no library's adapters are put on."""
+        return self.model_code in ("own", "torchtitan")
 
     @property
     def label(self) -> str:

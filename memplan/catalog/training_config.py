@@ -255,6 +255,32 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointedLayers:
+    """Which layers full checkpointing computes again; all of them by default.
+
+    Attributes:
+        every: One layer of so many: every second, say, counted from the first layer.
+        first: The first so many of these; None is all.
+    """
+
+    every: int = 1
+    first: int | None = None
+
+    def has(self, number: int) -> bool:
+        """Tell whether a layer, numbered from 0, is one of them.
+
+        Source:
+            ``_apply_layer_sac`` in torchtitan/distributed/activation_checkpoint.py (0.2.2), ``every``;
+            ``--recompute-method block`` in megatron/training/arguments.py (core_v0.15.0), ``first``.
+
+        Example:
+            >>> [number for number in range(6) if CheckpointedLayers(every=2).has(number)]
+            [1, 3, 5]
+        """
+        return (number + 1) % self.every == 0 and (self.first is None or number < self.first)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """One training config as a file gives it; names are not yet looked up.
 
@@ -268,6 +294,7 @@ class TrainingConfig:
         optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
             with states in the dtype of the weights where it is not given.
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
+        checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         method: What a step learns from.
         adapter: Adapters; the other weights are frozen then.
         dropout: Probability; None takes the model's own.
@@ -296,6 +323,7 @@ class TrainingConfig:
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
     activation_checkpointing: Checkpointing | None = None
+    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     kernels: Kernels = Kernels()
     method: Method = Method()
     adapter: Adapter | None = None

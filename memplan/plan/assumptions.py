@@ -363,5 +363,5 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     stack = plan.setup.stack
     if runs_engine(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"
-    if is_sharded(plan.setup.config.parallel) and stack.model_code != "own" and stack.sharded_units == "root":
+    if is_sharded(plan.setup.config.parallel) and not stack.own_models and stack.sharded_units == "root":
         yield f"how {stack.name} itself divides a model: these units of fully_shard were not held against its own code"

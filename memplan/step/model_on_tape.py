@@ -12,7 +12,7 @@ from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.places import layer_counts
-from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
@@ -21,6 +21,7 @@ from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.training.adapters import REFERENCE
+from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
 Stream = tuple[bool, int, bool]
@@ -53,6 +54,7 @@ class ModelOnTape:
         runs: Runs of equal layers; a first layer whose input needs no gradient may be one alone.
         kinds: For each run, which of ``layers`` its layers are.
         layers: One section for each kind of layer.
+        again: Whether checkpointing is of that kind.
     """
 
     settings: EndSettings
@@ -61,6 +63,7 @@ class ModelOnTape:
     runs: tuple[LayerRun, ...]
     kinds: tuple[int, ...]
     layers: tuple[Section, ...]
+    again: tuple[bool, ...]
     head: Head
 
     def weight(self, name: str) -> Weight | None:
@@ -84,7 +87,8 @@ class ModelOnTape:
     def played(self, mode: Mode, recomputation: Recomputation) -> PlayedModel:
         """Return what is alive while all parts run forward and backward."""
         embedding, head = self.embedding.played(mode), self.head.section.played(mode)
-        layers = tuple([section.played(mode, recomputation) for section in self.layers])
+        ways = [recomputation if again else NOTHING_AGAIN for again in self.again]
+        layers = tuple([section.played(mode, way) for section, way in zip(self.layers, ways, strict=True)])
         saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), embedding.saved)
         return PlayedModel(embedding, layers, head, saved)
 
@@ -100,14 +104,17 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     embedding = embedding_section(settings, root)
     names = _names_by_first(inputs.states, prefix)
     unmasked = block_settings(spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False))
-    known: dict[tuple[Layer, tuple[str, ...], Stream, bool], int] = {}
+    known: dict[tuple[Layer, tuple[str, ...], Stream, bool, bool], int] = {}
     sections: list[Section] = []
+    again: list[bool] = []
 
     def kind_of(run: LayerRun, stream: Stream) -> int:
         own = names.get(inventory_first(spec, run), ())
         masked = unmasked if inputs.regime.masked and run.first in spec.full_layers else block
-        key = (run.layer, own, stream, masked is block)
+        computed_again = inputs.setup.computes_again(run.first)
+        key = (run.layer, own, stream, masked is block, computed_again)
         if key not in known:
+            again.append(computed_again)
             known[key] = len(sections)
             relative = tuple((name.removeprefix(prefix), weights[name]) for name in own)
             sections.append(layer_section(masked, run.layer, relative, *stream))
@@ -120,7 +127,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     leaf = embedding.output.needs_gradient and not embedding.tape.nodes and spec.runs[0].layer.placement == "post"
     stream = (embedding.output.needs_gradient, block.residual_bytes, leaf)
     runs: list[tuple[LayerRun, int]] = []
-    for run in _runs(spec, inputs.regime):
+    for run in _runs(spec, inputs.setup, inputs.regime):
         first = kind_of(run, stream)
         if after(first) == stream or run.count == 1:
             runs.append((run, first))
@@ -130,14 +137,17 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         stream = after(runs[-1][1])
     head = head_on_tape(settings, root, *stream[:2])
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
-    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), head)
+    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head)
 
 
-def _runs(spec: ModelSpec, regime: Regime) -> Iterator[LayerRun]:
-    """Yield runs of layers that run alike: where there is a mask for a window, those within it are apart from the others."""
+def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:
+    """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not."""
+
+    def way(number: int) -> tuple[bool, bool]:
+        return regime.masked and number in spec.full_layers, setup.computes_again(number)
+
     for run in spec.runs:
-        numbers = range(run.first, run.first + run.count)
-        groups = groupby(numbers, lambda number: regime.masked and number in spec.full_layers)
+        groups = groupby(range(run.first, run.first + run.count), way)
         for part in [list(group) for _, group in groups]:
             yield LayerRun(run.layer, len(part), part[0])
 

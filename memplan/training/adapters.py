@@ -216,7 +216,7 @@ def _refuse_modules(model: Model, setup: TrainingSetup, modules: Sequence[str]) 
         raise CannotAnswerError(
             f"{setup.name}: {where}: {model.spec.name} has one tensor for embedding and head; not modelled"
         )
-    if modules and setup.stack.model_code == "own":
+    if modules and setup.stack.own_models:
         raise CannotAnswerError(
             f"{setup.name}: {where}: {setup.stack.name} copies no modules; use a stack that runs PEFT"
         )
@@ -235,7 +235,7 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         setup.stack.kbit_floats == "fp32-norms"
     ):  # what of a tower is an embedding has none of the names that are cast back
         inventory = tuple(replace(t, role="norm") if t.role == "embedding" and not t.used else t for t in inventory)
-    if setup.config.adapter is None or setup.stack.model_code == "own":
+    if setup.config.adapter is None or setup.stack.own_models:
         return inventory
     if setup.stable_embedding:
         used = tuple(tensor for tensor in inventory if tensor.used)

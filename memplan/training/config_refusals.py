@@ -61,6 +61,10 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("sequence_length",), "batch times sequence length is beyond any machine"
     if config.dropout is not None and not 0 <= config.dropout < 1:
         yield ("dropout",), f"expected a probability from 0 to below 1, got {config.dropout}"
+    for name in ("every", "first"):
+        layers = getattr(config.checkpointed_layers, name)
+        if layers is not None and not 1 <= layers <= 2**16:
+            yield ("checkpointed_layers", name), f"expected a whole number from 1 to 65,536, got {layers}"
     if config.adapter is not None and config.adapter.dropout is not None and not 0 <= config.adapter.dropout < 1:
         yield ("adapter", "dropout"), f"expected a probability from 0 to below 1, got {config.adapter.dropout}"
     if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:

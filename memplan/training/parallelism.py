@@ -290,7 +290,7 @@ def _when_sharded(
     if config.adapter is not None and stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
         text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
-    if config.adapter is not None and stack.model_code == "own":
+    if config.adapter is not None and stack.own_models:
         yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
     if config.adapter is not None and config.adapter.modules_to_save:
         yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {INSTEAD}"

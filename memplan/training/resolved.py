@@ -91,6 +91,10 @@ class TrainingSetup:
         assert self.config.activation_checkpointing is not None, "a setup's config is filled in"
         return self.config.activation_checkpointing
 
+    def computes_again(self, number: int) -> bool:
+        """Whether a layer, numbered from 0, is checkpointed."""
+        return self.checkpointing != "none" and self.config.checkpointed_layers.has(number)
+
     @property
     def adapter_dtype(self) -> str:
         """Format of the weights of adapters: as the config says, else as its stack makes them."""

@@ -67,7 +67,9 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)
-        raise CannotAnswerError(f"{setup.name}: stack: {stack.label} has no model of family {family}; it has {known}")
+        raise CannotAnswerError(
+            f"{setup.name}: stack: models of family {family} are not modelled for {stack.label}; {known} are"
+        )
     spec = _built_spec(model.spec, rules)
     if setup.scores:
         return _scoring(model, spec, setup)

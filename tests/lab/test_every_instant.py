@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
 
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import CheckpointedLayers, TrainingConfig
+from memplan.errors import MemplanError
 from memplan.lab.agreement import compare
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
@@ -17,10 +20,10 @@ from memplan.trace.recording.workspaces import kernel_workspaces
 from memplan.training.resolution.resolve_config import resolve
 
 
-def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96) -> Model:
+def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96, layers: int = 2) -> Model:
     """A Llama whose attention outweighs its MLP and its head, so that instants are attention's."""
     layer = Layer(Attention(heads, groups, width, width), Mlp(8), Norm())
-    spec = ModelSpec("narrow", "llama", vocab, 32, (LayerRun(layer, 2),), Norm())
+    spec = ModelSpec("narrow", "llama", vocab, 32, (LayerRun(layer, layers),), Norm())
     return Model.from_spec(spec, "test")
 
 
@@ -36,6 +39,31 @@ def test_instants_at_odd_lengths(catalog, attention, batch, length):
         "", micro_batch_size=batch, sequence_length=length, kernels=Kernels(attention=attention, norm="composite")
     )
     assert differing(narrow(), config, catalog) == set()
+
+
+@pytest.mark.parametrize("layers", [CheckpointedLayers(every=2), CheckpointedLayers(first=3), CheckpointedLayers(3, 4)])
+def test_some_layers_alone_are_computed_again(catalog, layers):
+    config = TrainingConfig("", sequence_length=129, activation_checkpointing="full", checkpointed_layers=layers)
+    model = narrow(layers=5)
+    assert differing(model, config, catalog) == set()
+    everywhere = replace(config, checkpointed_layers=CheckpointedLayers())
+    ways = (everywhere, config, replace(everywhere, activation_checkpointing="none"))
+    needs = [CompiledPlan(model, resolve(way, catalog, "test")).requested_bytes(1, 129) for way in ways]
+    assert needs[0] < needs[1] < needs[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"activation_checkpointing": "selective"}, "it counts where activation_checkpointing is full"),
+        ({"activation_checkpointing": "full", "stack": "trl"}, "not modelled for stack trl"),
+        ({"checkpointed_layers": CheckpointedLayers(every=0)}, "expected a whole number from 1 to 65,536, got 0"),
+    ],
+)
+def test_layers_that_cannot_be_chosen_are_refused(catalog, keys, words):
+    config = TrainingConfig("", **{"checkpointed_layers": CheckpointedLayers(first=1), **keys})
+    with pytest.raises(MemplanError, match=words):
+        resolve(config, catalog, "test")
 
 
 @pytest.mark.parametrize("keys", [{}, {"kernels": Kernels(loss="bf16")}, {"zero_gradients": "fill"}], ids=str)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, CheckpointedLayers, Parallel, TrainingConfig
 from memplan.lab.agreement import cut_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
@@ -40,6 +40,7 @@ SHARDED = [
     ("tied", 3, {}, MANY),
     ("tied", 8, {}, FEW),
     ("untied", 8, FULL, MANY),
+    ("untied", 8, {**FULL, "checkpointed_layers": CheckpointedLayers(every=2)}, MANY),
     ("tied", 2, FULL, FEW),
     ("untied", 8, {"activation_checkpointing": "selective"}, MANY),
     ("untied", 8, FP32, MANY),

@@ -563,6 +563,59 @@ def test_torchtitan_shares_out_what_is_left():
     assert (training["weights"]["hidden_matrix"], training["compute_dtype"]) == ("fp32", "bf16")
 
 
+TITAN = """[job]
+dump_folder = "./outputs"
+[model]
+name = "{name}"
+flavor = "{flavor}"
+[training]
+local_batch_size = 8
+seq_len = 2048
+[activation_checkpoint]
+mode = "selective"
+{option}
+"""
+
+
+def titan_plan(tmp_path, name, flavor, option="", gpus=8):
+    path = tmp_path / "titan.toml"
+    path.write_text(TITAN.format(name=name, flavor=flavor, option=option))
+    return memplan.plan(str(path), gpu="h100", gpus=gpus).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("option", "every"), [("selective_ac_option = '2'", 2), ("selective_ac_option = 3", 3), ("", 2)]
+)
+def test_torchtitan_checkpoints_every_so_many_layers_before_its_0_3(tmp_path, option, every):
+    training = titan_plan(tmp_path, "llama3", "debugmodel", option)["training"]
+    assert training["activation_checkpointing"] == "full"
+    assert training["checkpointed_layers"] == {"every": every, "first": None}
+
+
+def test_every_layer_or_every_second_product_is_said_as_before(tmp_path):
+    for option, kind in (("1", "full"), ("op", "selective")):
+        training = titan_plan(tmp_path, "llama3", "debugmodel", f"selective_ac_option = '{option}'")["training"]
+        assert training["activation_checkpointing"] == kind
+        assert training["checkpointed_layers"] == {"every": 1, "first": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "parameters"),
+    [("llama3", "debugmodel", 6_163_712), ("llama3", "8B", 8_030_261_248), ("qwen3", "8B", 8_190_735_360)],
+)
+def test_a_flavor_of_torchtitan_has_the_shapes_of_its_registry(tmp_path, name, flavor, parameters):
+    plan = titan_plan(tmp_path, name, flavor, "selective_ac_option = 'op'")
+    assert plan["model"]["parameters"] == parameters
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "16B"])
+def test_a_flavor_whose_family_is_not_modelled_is_refused_by_it(tmp_path, flavor):
+    with pytest.raises(
+        memplan.errors.CannotAnswerError, match="models of family deepseek_v2 are not modelled for torchtitan"
+    ):
+        titan_plan(tmp_path, "deepseek_v3", flavor)
+
+
 SCRIPT = """\
 from trl import SFTConfig, SFTTrainer
 from unsloth import FastLanguageModel

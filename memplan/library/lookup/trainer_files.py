@@ -133,19 +133,21 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
     given, flags = job.value("model.given"), {**job.section("model"), **shapes}
     if job.head.missing or job.role == "launcher":
         _refuse_unread(text, job)
-    if given is not None and not shapes:
+    built = "model_type" in flags  # by the trainer's own registry, under the name that is given
+    if given is not None and not (shapes or built):
         return str(given), int(flags.get("max_position_embeddings", 0))
-    if given is not None:
+    if given is not None and shapes:
         raise InvalidFileError([f"{text}: names the model {printable(str(given))}, and shapes are given too"])
     if job.reading.refusals:
         _refuse_first(job)
-    if PARTS - flags.keys():
+    if PARTS - flags.keys() and not built:
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
     if "vocab_size" not in flags:
         raise CannotAnswerError(f"{text}: no flag says how many tokens the tokenizer has: --vocab N")
     from memplan.model.readers.flags import model_from_flags
 
-    return model_from_flags(flags, Path(text).name.partition(".")[0], text)
+    name = Path(text).name.partition(".")[0] if given is None else str(given)
+    return model_from_flags(flags, name, text)
 
 
 def training_data(

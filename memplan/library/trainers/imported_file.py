@@ -74,7 +74,8 @@ def import_file(
     else:
         job = import_commands([command_line(list(file))], question, [read_keys(path) for path in others])
     given = job.value("model.given")
-    return Imported(finish(job), known_model(given, catalog))
+    built = job.value("model.model_type") is not None  # the trainer's own, whose shapes are said
+    return Imported(finish(job), known_model(given, None if built else catalog))
 
 
 def known_model(given: str | None, catalog: Catalog | None) -> KnownModel:

@@ -1,4 +1,4 @@
-"""A decoder that a pretraining script builds of flags: each part of it is said, and no family's name."""
+"""A decoder that a pretraining script builds of flags: each part of it is said, or a family's name with the keys of its configs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from memplan.model.families import read_config
 from memplan.model.families.common_parts import Shape, attention, experts, model, shape
 from memplan.model.families.config_values import MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.families.layer_patterns import expert_layers
@@ -25,7 +26,7 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
             ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
             ``expert_layers`` (:func:`memplan.model.families.layer_patterns.expert_layers`), ``shared_intermediate_size``,
             ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
-            ``v_head_dim`` and ``dropout``.
+            ``v_head_dim`` and ``dropout``. Or ``model_type``, with the keys of that family's ``config.json``.
         name: What to call it.
         source: The file of the flags, for messages.
 
@@ -33,6 +34,9 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
         InvalidFileError: Shapes that are missing, impossible or do not go together; all of them are listed.
         CannotAnswerError: A part that is not modelled.
     """
+    if "model_type" in flags:
+        spec, notes = read_config(flags, name, source)
+        return replace(Model.from_spec(spec, source), notes=notes)
     values = ConfigValues(flags, name, source, ARCHITECTURE)
     common = shape(values)
     rows = values.integer("learned_positions", default=0, minimum=0, maximum=MAXIMUM_POSITIONS)

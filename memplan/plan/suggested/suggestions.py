@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.training_config import Adapter, TrainingConfig
+from memplan.catalog.training_config import Adapter, CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
@@ -88,7 +88,16 @@ def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
     if config.activation_checkpointing != "full":
         cost = "every layer's forward is recomputed in backward, about a third more compute"
         yield Change(cost, (("activation_checkpointing", "full"),))
+    elif settings := of_every_layer(config):
+        yield Change("the forward of the other layers is recomputed in backward too", settings)
     yield from _costly_changes(config)
+
+
+def of_every_layer(config: TrainingConfig) -> tuple[Setting, ...]:
+    """Return the settings by which what is said of checkpointing is said of every layer; none where it is."""
+    layers, whole = config.checkpointed_layers, CheckpointedLayers()
+    names = [name for name in ("every", "first") if getattr(layers, name) != getattr(whole, name)]
+    return tuple((f"checkpointed_layers.{name}", getattr(whole, name)) for name in names)
 
 
 def accumulation_cost(before: int, after: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.plan.memory_plan import MemoryPlan, Verdict
-from memplan.plan.suggested.suggestions import Change, Trial, changes, last_resorts
+from memplan.plan.suggested.suggestions import Change, Trial, changes, last_resorts, of_every_layer
 from memplan.training.own_settings import is_settable
 
 
@@ -52,4 +52,5 @@ def _larger(config: TrainingConfig) -> Iterator[Change]:
     yield Change("four times the sequences in a step", (("micro_batch_size", 4 * batch),))
     yield Change("twice the context", (("sequence_length", 2 * length),))
     if config.activation_checkpointing != "none":
-        yield Change("nothing is computed twice: about a quarter less compute", (("activation_checkpointing", "none"),))
+        settings = (("activation_checkpointing", "none"), *of_every_layer(config))
+        yield Change("nothing is computed twice: about a quarter less compute", settings)

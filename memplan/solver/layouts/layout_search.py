@@ -8,7 +8,7 @@ from typing import TypeVar, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.catalog.training_config import CheckpointedLayers, Checkpointing, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -179,7 +179,7 @@ def layout_name(config: TrainingConfig) -> str:
 
 def _checkpointing(config: TrainingConfig, stack: Stack, fixed: Sequence[str]) -> Iterator[Checkpointing | None]:
     """Yield the kinds of checkpointing that a stack has words for, or the one that is fixed."""
-    if "activation_checkpointing" in fixed:
+    if "activation_checkpointing" in fixed or config.checkpointed_layers != CheckpointedLayers():
         yield config.activation_checkpointing
         return
     own = (config.activation_checkpointing, stack.checkpointing.default)

@@ -12,6 +12,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import LossKernel, NewtonSchulzKernel, OptimizerKernel
 from memplan.catalog.training_config import (
+    CheckpointedLayers,
     Checkpointing,
     ComputeDtype,
     GradientLifetime,
@@ -147,6 +148,7 @@ class Space:
             gradients=Gradients(state.gradient, way.lifetime),
             optimizer=state.optimizer,
             activation_checkpointing=way.checkpointing,
+            checkpointed_layers=self.base.checkpointed_layers if way.checkpointing == "full" else CheckpointedLayers(),
             kernels=kernels,
             allocator=way.allocator,
             offload=replace(self.base.offload, optimizer_states=state.offload),

@@ -19,6 +19,7 @@ from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
 from memplan.step.instants import embedded_leaf
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
@@ -192,7 +193,8 @@ class StepPlayer:
         taped = self.taped
         yield "", section_events(taped.embedding, mode)
         for index, run in enumerate(taped.runs):
-            events = section_events(taped.layer_of(index), mode, self.inputs.recomputation)
+            way = self.inputs.recomputation if taped.again[taped.kinds[index]] else NOTHING_AGAIN
+            events = section_events(taped.layer_of(index), mode, way)
             for number in range(run.first, run.first + run.count):
                 yield str(number), events
         head = section_events(taped.head.section, mode)

@@ -76,6 +76,8 @@ class FamilyCode:
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
         dropout_modules: Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added
             to the residual stream (``residual``), attention's weights, both or neither.
+        turns_halves: Whether halves of a head, cast to fp32, turn by gathered rows of one table, where other families of the
+            library have complex numbers.
     """
 
     functions: bool = False
@@ -130,6 +132,7 @@ class FamilyCode:
     sequence_tables: bool = False
     adapts_parts: bool = False
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
+    turns_halves: bool = False
 
 
 OWN = FamilyCode()
@@ -242,12 +245,18 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
 peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
 
 
+_TORCHTITAN: Mapping[str, FamilyCode] = {"qwen3": FamilyCode(rotates_together=True, turns_halves=True)}
+"""``CosSinRoPE`` (models/common/rope.py) and ``GQAttention.forward`` (models/common/attention.py), torchtitan 0.3.0."""
+
+
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:
     """Return how a family runs in somebody's implementation."""
     if code == "torchtune":
         return _TORCHTUNE.get(architecture, TORCHTUNE)
     if code == "litgpt":
         return LITGPT
+    if code == "torchtitan":
+        return _TORCHTITAN.get(architecture, OWN)
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
 
 

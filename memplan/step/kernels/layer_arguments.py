@@ -85,7 +85,7 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
     entries = sum(widths) if tables_apart(spec, setup) else max(widths) * bases
-    halved = tables.halved and not code.halves_by_tables
+    halved = tables.halved and not (code.halves_by_tables or code.turns_halves)
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)

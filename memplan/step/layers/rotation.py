@@ -18,6 +18,8 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
     query, key, value = heads
     tape, code = builder.tape, builder.settings.code
     with tape.alive(query, key, value):
+        if code.turns_halves and part.rotary_dim:
+            return (*turned_halves(builder, query, key, part.head_dim), ())
         if builder.profile.rotary == "complex" and part.rotary_dim:
             return (*turned_complex(builder, query, key, part.head_dim), ())
         if code.rotates_together:
@@ -82,6 +84,28 @@ def turned_complex(builder: Builder, query: Value, key: Value, head_dim: int) ->
                     narrow = builder.cast(query, widths[0])
                     with tape.alive(narrow):
                         return narrow, builder.cast(key, widths[1])
+
+
+def turned_halves(builder: Builder, query: Value, key: Value, head_dim: int) -> tuple[Value, Value]:
+    """Return query and key whose halves are turned in fp32 by gathered rows of one table, in one function that names all it makes.
+
+    Source:
+        torchtitan/models/common/rope.py, ``CosSinRoPE.apply_rotary_emb`` (0.3.0).
+    """
+    tape = builder.tape
+    rows = tape.make("gather", tape.value(TOKENS, 2 * head_dim, 4))
+    with tape.alive(rows):
+        wide_query = builder.cast(query, 4)
+        with tape.alive(wide_query):
+            wide_key = builder.cast(key, 4)
+        with tape.alive(wide_query, wide_key):
+            first = turned_whole(builder, wide_query, (rows, rows), cosines_first=True)
+            with tape.alive(first):
+                second = turned_whole(builder, wide_key, (rows, rows), cosines_first=True)
+                with tape.alive(second):
+                    narrow = builder.cast(first, query.element_bytes)
+                    with tape.alive(narrow):
+                        return narrow, builder.cast(second, key.element_bytes)
 
 
 def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
@@ -155,9 +179,12 @@ def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
             return builder.cast(rotated, x.element_bytes)
 
 
-def turned_whole(builder: Builder, x: Value, tables: Sequence[Value] = ()) -> Value:
+def turned_whole(
+    builder: Builder, x: Value, tables: Sequence[Value] = (), *, cosines_first: bool | None = None
+) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
-    tape, half, formed = builder.tape, x.width // 2, builder.settings.code.forms_tables
+    tape, half = builder.tape, x.width // 2
+    formed = builder.settings.code.forms_tables if cosines_first is None else cosines_first
     width = max(x.element_bytes, _table_bytes(builder))
     with tape.alive(x):
         by_cos = [by_table(builder, "mul cos", x, width, tables[:1])] if formed else []

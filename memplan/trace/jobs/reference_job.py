@@ -35,6 +35,7 @@ def reference_options(setup: TrainingSetup, spec: ModelSpec, target: Target = "c
         compute_dtype=compute,
         autocast=setup.autocast,
         checkpointing=setup.checkpointing,
+        checkpointed_layers=config.checkpointed_layers,
         dropout=spec.dropout if config.dropout is None else config.dropout,
         attention_dropout=spec.attention_dropout if config.dropout is None else config.dropout,
         target=target,

@@ -175,14 +175,14 @@ class ReferenceModel(nn.Module):
         probe.backward_reaches(x, "end of backward")
         for number, layer in enumerate(self._layers, start=1):
             probe.section(f"layer {number}")
-            x = self._through(layer, x, tables[0])
+            x = self._through(layer, x, tables[0], again=options.checkpointed_layers.has(number - 1))
             probe.backward_reaches(x, f"layer {number} backward")
         return x
 
-    def _through(self, layer: nn.Module, x: Tensor, tables: Tables) -> Tensor:
+    def _through(self, layer: nn.Module, x: Tensor, tables: Tables, *, again: bool) -> Tensor:
         """Return ``x`` after ``layer``, which keeps what the options say."""
         kind = self.run.options.checkpointing
-        if kind == "none" or not torch.is_grad_enabled():
+        if kind == "none" or not again or not torch.is_grad_enabled():
             out: Tensor = layer(x, tables)
             return out
         step = partial(self._checkpointed, layer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.training_config import Adapter, Checkpointing
+from memplan.catalog.training_config import Adapter, CheckpointedLayers, Checkpointing
 from memplan.model.inventory import Role
 
 BUNDLED = KernelProfile()
@@ -39,6 +39,7 @@ class ReferenceOptions:
         compute_dtype: Dtype of matrix products.
         autocast: Weights are wider than ``compute_dtype`` and are cast as CUDA's autocast does.
         checkpointing: What a layer keeps for backward.
+        checkpointed_layers: Which layers that is said of.
         dropout: Probability, after the embedding and before each residual addition.
         attention_dropout: Probability on attention weights.
         target: Whose kernels run; on ``meta`` tensors those of the target are imitated.
@@ -51,6 +52,7 @@ class ReferenceOptions:
     compute_dtype: torch.dtype = torch.bfloat16
     autocast: bool = False
     checkpointing: Checkpointing = "none"
+    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     dropout: float = 0.0
     attention_dropout: float = 0.0
     target: Target = "cuda"

@@ -28,7 +28,7 @@ PROGRAMS: Mapping[str, str] = {
     "transformers": "memplan.trace.stacks.huggingface.trainer_loop",
     "trl": "memplan.trace.stacks.huggingface.sft_loop",
     "axolotl": "memplan.trace.stacks.huggingface.axolotl_loop",
-    "torchtitan": "memplan.trace.stacks.torchtitan_trainer",
+    "torchtitan": "memplan.trace.stacks.titan.torchtitan_trainer",
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
     "litgpt": "memplan.trace.stacks.litgpt_finetune",
     "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",

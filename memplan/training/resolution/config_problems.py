@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError, match_hint
 from memplan.model.inventory import ROLES
 from memplan.training.config_refusals import number_problems, word_problems
@@ -28,6 +29,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     else:
         stack = catalog.stack(config.stack)
         yield from _contradictions(whole := filled(config, stack))
+        yield from _layer_problems(whole, stack)
         yield from method_problems(whole)
         yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
     yield from parallel_problems(config.parallel)
@@ -66,6 +68,23 @@ def _unknown(shelf: object, name: str) -> str:
     except MemplanError as error:
         return str(error)
     raise AssertionError(name)
+
+
+def _layer_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield why not some layers alone can be checkpointed, where a config says so."""
+    key, parallel = ("checkpointed_layers",), config.parallel
+    if config.checkpointed_layers == CheckpointedLayers():
+        return
+    if config.activation_checkpointing != "full":
+        yield key, "it counts where activation_checkpointing is full"
+    elif not stack.own_models:
+        yield (
+            key,
+            f"checkpointing of some layers only is not modelled for stack {stack.name}; torchtitan and bundled are",
+        )
+    elif parallel.pipeline > 1 or config.compile != "none":
+        other = "over a pipeline" if parallel.pipeline > 1 else "of a compiled model"
+        yield key, f"checkpointing of some layers only is not modelled {other}; leave it out"
 
 
 def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:

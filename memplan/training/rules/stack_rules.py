@@ -79,7 +79,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
     """
     if not beside_codes(config, names["hidden_matrix"]):
         return _full_formats(config, stack, names)
-    if stack.model_code != "own" and "expert_matrix" not in config.weights:
+    if not stack.own_models and "expert_matrix" not in config.weights:
         names = {**names, "expert_matrix": names["embedding"]}
     if stack.kbit_floats == "as-is" or _casts_back(config):
         return dict(names)

@@ -21,15 +21,12 @@ from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.trainer import Trainer
 
+from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
-from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.model.spec import ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
@@ -38,9 +35,10 @@ from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, shard
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.flex_kernel import block_mask, flex_attention
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
+from memplan.trace.stacks.titan.flex_kernel import block_mask, flex_attention
+from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
+from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -71,24 +69,25 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
                 trainer.step()
     notes = NOTES if isinstance(recorder, ShardedRecorder) else (ALONE, *NOTES)
     vocabulary = ceil_div(inputs.model.spec.vocab_size, setup.config.parallel.tensor)
-    return StackRun("torchtitan's llama3", vocabulary, notes)
+    return StackRun(f"torchtitan's {FAMILIES[inputs.model.spec.architecture].name}", vocabulary, notes)
 
 
 # -------------------------------------------------------------------- model
 def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
-    """Return torchtitan's Llama 3 of these shapes, without memory."""
+    """Return torchtitan's model of these shapes, without memory."""
     dtype = setup.format_names["hidden_matrix"]
     gathered = is_sharded(setup.config.parallel)  # in the compute dtype
     plain = (gathered or dtype == setup.config.compute_dtype) and setup.config.adapter is None
-    if spec.architecture != "llama" or dtype not in ("fp32", "bf16") or not plain:
-        raise CannotAnswerError("torchtitan's llama3 is traced in fp32 or in bf16 throughout, without adapters")
+    if spec.architecture not in FAMILIES or dtype not in ("fp32", "bf16") or not plain:
+        names = ", ".join(FAMILIES)
+        raise CannotAnswerError(
+            f"torchtitan's models of {names} are traced in fp32 or in bf16 throughout, without adapters"
+        )
     default = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[dtype])
     try:
         with META:
-            config = _config(spec, setup)
-            set_llama3_sharding_config(config, enable_sp=setup.config.parallel.sequence)
-            model: Any = config.build()
+            model: Any = model_config(spec, setup).build()
     finally:
         torch.set_default_dtype(default)
     model.train()
@@ -139,8 +138,15 @@ def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDim
 def _checkpointed(model: Any, setup: TrainingSetup) -> None:
     """Let a model checkpoint activations as the setup says."""
     kind: Any = {"none": None, "full": FullAC, "selective": _Selective}[setup.checkpointing]
-    if kind is not None:
-        kind(kind.Config()).apply(model)
+    if kind is None:
+        return
+    policy = kind(kind.Config())
+    if setup.config.checkpointed_layers == CheckpointedLayers():
+        policy.apply(model)
+        return
+    for number, (name, block) in enumerate(list(model.layers.named_children())):
+        if setup.computes_again(number):
+            model.layers.register_module(name, policy._wrap_block(block, base_fqn=f"layers.{name}"))
 
 
 class _Selective(SelectiveAC):  # type: ignore[misc]
@@ -150,40 +156,6 @@ class _Selective(SelectiveAC):  # type: ignore[misc]
         """Return the operators whose results are saved."""
         saved: set[Any] = super().get_save_ops()
         return saved | {torch.ops.memplan.flex_attention.default}
-
-
-def _config(spec: ModelSpec, setup: TrainingSetup) -> Any:
-    dim, length = spec.hidden_size, setup.config.sequence_length
-    flex = setup.profile.attention == "flex"
-    layers = []
-    for run_of_layers in spec.runs:
-        heads, mlp = run_of_layers.layer.attention, run_of_layers.layer.feed_forward
-        assert isinstance(heads, Attention)
-        assert isinstance(mlp, Mlp)
-        attention = make_gqa_config(
-            dim=dim,
-            n_heads=heads.num_heads,
-            n_kv_heads=heads.num_key_value_heads,
-            head_dim=heads.head_dim,
-            wqkv_param_init={},
-            wo_param_init={},
-            inner_attention=FlexAttention.Config() if flex else ScaledDotProductAttention.Config(),
-            fuse_qkv=True,
-            rope=ComplexRoPE.Config(dim=heads.head_dim, max_seq_len=length),
-        )
-        feed_forward = make_ffn_config(dim=dim, hidden_dim=mlp.intermediate_size, w1_param_init={}, w2w3_param_init={})
-        norms = {name: RMSNorm.Config(normalized_shape=dim) for name in ("attention_norm", "ffn_norm")}
-        layer = Llama3TransformerBlock.Config(attention=attention, feed_forward=feed_forward, **norms)
-        layers += [layer] * run_of_layers.count
-    return Llama3Model.Config(
-        dim=dim,
-        vocab_size=spec.vocab_size,
-        enable_weight_tying=spec.tie_word_embeddings,
-        tok_embeddings=Embedding.Config(num_embeddings=spec.vocab_size, embedding_dim=dim),
-        norm=RMSNorm.Config(normalized_shape=dim),
-        lm_head=Linear.Config(in_features=dim, out_features=spec.vocab_size),
-        layers=layers,
-    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""torchtitan: its models, its trainer, and its pipelines."""

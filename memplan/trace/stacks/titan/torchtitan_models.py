@@ -1,0 +1,95 @@
+"""torchtitan's own models, configured by their own builders with the shapes of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+from memplan.model.spec import Attention, Layer, Mlp, ModelSpec
+from memplan.training.resolved import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What torchtitan builds a family of.
+
+    Attributes:
+        name: Of its folder in torchtitan/models.
+        model: The class of the whole.
+        block: The class of a layer.
+        rope: The class that turns heads.
+        shard: Says how tensor parallelism divides it, given whether the sequence is shared too.
+    """
+
+    name: str
+    model: Any
+    block: Any
+    rope: Any
+    shard: Callable[[Any, bool], None]
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "llama3",
+        Llama3Model,
+        Llama3TransformerBlock,
+        ComplexRoPE,
+        lambda config, shared: set_llama3_sharding_config(config, enable_sp=shared),
+    ),
+    "qwen3": Family(
+        "qwen3",
+        Qwen3Model,
+        Qwen3TransformerBlock,
+        CosSinRoPE,
+        lambda config, shared: set_qwen3_sharding_config(config, enable_sp=shared, enable_ep=False),
+    ),
+}
+
+
+def model_config(spec: ModelSpec, setup: TrainingSetup) -> Any:
+    """Return the config of a model, which builds it."""
+    dim, family = spec.hidden_size, FAMILIES[spec.architecture]
+    layers: list[Any] = []
+    for run in spec.runs:
+        layers += [_layer(run.layer, family, dim, setup)] * run.count
+    config = family.model.Config(
+        dim=dim,
+        vocab_size=spec.vocab_size,
+        enable_weight_tying=spec.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(num_embeddings=spec.vocab_size, embedding_dim=dim),
+        norm=RMSNorm.Config(normalized_shape=dim),
+        lm_head=Linear.Config(in_features=dim, out_features=spec.vocab_size),
+        layers=layers,
+    )
+    family.shard(config, setup.config.parallel.sequence)
+    return config
+
+
+def _layer(layer: Layer, family: Family, dim: int, setup: TrainingSetup) -> Any:
+    heads, mlp, flex = layer.attention, layer.feed_forward, setup.profile.attention == "flex"
+    assert isinstance(heads, Attention)
+    assert isinstance(mlp, Mlp)
+    attention = make_gqa_config(
+        dim=dim,
+        n_heads=heads.num_heads,
+        n_kv_heads=heads.num_key_value_heads,
+        head_dim=heads.head_dim,
+        wqkv_param_init={},
+        wo_param_init={},
+        inner_attention=FlexAttention.Config() if flex else ScaledDotProductAttention.Config(),
+        fuse_qkv=True,
+        rope=family.rope.Config(dim=heads.head_dim, max_seq_len=setup.config.sequence_length),
+        qk_norm=RMSNorm.Config(normalized_shape=heads.head_dim) if heads.query_key_norm else None,
+    )
+    feed_forward = make_ffn_config(dim=dim, hidden_dim=mlp.intermediate_size, w1_param_init={}, w2w3_param_init={})
+    norms = {name: RMSNorm.Config(normalized_shape=dim) for name in ("attention_norm", "ffn_norm")}
+    return family.block.Config(attention=attention, feed_forward=feed_forward, **norms)
