@@ -16,9 +16,10 @@ from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import grid_of
+from memplan.step.grids.megatron_activations import MegatronBatch, least_activations
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
-from memplan.step.grids.pipeline_stages import StageSplit, chunks_of_layout
+from memplan.step.grids.pipeline_stages import StageSplit, chunks_of, chunks_of_layout
 from memplan.training.parallelism import divides_model
 from memplan.training.resolution.config_problems import config_problems
 from memplan.training.resolved import FLOAT_BYTES
@@ -57,7 +58,7 @@ class Gridded(Answer):
 
     @property
     def verdict(self) -> str:
-        """``no`` where model states alone do not fit, else ``unknown``."""
+        """``no`` where model states and what layers keep at least do not fit, else ``unknown``."""
         return self.plan.verdict
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
@@ -115,10 +116,13 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
         ):
             if several:
                 raise InvalidFileError([f"parallel.{name}: {known.spec.name} has no experts to divide"])
-    stages = megatron_states(known.spec, grid, _settings(config, inputs.catalog))
+    settings = _settings(config, inputs.catalog)
+    stages = megatron_states(known.spec, grid, settings)
+    chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
+    activations = least_activations(known.spec, grid, chunks, settings.build, _batch(config, settings))
     outside = outside_of(grid, device, hardware_tables(inputs.catalog.root))
     usable = device.usable_bytes(parse_bytes(config.reserve))
-    plan = GridPlan(known, device, grid, stages, usable, outside)
+    plan = GridPlan(known, device, grid, stages, activations, usable, outside)
     _check_rank(rank, grid.world)
     return Gridded(plan, config, rank, (*_notes(config), *known.notes), inputs.catalog)
 
@@ -170,6 +174,18 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
     )
     build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple)
     return MegatronSettings(split, build, _precision(config, catalog), parallel.overlap_gradients)
+
+
+def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
+    """Return what a step is given; a loss of another kind than Megatron-LM's own may have no logits in fp32."""
+    return MegatronBatch(
+        config.micro_batch_size,
+        config.sequence_length,
+        config.gradient_accumulation_steps,
+        config.activation_checkpointing or "none",
+        settings.precision.weight_bytes,
+        wide_logits=settings.precision.weight_bytes < 4 and config.kernels.loss is None,
+    )
 
 
 def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
@@ -236,4 +252,8 @@ def _notes(config: TrainingConfig) -> tuple[str, ...]:
         )
     if not parallel.overlap_gradients:
         notes.append("gradients are one buffer, as without --overlap-grad-reduce")
+    notes.append(
+        f"activations are those of {config.micro_batch_size:,} x {config.sequence_length:,} tokens, "
+        f"{config.gradient_accumulation_steps:,} micro-batches a step, recompute {config.activation_checkpointing or 'none'}"
+    )
     return tuple(notes)

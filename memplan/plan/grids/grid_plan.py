@@ -43,6 +43,7 @@ class GridPlan:
 
     Attributes:
         stages: What the ranks of each pipeline stage keep, the first stage first.
+        activations: What forward leaves for backward on the ranks of each stage at once, and logits, at least.
         usable_bytes: What the GPU has for the job.
         outside: What is not tensors.
     """
@@ -51,6 +52,7 @@ class GridPlan:
     device: Device
     grid: Grid
     stages: tuple[StageStates, ...]
+    activations: tuple[int, ...]
     usable_bytes: int
     outside: Outside
 
@@ -78,9 +80,16 @@ class GridPlan:
         return self.stages[stage].rank(position)
 
     @property
+    def fullest_in_step(self) -> StageStates:
+        """The stage whose ranks keep most together with their activations, at least."""
+        return max(self.stages, key=lambda stage: stage.fullest.total + self.activations[stage.index])
+
+    @property
     def least_bytes(self) -> int:
-        """What the fullest rank's GPU holds before a step begins, at least."""
-        return self.fullest.fullest.total + self.outside.workspaces + self.outside.least_context
+        """What the GPU of the rank that is fullest in a step holds then, at least."""
+        stage = self.fullest_in_step
+        states = stage.fullest.total + self.activations[stage.index]
+        return states + self.outside.workspaces + self.outside.least_context
 
     @property
     def expected_bytes(self) -> int:
@@ -90,7 +99,7 @@ class GridPlan:
 
     @property
     def verdict(self) -> GridVerdict:
-        """``no`` where not even what is kept between steps fits; what a step takes besides is not modelled."""
+        """``no`` where not even what is kept between steps and activations fit; what a step takes besides is not modelled."""
         return "no" if self.least_bytes > self.usable_bytes else "unknown"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEGREES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
 NOT_MODELLED = (
-    "activations, logits and temporaries of a step under Megatron-LM",
+    "temporaries of a step under Megatron-LM, and activations beyond those that every kernel keeps",
     "collectives' buffers inside the allocator",
 )
 
@@ -47,12 +47,15 @@ def grid_document(plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_has
 def grid_sentence(plan: GridPlan, unit: str = "") -> str:
     """Return the verdict in one sentence, as far as it goes."""
     usable, least = format_bytes(plan.usable_bytes, unit), format_bytes(plan.least_bytes, unit)
+    stage = plan.fullest_in_step
+    rank = plan.first_rank(stage) + stage.fullest_rank
     if plan.verdict == "no":
-        return f"NO: what rank {plan.fullest_rank} keeps between steps takes {least} at least, of {usable} usable on {plan.device.name}."
+        return f"NO: rank {rank} takes {least} at least with what its layers keep for backward, of {usable} usable on {plan.device.name}."
     left = format_bytes(plan.usable_bytes - plan.expected_bytes, unit)
     return (
         f"UNKNOWN: before a step rank {plan.fullest_rank} holds {format_bytes(plan.expected_bytes, unit)} of {usable} usable on "
-        f"{plan.device.name}; whether a step fits into the {left} left is not modelled."
+        f"{plan.device.name}; whether a step fits into the {left} left is not modelled, of which activations of rank {rank} take "
+        f"{format_bytes(plan.activations[stage.index], unit)} at least."
     )
 
 
@@ -78,7 +81,9 @@ def _head(plan: GridPlan, unit: str) -> tuple[str, ...]:
 def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
     usable, states = format_bytes(plan.usable_bytes, unit), format_bytes(plan.fullest.fullest.total, unit)
     if plan.verdict == "no":
-        return (f"NO      {states} kept between steps, {usable} usable",)
+        return (
+            f"NO      {format_bytes(plan.least_bytes, unit)} at least, {usable} usable; {states} kept between steps",
+        )
     left = format_bytes(plan.usable_bytes - plan.expected_bytes, unit)
     return (f"UNKNOWN {states} kept between steps, {usable} usable, {left} left",)
 
@@ -87,7 +92,9 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
     """Return a row for each stage, equal ones in a row together; with ``every`` one for each amount that ranks keep."""
     size = plan.grid.world // plan.grid.pipeline
     rows = []
-    for _, group in groupby(plan.stages, key=lambda stage: (_holds(stage), stage.states, stage.places)):
+    for _, group in groupby(
+        plan.stages, key=lambda stage: (_holds(stage), stage.states, stage.places, plan.activations[stage.index])
+    ):
         stages = list(group)
         first, last = stages[0], stages[-1]
         name = str(first.index) if len(stages) == 1 else f"{first.index}-{last.index}"
@@ -97,8 +104,9 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
         kept = reversed(first.states) if every else (first.fullest,)
         for position, states in enumerate(kept):
             head = (name, ranks, _holds(first)) if position == 0 else ("", "", "")
-            rows.append((*head, *_sizes(states, unit)))
-    return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept"), tuple(rows))
+            activations = format_bytes(plan.activations[first.index], unit)
+            rows.append((*head, *_sizes(states, unit), f"{activations}+" if position == 0 else ""))
+    return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept", ">activations"), tuple(rows))
 
 
 def _holds(stage: StageStates) -> str:
@@ -189,4 +197,5 @@ def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
         "components": _named(asdict(stage.fullest)),
         "persistent_bytes": stage.fullest.total,
         "least_persistent_bytes": min(states.total for states in stage.states),
+        "least_activation_bytes": plan.activations[stage.index],
     }

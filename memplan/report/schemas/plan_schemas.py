@@ -105,7 +105,7 @@ def grid_schema() -> t.Schema:
             **places,
             **t.same(t.FLAG, "embedding", "head"),
             "components": component,
-            **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes"),
+            **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes", "least_activation_bytes"),
         }
     )
     degrees = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")

@@ -87,7 +87,7 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
         if spec.learned_positions:
             shape = (spec.learned_positions, spec.hidden_size)
             tensors.append(RankTensor("embedding.position_embeddings.weight", shape))
-    for index, layer in enumerate(_layers(spec, chunk)):
+    for index, layer in enumerate(layers_of_chunk(spec, chunk)):
         for tensor in layer_tensors(spec, layer, grid, build):
             name = f"decoder.layers.{index}.{tensor.name}"
             tensors.append(RankTensor(name, tensor.shape, tensor.expert))
@@ -107,11 +107,11 @@ def expert_bias_bytes(spec: ModelSpec, chunk: Chunk) -> int:
     Source:
         ``TopKRouter`` in megatron/core/transformer/moe/router.py (0.16.1)
     """
-    parts = [layer.feed_forward for layer in _layers(spec, chunk)]
+    parts = [layer.feed_forward for layer in layers_of_chunk(spec, chunk)]
     return sum(6 * part.num_experts for part in parts if isinstance(part, MixtureOfExperts) and part.score_correction)
 
 
-def _layers(spec: ModelSpec, chunk: Chunk) -> Iterator[Layer]:
+def layers_of_chunk(spec: ModelSpec, chunk: Chunk) -> Iterator[Layer]:
     """Yield the layers of a chunk."""
     for run in spec.runs:
         begin, end = max(run.first, chunk.first), min(run.first + run.count, chunk.first + chunk.count)

@@ -1,0 +1,74 @@
+"""What layers of Megatron-LM keep at least, beside what its own modules left: ``megatron_steps.py`` made the record."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from memplan.catalog.training_config import Parallel
+from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
+from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_activations import MegatronBatch, least_activations, pairs_in_flight
+from memplan.step.grids.megatron_tensors import MegatronBuild
+from memplan.step.grids.pipeline_stages import chunks_of
+from memplan.step.pipelines.pipeline_schedules import actions_of
+from tests.grids.megatron_steps import MegatronStep
+from tests.grids.planned_steps import counted, planned
+
+RECORD = json.loads((Path(__file__).parent / "megatron-steps-0.16.1.json").read_text())
+JOBS = [(MegatronStep(**row["job"]), row["traced"]) for row in RECORD["jobs"]]
+
+
+def test_what_is_counted_is_what_megatrons_modules_leave():
+    assert len(JOBS) >= 40
+    for job, traced in JOBS:
+        assert counted(job) == traced["left"], job
+        assert traced["logits"] + traced["left"] <= traced["activations"]
+
+
+def test_what_is_counted_is_no_more_than_a_step_has():
+    for job, traced in JOBS:
+        assert 0.2 * traced["activations"] < planned(job) <= traced["activations"], job
+
+
+def test_pairs_in_flight_are_those_of_the_schedules():
+    for stages, chunks, rounds in product((2, 4, 8), (1, 2, 3), (1, 3)):
+        together = stages * rounds
+        parallel = Parallel(pipeline=stages, virtual=chunks, micro_batches=together)
+        for rank in range(stages):
+            flying, most = Counter(), 0
+            for action in actions_of(rank, parallel):
+                flying["pairs"] += {"forward": 1, "backward": -1}.get(action.kind, 0)
+                most = max(most, flying["pairs"])
+            assert pairs_in_flight(Grid(stages, pipeline=stages, virtual=chunks), rank, together) == most
+
+
+def layers(grid, checkpointing="none", tokens=1024, micro_batches=8):
+    layer = Layer(Attention(32, 8, 128, 128), Mlp(14336), Norm())
+    spec = ModelSpec("llama", "llama", 128256, 4096, layer_runs([layer] * 32), Norm())
+    batch = MegatronBatch(1, tokens, micro_batches, checkpointing)
+    return least_activations(spec, grid, chunks_of(32, grid), MegatronBuild(), batch)
+
+
+def test_degrees_divide_what_they_divide():
+    tokens, logits = 1024, 1024 * 128256 * 6
+    matrices = 2 * tokens * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    stream = 2 * tokens * 4096
+    assert layers(Grid(1)) == (32 * (4 * stream + matrices) + logits,)
+    assert layers(Grid(2, tensor=2)) == (32 * (4 * stream + matrices // 2) + logits // 2,)
+    assert layers(Grid(2, tensor=2, sequence=True)) == (32 * (4 * stream + matrices) // 2 + logits // 2,)
+    assert layers(Grid(2, context=2)) == (32 * (4 * stream + matrices) // 2 + logits // 2,)
+    piped = layers(Grid(4, pipeline=4))
+    assert piped[:3] == tuple(count * 8 * (4 * stream + matrices) for count in (4, 3, 2))
+    assert layers(Grid(1), "full") == (32 * stream + logits,)
+    assert layers(Grid(4, pipeline=4), "full")[0] == 4 * 8 * stream + 3 * stream + matrices
+
+
+@pytest.mark.parametrize(("length", "code"), [("8192", 3), ("131072", 1)])
+def test_a_step_that_cannot_fit_is_none(cli, length, code):
+    job = ("fit", "llama-8b", "--gpus", "16", "--gpu", "h100", "--tp", "8", "--zero", "1", "-s", length)
+    assert cli(*job).exit_code == code
