@@ -102,6 +102,7 @@ class StackProjections:
             of products (``compute``), or at once that of the ``adapter``.
         codes_from: Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a
             product of forward decodes them as well as one of backward, before they are cast.
+        adapter_input_bytes: Bytes of an element of what adapters are given; 0 is that of their weights as products read these.
     """
 
     codes_result: Literal["compute", "input"]
@@ -111,6 +112,7 @@ class StackProjections:
     fused_gradients: Literal["compute", "adapter"] = "compute"
     codes_saved: bool = False
     codes_from: Literal["loaded", "fp16"] = "loaded"
+    adapter_input_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

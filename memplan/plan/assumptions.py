@@ -265,6 +265,13 @@ def _flat_units(config: TrainingConfig) -> str:
     parallel = config.parallel
     ahead = {"none": "as it is needed", "pre": "as the one before it begins", "post": "as the one before it is done"}
     kind = "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
+    if config.adapter is not None:
+        return (
+            f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as PEFT and accelerate wrap layers "
+            "and each matrix of an adapter, the rest one unit, which stays gathered; adapters are trained in fp32, 4-bit codes are "
+            f"stored in {config.compute_dtype} (bnb_4bit_quant_storage), and their scales are whole on each GPU; in backward a unit "
+            f"is gathered {ahead[parallel.flat.backward_prefetch]}"
+        )
     return (
         f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as accelerate wraps layers, the rest "
         f"one unit; each a flat tensor, gathered in {config.compute_dtype}, in backward {ahead[parallel.flat.backward_prefetch]}; "

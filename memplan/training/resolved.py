@@ -210,8 +210,8 @@ class TrainingSetup:
     @property
     def kbit_floats(self) -> bool:
         """Whether all that is not quantised is in fp32 beside quantised matrices."""
-        if self.config.parallel.engine == "deepspeed":
-            return False  # the engine casts them back
+        if self.config.parallel.engine != "torch":
+            return False  # DeepSpeed casts them back, and FSDP1 refuses to flatten two dtypes into one tensor
         quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
         return self.stack.kbit_floats in ("fp32", "fp32-norms") and quantised
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.step.ranks.reduced_gradients import Buckets, Kept
+from memplan.step.engines.reduced_gradients import Buckets, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
 from memplan.step.states.model_states import model_states
 from memplan.step.states.partitioned_weights import partitions

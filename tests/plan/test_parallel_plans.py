@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, Gradients, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, FlatShards, Gradients, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
@@ -78,6 +78,18 @@ def test_a_unit_is_gathered_in_the_compute_dtype_and_reduced_in_the_weights_own(
     assert layer.cast_bytes == elements * 2
     assert layer.last_bytes == 10 * 4 * 2
     assert unit(tensors, setup_of(catalog, Parallel(4, 3))).cast_bytes == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_matrix_of_an_adapter_is_a_flat_tensor_alone(catalog, apart):
+    flat = FlatShards(use_orig_params=apart)
+    setup = setup_of(catalog, Parallel(7, 3, engine="fsdp1", flat=flat), stack="trl", adapter=Adapter(rank=4))
+    matrices = [ParameterTensor(f"m.layers.{{}}.q.lora_{part}.weight", (4, 100), "hidden_matrix", 3) for part in "AB"]
+    assert [tensor.shape for tensor in held(matrices, setup)] == [(58,), (58,)]  # of 400 elements, seven equal pieces
+    layer = [ParameterTensor("m.layers.{}.q.weight", (100, 100), "hidden_matrix", 3), *matrices]
+    frozen = unit(layer, setup)
+    assert (frozen.gathered_bytes, frozen.kept_bytes, frozen.reduced_bytes) == (2 * 7 * 1429, 0, 0)
+    assert unit(matrices[:1], setup).kept_bytes == 4 * 58
 
 
 def test_gathered_weights_need_no_autocast(catalog):
@@ -195,6 +207,10 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
         ({"parallel": SHARDED, "kernels": Kernels(loss="chunked")}, "the head would be a unit of its own"),
         ({"parallel": replace(SHARDED, engine="deepspeed")}, "not under bundled"),
         ({"parallel": replace(SHARDED, engine="fsdp1")}, "as accelerate runs it, not under bundled"),
+        (
+            {"stack": "trl", "parallel": replace(SHARDED, engine="fsdp1"), "adapter": Adapter(kind="dora")},
+            "modelled for lora under transformers' Trainer and TRL",
+        ),
         ({"parallel": SHARDED, "weight_average": "bf16"}, "an average of shards"),
         ({"parallel": SHARDED, "weights": {"default": "fp16"}, "compute_dtype": "fp16"}, "fp16 is not supported"),
     ],

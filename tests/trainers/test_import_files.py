@@ -963,3 +963,16 @@ def test_layers_that_a_launcher_names_are_units(tmp_path):
     launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", keys), "launch.yaml")
     answer = memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
     assert answer["training"]["parallel"]["engine"] == "fsdp1"
+
+
+QLORA = TRL.replace("false", "true") + "dtype: bfloat16\nload_in_4bit: true\nlora_target_modules: all-linear\n"
+
+
+def test_codes_that_fsdp1_flattens_are_planned_with_adapters_in_fp32(tmp_path):
+    launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", LAYERS), "launch.yaml")
+    stored = written(tmp_path, QLORA + "bnb_4bit_quant_storage: bfloat16\n")
+    answer = memplan.plan(str(stored), gpu="h100", beside=[launcher])
+    training = answer.to_dict()["training"]
+    assert (training["parallel"]["engine"], training["adapter"]["dtype"]) == ("fsdp1", "fp32")
+    with pytest.raises(memplan.MemplanError, match="set bnb_4bit_quant_storage: bfloat16"):
+        memplan.plan(str(written(tmp_path, QLORA)), gpu="h100", beside=[launcher])

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.hsdp and not options.job:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.fsdp1 and not options.job:
-        jobs = [flat_job(job, options.seed, number) for number, job in enumerate(jobs)]
+        adapted = options.adapters
+        jobs = [flat_job(job, options.seed, number, adapted=adapted) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
     chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
@@ -118,6 +119,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
+    parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

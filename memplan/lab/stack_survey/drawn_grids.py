@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.drawn_stack_jobs import ATTENTION_ONLY, StackJob
 from memplan.lab.survey.drawn_jobs import Job
 from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED
+from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT
 from memplan.training.parallelism import PROVEN
 
 MOST_GPUS = 1024
@@ -88,15 +89,24 @@ def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
-def flat_job(job: StackJob, seed: int, number: int) -> StackJob:
-    """Return a job that FullyShardedDataParallel (FSDP1) shards, its ranks drawn, and when it gathers; without adapters."""
+def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) -> StackJob:
+    """Return a job that FullyShardedDataParallel (FSDP1) shards, its ranks drawn, and when it gathers; with adapters or without."""
     rng, training = Random(f"memplan flat {seed} {number}"), dict(job.job.training)
     coded, dtype = "adapter" in training, training["compute_dtype"]
-    training.pop("adapter", None)
+    adapter = training.pop("adapter", {"rank": 8})
     training.pop("loss_scaling", None)
     dtype = "bf16" if dtype == "fp16" else dtype
     weights = rng.choice(("fp32", "fp32", dtype)) if not coded else "fp32"
-    training |= {"weights": {"default": weights}, "compute_dtype": dtype, "optimizer": {"default": f"adamw-{weights}"}}
+    if adapted:
+        stored = {role: name for role, name in training["weights"].items() if name in FOUR_BIT}
+        weights = dtype if stored else rng.choice(("fp32", dtype, dtype))
+        training["adapter"] = {**adapter, "kind": "lora", "dtype": "fp32"}
+        if not coded and job.job.model["model_type"] in ATTENTION_ONLY:
+            training["adapter"]["targets"] = list(ATTENTION_ONLY[str(job.job.model["model_type"])])
+        training |= {"weights": {"default": weights, **stored}, "optimizer": {"default": "adamw-fp32"}}
+    else:
+        training |= {"weights": {"default": weights}, "optimizer": {"default": f"adamw-{weights}"}}
+    training["compute_dtype"] = dtype
     flat = {"backward_prefetch": rng.choice(("none", "pre", "post")), "use_orig_params": rng.random() < 0.5}
     shards, groups = rng.choice((2, 3, 4, 7, 8, 16, 64, 256)), rng.choice((1, 1, 1, 2, 4))
     training["parallel"] = {

@@ -17,8 +17,8 @@ from memplan.lab.survey.drawn_models import TOWERS, model_values
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.step.engines.engine_step import EngineStep
 from memplan.step.instants import regime_of, step_on_tape
-from memplan.step.ranks.engine_step import EngineStep
 from memplan.step.states.flat_partitions import flat_groups, rank_shares, trained_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat

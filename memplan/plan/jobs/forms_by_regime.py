@@ -114,7 +114,7 @@ class FormsByRegime:
     def _forms(self, regime: Regime) -> StepForms:
         """Return the closed forms of one rank's step."""
         if is_flat(self.setup.config.parallel):
-            from memplan.step.ranks.engine_step import compile_engine_step
+            from memplan.step.engines.engine_step import compile_engine_step
 
             return compile_engine_step(*self.tapes(regime))
         if self.setup.config.compile != "none":
@@ -122,7 +122,7 @@ class FormsByRegime:
 
             return compile_compiled_step(*self.tapes(regime))
         if is_partitioned(self.setup.config.parallel):
-            from memplan.step.ranks.gathered_step import compile_gathered_step
+            from memplan.step.engines.gathered_step import compile_gathered_step
 
             return compile_gathered_step(*self.tapes(regime))
         if not is_sharded(self.setup.config.parallel):

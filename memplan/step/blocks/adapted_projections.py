@@ -29,14 +29,15 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
             out = builder.tape.apply("clone", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING)
     wide = rules.adapter_sum == "wide"
     uncast = rules.adapter_sum == "uncast" or (coded and wide and builder.settings.autocast)
-    own = x if uncast else builder.cast(x, down.element_bytes, foreign=down.foreign)
+    seen = 0 if coded else rules.adapter_input_bytes
+    own = x if uncast else builder.cast(x, seen or down.element_bytes, foreign=down.foreign)
     with builder.tape.alive(own, out):
         if f"{name}.lora_magnitude_vector.weight" in builder.weights:
             magnitude = _scaled_by_magnitude if builder.settings.code.names_magnitude else _with_magnitude
             return magnitude(builder, own, out, name, rows, down)
-        low = builder.pointwise(
-            "scale", _low_rank(builder, builder.dropped(own, builder.settings.adapter_dropout), name, rows, down)
-        )
+        dropped = builder.dropped(own, builder.settings.adapter_dropout)
+        given = builder.cast(dropped, down.element_bytes, foreign=down.foreign) if seen else dropped
+        low = builder.pointwise("scale", _low_rank(builder, given, name, rows, down))
         if wide and not coded:
             return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
         return builder.add(out, low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign))

@@ -24,6 +24,7 @@ from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
+from memplan.step.ranks.flat_adapters import adapted_passes
 from memplan.step.ranks.flat_step import flat_backward
 from memplan.step.ranks.sharded_forward import (
     evaluated,
@@ -77,6 +78,9 @@ def _passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
 
 def _all_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the same without what the root holds throughout."""
+    if step.adapters:
+        yield from adapted_passes(step, base, mode)
+        return
     steps = step.inputs.setup.config.gradient_accumulation_steps
     if not step.reduces_last or steps == 1:
         yield from _one_pass(step, base, Pass(mode))

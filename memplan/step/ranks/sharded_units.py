@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from memplan.catalog.training_config import FlatShards
 from memplan.model.inventory import Inventory, ParameterTensor
@@ -35,6 +36,7 @@ class ShardedStep:
         head: What the head alone is in the unit of norm and head, where that is one.
         reduced_width: Bytes of an element of a gradient as it is reduced.
         flat: What FullyShardedDataParallel is told, where units are its flat tensors.
+        adapters: The units of adapters there, each matrix one alone, by name.
     """
 
     inputs: StepInputs
@@ -47,6 +49,7 @@ class ShardedStep:
     head: Unit | None
     reduced_width: int
     flat: FlatShards | None = None
+    adapters: Mapping[str, Unit] = field(default_factory=dict)
 
     @property
     def apart(self) -> bool:
@@ -223,7 +226,10 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     )
     parallel = setup.config.parallel
     flat = parallel.flat if parallel.engine == "fsdp1" else None
-    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup), flat)
+    own = (
+        {numbered: unit([tensor], setup) for tensor in adapters for numbered in tensor.expanded_names()} if flat else {}
+    )
+    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup), flat, own)
 
 
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:

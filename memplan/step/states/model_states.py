@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.catalog.entries import Optimizer
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
-from memplan.step.states.parallel_shards import held
+from memplan.step.states.parallel_shards import held, is_sharded, is_whole
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
@@ -21,6 +21,7 @@ from memplan.step.tensors.tensor_states import (
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import ceil_div
 from memplan.values import dataclass
 
 
@@ -65,6 +66,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     beside = [
         tensor_states(setup, tensor, frozen=True) for tensor in (*originals(own, setup), *reference_tensors(own, setup))
     ]
+    beside += _scales_beside_flats(inventory, setup)
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     return ModelStates(
@@ -80,6 +82,23 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
+
+
+def _scales_beside_flats(inventory: Inventory, setup: TrainingSetup) -> list[TensorStates]:
+    """Return the scales of codes that FSDP1 has flattened: attributes of modules, whole on every rank."""
+    parallel = setup.config.parallel
+    if parallel.engine != "fsdp1" or not is_sharded(parallel):
+        return []
+    coded = [tensor for tensor in inventory if is_whole(tensor, setup)]
+    whole = ((tensor, tensor_states(setup, replace(tensor, used=False), frozen=True)) for tensor in coded)
+    return [
+        replace(
+            entry,
+            tensor=replace(tensor, name=f"{tensor.name}.quant_state", used=False),
+            weight_bytes=entry.weight_bytes - ceil_div(tensor.elements, 2),
+        )
+        for tensor, entry in whole
+    ]
 
 
 def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Parallel
 from memplan.model.inventory import Inventory, ParameterTensor
-from memplan.step.units.flat_units import flat_elements, flat_pieces
+from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -83,8 +83,17 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
     if not is_sharded(parallel):
         return tuple(inventory)
     if parallel.engine == "fsdp1":
-        return tuple(flat_pieces(inventory, parallel, setup.compute_bytes))
+        tensors, width = tuple(inventory), setup.compute_bytes
+        adapters = [tensor for tensor in tensors if ADAPTER in tensor.name]
+        frozen = _flattened([tensor for tensor in tensors if ADAPTER not in tensor.name], setup)
+        own = flat_pieces(frozen, parallel, width, "hidden_matrix" if setup.config.adapter is None else "norm")
+        return (*own, *adapter_pieces(adapters, parallel, width))
     return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.shards) for tensor in inventory)
+
+
+def _flattened(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list[ParameterTensor]:
+    """Return tensors as FSDP1 flattens them: codes in the dtype of all others, which alone it takes."""
+    return [as_stored(t, setup.compute_bytes) if is_whole(t, setup) else t for t in tensors]
 
 
 def share(parallel: Parallel) -> Fraction:
@@ -105,9 +114,10 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     adapter = config.adapter and replace(config.adapter, dtype=dtype)
     plain = StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")
     floats = {role: name in FLOAT_BYTES for role, name in setup.format_names.items()}
+    projections = replace(setup.stack.projections, adapter_input_bytes=_adapter_input_bytes(setup))
     return replace(
         setup,
-        stack=replace(setup.stack, autocast="never", kbit_floats="as-is"),
+        stack=replace(setup.stack, autocast="never", kbit_floats="as-is", projections=projections),
         config=replace(
             config,
             parallel=replace(config.parallel, data=1, replicate=1, zero_stage=0),
@@ -118,6 +128,21 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
         formats={role: plain if floats[role] else entry for role, entry in setup.formats.items()},
         gradient=None,
     )
+
+
+def _adapter_input_bytes(setup: TrainingSetup) -> int:
+    """Return what PEFT casts an adapter's input to: the dtype of its weight, which is seen before FSDP1 gathers it; else 0.
+
+    Where parameters stay as they were, a module has its shard between two gathers; else the view that was last gathered.
+
+    Source:
+        ``_cast_input_dtype`` in peft/tuners/lora/layer.py (0.21.2); ``_use_sharded_views`` in
+        torch/distributed/fsdp/_flat_param.py (v2.13.0).
+    """
+    parallel = setup.config.parallel
+    if setup.config.adapter is None or parallel.engine != "fsdp1" or not parallel.flat.use_orig_params:
+        return 0
+    return FLOAT_BYTES[setup.adapter_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +223,24 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
 def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     """Return what a unit of FullyShardedDataParallel takes, which is gathered in place, from a copy in the compute dtype.
 
-    Its gradients are put together in one tensor, which is copied where ranks do not divide it.
+    Its gradients are put together in one tensor, which is copied where ranks do not divide it. Frozen weights have none, and
+    adapters among them are units of their own.
 
     Source:
         ``_use_low_precision_shard`` in torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
         ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
     """
     parallel, compute = setup.config.parallel, setup.compute_bytes
-    elements, own = flat_elements(tensors, parallel, compute), FLOAT_BYTES[setup.format_names["hidden_matrix"]]
+    frozen = _flattened([tensor for tensor in tensors if ADAPTER not in tensor.name], setup) or tensors
+    elements, (own, trained) = flat_elements(frozen, parallel, compute), _stored(frozen[0], setup)
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
     return Unit(
         gathered_bytes=padded,
         buffer_bytes=0,
         copying_bytes=narrow,
-        reduced_bytes=elements * compute,
-        kept_bytes=piece * own,
+        reduced_bytes=elements * compute * trained,
+        kept_bytes=piece * own * trained,
         narrow_bytes=narrow + (padded if padded != elements * compute else 0),
         cast_bytes=narrow,
         last_bytes=0,

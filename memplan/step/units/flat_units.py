@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from memplan.catalog.training_config import Parallel
-from memplan.model.inventory import ParameterTensor
+from memplan.model.inventory import ParameterTensor, Role
 from memplan.units import ceil_div, round_up
 
 ALIGNMENT_BYTES = 16
@@ -35,7 +35,33 @@ def flat_elements(tensors: Sequence[ParameterTensor], parallel: Parallel, width:
     return round_up(total, parallel.shards) if apart else total
 
 
-def flat_pieces(inventory: Iterable[ParameterTensor], parallel: Parallel, width: int) -> Iterator[ParameterTensor]:
+def as_stored(tensor: ParameterTensor, width: int) -> ParameterTensor:
+    """Return the codes of four bits of a matrix as one tensor of the dtype that they are stored in, ``width`` bytes an element.
+
+    Source:
+        ``quantize_4bit`` in bitsandbytes/functional.py (0.50.2): ``quant_storage``.
+    """
+    return replace(tensor, shape=(ceil_div(tensor.elements, 2 * width),), role="norm")
+
+
+def adapter_pieces(adapters: Iterable[ParameterTensor], parallel: Parallel, width: int) -> Iterator[ParameterTensor]:
+    """Yield what the first rank holds of adapters, each matrix of which is a unit alone.
+
+    Args:
+        adapters: Their tensors, whole.
+        parallel: Ranks, and whether parameters stay apart.
+        width: Bytes of an element as it is gathered.
+
+    Source:
+        ``fsdp_auto_wrap_policy`` in peft/utils/other.py (0.21.2).
+    """
+    for tensor in adapters:
+        yield replace(tensor, shape=(ceil_div(flat_elements([tensor], parallel, width), parallel.shards),))
+
+
+def flat_pieces(
+    inventory: Iterable[ParameterTensor], parallel: Parallel, width: int, role: Role = "hidden_matrix"
+) -> Iterator[ParameterTensor]:
     """Yield what the first rank holds of a model: of each unit one tensor, or pieces of those parameters that lie in it.
 
     A layer is a unit; embedding, final norm and head are another. Padding between parameters counts to the one before it.
@@ -44,6 +70,7 @@ def flat_pieces(inventory: Iterable[ParameterTensor], parallel: Parallel, width:
         inventory: The model's tensors, whole.
         parallel: Ranks, and whether parameters stay apart.
         width: Bytes of an element as it is gathered.
+        role: Of the tensors that units are where parameters do not stay apart.
     """
     tensors = sorted(inventory, key=lambda tensor: (*_unit(tensor), _is_last(tensor)))
     for _, group in groupby(tensors, key=_unit):
@@ -51,7 +78,7 @@ def flat_pieces(inventory: Iterable[ParameterTensor], parallel: Parallel, width:
         left = ceil_div(flat_elements(unit, parallel, width), parallel.shards)
         if not parallel.flat.use_orig_params:
             yield ParameterTensor(
-                "flat.{}" * ("{}" in unit[0].name) or "flat", (left,), "hidden_matrix", unit[0].count, unit[0].first
+                "flat.{}" * ("{}" in unit[0].name) or "flat", (left,), role, unit[0].count, unit[0].first
             )
             continue
         for place, tensor in enumerate(unit):

@@ -45,12 +45,20 @@ def bitsandbytes_options(setup: TrainingSetup) -> Any:
     if name == EIGHT_BIT:
         return config(load_in_8bit=True)
     kind, double = FOUR_BIT[name]
+    storage = TORCH_DTYPES[setup.config.compute_dtype] if _flattens(setup) else torch.uint8
     return config(
         load_in_4bit=True,
+        bnb_4bit_quant_storage=storage,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=TORCH_DTYPES[setup.config.compute_dtype],
     )
+
+
+def _flattens(setup: TrainingSetup) -> bool:
+    """Tell whether codes are stored in the dtype of all other weights, as FSDP1 needs them."""
+    parallel = setup.config.parallel
+    return parallel.engine == "fsdp1" and parallel.gpus > 1
 
 
 def quantised(model: Any, setup: TrainingSetup) -> Any:
@@ -86,11 +94,12 @@ def _fill(layer: Any, setup: TrainingSetup) -> None:
     if setup.format_names["hidden_matrix"] == EIGHT_BIT:
         _fill_eight_bit(layer)
     else:
-        fill_four_bit(layer, setup.format_names["hidden_matrix"], TORCH_DTYPES[setup.loaded_float])
+        storage = TORCH_DTYPES[setup.config.compute_dtype] if _flattens(setup) else torch.uint8
+        fill_four_bit(layer, setup.format_names["hidden_matrix"], TORCH_DTYPES[setup.loaded_float], storage)
 
 
-def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype) -> None:
-    """Give a layer of 4 bits what quantising its weight from ``dtype`` leaves of it."""
+def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
+    """Give a layer of 4 bits what quantising its weight from ``dtype`` leaves of it, codes in a dtype of their ``storage``."""
     import bitsandbytes
     from bitsandbytes.functional import QuantState
 
@@ -110,7 +119,7 @@ def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype) -> None:
     state = QuantState(
         absmax=scales, shape=shape, dtype=dtype, blocksize=BLOCK, code=_empty(CODE), quant_type=kind, **nested
     )
-    codes = torch.empty((ceil_div(shape.numel(), 2), 1), dtype=torch.uint8, device="meta")
+    codes = torch.empty((ceil_div(shape.numel(), 2 * storage.itemsize), 1), dtype=storage, device="meta")
     layer.weight = bitsandbytes.nn.Params4bit(
         codes,
         requires_grad=False,
@@ -118,6 +127,7 @@ def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype) -> None:
         blocksize=BLOCK,
         compress_statistics=double,
         quant_type=kind,
+        quant_storage=storage,
         bnb_quantized=True,
         module=layer,
     )
@@ -142,7 +152,9 @@ def quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, layer in model.named_modules():
         if not _is_quantised(layer):
             continue
-        state: Any = getattr(layer.weight, "quant_state", None)
+        state: Any = getattr(layer.weight, "quant_state", None) or getattr(
+            layer, "quant_state", None
+        )  # of a view of FSDP1
         second = getattr(state, "state2", None)
         held = [getattr(layer.weight, "SCB", None)]
         held += [getattr(state, name, None) for name in ("absmax", "code", "offset")]

@@ -96,14 +96,27 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
 
 
 def _casts_back(config: TrainingConfig) -> bool:
-    """Tell whether an engine casts all that is not quantised to the compute dtype, whatever a stack has cast before."""
-    return config.parallel.engine == "deepspeed" and config.parallel.zero_stage > 0
+    """Tell whether all that is not quantised stays in, or is cast back to, the compute dtype: FSDP1's flat tensors have one dtype.
+
+    Source:
+        ``_validate_tensors_to_flatten`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
+    """
+    return config.parallel.engine != "torch" and config.parallel.zero_stage > 0
 
 
 def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
     """Tell whether accelerate casts what is trained of a config's model to fp32 before it shards it."""
     sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1 and config.parallel.engine == "torch"
     return stack.sharded_units == "accelerate" and sharded and config.compute_dtype != "fp32"
+
+
+def casts_flat(config: TrainingConfig) -> bool:
+    """Tell whether accelerate casts the flat tensors of FSDP1 that are trained to fp32, as it does under mixed precision.
+
+    Source:
+        ``Accelerator.prepare_model`` in accelerate/accelerator.py (1.15.0).
+    """
+    return config.parallel.engine == "fsdp1" and config.parallel.gpus > 1 and config.compute_dtype != "fp32"
 
 
 def casts_floats(config: TrainingConfig, stack: Stack) -> bool:

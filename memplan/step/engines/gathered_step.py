@@ -15,6 +15,18 @@ from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import EVALUATION, behind_forward
 from memplan.step.ends_on_tape import FUSED_LOSSES
+from memplan.step.engines.engine_step import (
+    FORMULA,
+    EnginePass,
+    Following,
+    Segments,
+    besides,
+    engine_pass,
+    tied_gradients,
+)
+from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
+from memplan.step.engines.module_visits import Modules
+from memplan.step.engines.reduced_gradients import Held
 from memplan.step.head_instants import TIED_SUM
 from memplan.step.instants import (
     StepForms,
@@ -30,18 +42,6 @@ from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.playing.recomputation import Mark
-from memplan.step.ranks.engine_step import (
-    FORMULA,
-    EnginePass,
-    Following,
-    Segments,
-    besides,
-    engine_pass,
-    tied_gradients,
-)
-from memplan.step.ranks.gathered_parameters import GatheredParameters, Limits, Visit
-from memplan.step.ranks.module_visits import Modules
-from memplan.step.ranks.reduced_gradients import Held
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.states.single_tensors import in_layers
@@ -159,7 +159,7 @@ class GatheredStep:
 
     def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
         self.inputs, self.taped, self.rules = inputs, taped, rules
-        self._pass = replace(engine_pass(inputs, taped, visits=True), forward=_forward, tied=_tied)
+        self._pass = replace(engine_pass(inputs, taped, visits=True), forward=walked_forward, tied=_tied)
         tensors = list(in_layers(inputs.states.tensors))
         self._elements = {name: entry.tensor.elements for name, entry in tensors}
         self._frozen = frozenset(name for name, entry in tensors if not entry.trainable)
@@ -215,7 +215,7 @@ def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Inst
             yield instant
 
 
-def _forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
+def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
     """Yield the moments of forward, of layers alike those beside which the most is gathered."""
     inputs, taped = walk.inputs, walk.taped
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)

@@ -1,7 +1,7 @@
 """A training step under DeepSpeed's ZeRO 1 and 2: buckets and partitions lie around the tapes of whole weights.
 
 Forward reads whole weights, which are views of flat tensors. In backward each gradient leaves as soon as it is formed
-(:mod:`memplan.step.ranks.reduced_gradients`); the step casts a rank's own to fp32, group by group
+(:mod:`memplan.step.engines.reduced_gradients`); the step casts a rank's own to fp32, group by group
 (:mod:`memplan.step.states.flat_partitions`), and gathers weights where they are. What comes out is the fullest rank at
 each instant.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
+from memplan.step.engines.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.head_instants import root_form, tied_sum
 from memplan.step.instants import (
     StepForms,
@@ -28,7 +29,6 @@ from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Recomputation
 from memplan.step.playing.section import Section
-from memplan.step.ranks.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, trained_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import reduced_elements
@@ -171,7 +171,8 @@ def engine_pass(inputs: StepInputs, taped: ModelOnTape, *, visits: bool = False)
     setup = inputs.setup
     if taped.head.chunk is not None or taped.settings.backward_at_once:
         loss = setup.profile.loss
-        raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under DeepSpeed; use fp32")
+        engine = "DeepSpeed" if setup.config.parallel.engine == "deepspeed" else "FSDP1 with adapters"
+        raise CannotAnswerError(f"{setup.name}: kernels.loss: {loss} is not modelled under {engine}; use fp32")
     layers = tuple(segments(section, inputs.recomputation, visits=visits) for section in taped.layers)
     embedding, head = (segments(section, visits=visits) for section in (taped.embedding, taped.head.section))
     return EnginePass(inputs, taped, layers, embedding, head, forward_beside, tied_gradients)

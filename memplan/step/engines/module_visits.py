@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from memplan.model.spec import TensorNames
+from memplan.step.engines.gathered_parameters import Visit
 from memplan.step.playing.recomputation import ACTIVATION
-from memplan.step.ranks.gathered_parameters import Visit
 
 DROPOUTS = {
     "gpt2": ("wpe", "attn.c_proj", "mlp.c_proj"),

@@ -1,0 +1,244 @@
+"""One rank under FullyShardedDataParallel (FSDP1) with adapters: each of their matrices is a unit alone, inside the layer's.
+
+A layer's frozen weights are gathered from before its forward, or backward, to its end; an adapter's matrix as it runs, and as
+backward reaches its result. Each gradient of an adapter is reduced as soon as it is formed, and the rank's piece stays.
+
+Source:
+    ``_pre_forward``, ``_post_forward``, ``_pre_backward_hook``, ``_post_backward_hook``,
+    ``_register_post_backward_reshard_only_hook`` and ``_prefetch_handle`` in torch/distributed/fsdp/_runtime_utils.py,
+    ``get_handle_to_backward_prefetch`` in _exec_order_utils.py (v2.13.0); ``fsdp_auto_wrap_policy`` in peft/utils/other.py
+    (0.21.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memplan.step.engines.engine_step import Segment, Segments, engine_pass
+from memplan.step.engines.gathered_step import walked_forward
+from memplan.step.engines.module_visits import FIRST, SECOND
+from memplan.step.engines.reduced_gradients import Held
+from memplan.step.playing.recomputation import ACTIVATION
+from memplan.step.ranks.sharded_units import Pass, ShardedStep
+from memplan.step.states.parallel_shards import Unit
+from memplan.step.states.single_tensors import numbered
+from memplan.step.tapes.linear_forms import Form
+from memplan.step.tapes.played import Instant
+from memplan.step.tapes.taped_weight import Mode
+
+ROOT = ""
+"""Name of the model itself, whose unit has all that no layer has."""
+
+
+def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the instants of the first, or of each later, forward and backward.
+
+    Args:
+        step: The rank's step.
+        base: What is there throughout the first.
+        mode: ``again`` for later ones.
+    """
+    steps, walk = (
+        step.inputs.setup.config.gradient_accumulation_steps,
+        engine_pass(step.inputs, step.taped, visits=True),
+    )
+    ahead = step.flat is not None and step.flat.backward_prefetch == "pre"
+    layers = tuple(_without_casts(part) if ahead else part for part in walk.layers)
+    walk = replace(walk, forward=walked_forward, layers=layers)
+    if mode != "again":
+        passes = [Pass("first", reduces=steps == 1)]
+    else:
+        passes = [Pass("again", reduces, beside=True) for reduces in ((False, True) if steps > 2 else (True,))]
+    for of in passes:
+        gathers = f"layer {sum(run.count for run in step.taped.runs)} backward"
+        for instant in walk.instants(FlatGathers(step, of)):
+            if instant.name == gathers and instant.operation == "gather":  # by a hook of what the layer returned
+                instant, gathers = replace(instant, name=step.head_instant), ""
+            yield instant if mode == "again" else instant.around(base)
+
+
+def _without_casts(part: Segments) -> Segments:
+    """Return a layer without the moments of its last adapter where that is computed again with its first matrix gathered.
+
+    Backward reaches the result of the second matrix, which gathers the first ahead, before anything is computed again: PEFT
+    then sees a weight in the compute dtype, and casts nothing. What is there meanwhile is no more than just before.
+    """
+    marks = [mark for _, _, mark in part.backward]
+    first = next((place for place, mark in enumerate(marks) if mark is not None and mark.kind == "again"), 0)
+    reached = marks[first - 1] if first else None
+    if reached is None or not reached.name.endswith(SECOND):
+        return part
+    base, kept, inside = reached.name.removesuffix(SECOND), list[Segment](), False
+    for moments, marked, mark in part.backward:
+        kept.append(((), None, mark) if inside else (moments, marked, mark))
+        if mark is not None and mark.name in (base, reached.name):
+            inside = mark.kind == "left again" if mark.name == base else inside and mark.kind != "again"
+    return replace(part, backward=tuple(kept))
+
+
+@dataclass(slots=True)
+class _Handle:
+    """A unit as FSDP1 follows it through a step.
+
+    Attributes:
+        unit: What it takes.
+        place: Its place among the units whose forward has ended; -1 before that.
+        gathered: Whether it is whole.
+        ahead: Whether it was gathered before it was asked for.
+        awaited: Whether a result of it has a hook that backward will reach.
+    """
+
+    unit: Unit
+    place: int = -1
+    gathered: bool = False
+    ahead: bool = False
+    awaited: bool = False
+
+
+class FlatGathers:
+    """Units that are gathered and let go of through one forward and backward, and the gradients of adapters.
+
+    Args:
+        step: The rank's step.
+        of: What becomes of gradients.
+    """
+
+    def __init__(self, step: ShardedStep, of: Pass) -> None:
+        assert step.flat is not None
+        self._of, self._prefetch = of, step.flat.backward_prefetch
+        self._layer = step.inputs.spec.names.layer
+        self._hidden = step.reentrant  # forward runs without gradients, so that no result has a hook
+        self._handles = {name.rpartition(".")[0]: _Handle(unit) for name, unit in step.adapters.items()}
+        for run, unit in zip(step.taped.runs, step.units, strict=True):
+            for number in range(run.first, run.first + run.count):
+                self._handles[numbered(self._layer, number)] = _Handle(unit)
+        self._handles[ROOT] = _Handle(step.first, gathered=True)
+        self._order: list[str] = []
+        self._open, self._backward = "", False
+        self._leaving = ""  # a layer whose gradients are formed, which is let go of behind the hook of the next one
+        self._communication = step.first.gathered_bytes
+        whole = sum(unit.reduced_bytes for unit in step.adapters.values())
+        self._gradients = whole if of.beside else 0
+        self._root_narrow = step.first.copying_bytes
+
+    @property
+    def held(self) -> Held:
+        """What is there between two marks."""
+        return Held(self._communication, self._gradients)
+
+    def arrive(self, name: str, kind: str = "gradient") -> Held:
+        """Take in what is marked; return the most that is there besides meanwhile."""
+        most = self._communication + self._root_narrow
+        self._root_narrow = 0
+        if kind == "gradient":
+            return self._reduce(name)
+        if kind == "forward" and name != ACTIVATION:
+            most = max(most, self._enter(name))
+        if kind in ("forward", "again") and self._is_adapter(name):
+            most = max(most, self._unshard(name))
+        elif kind in ("left forward", "left again") and self._is_adapter(name):
+            self._left(name, hooked=kind == "left again" or not self._hidden)
+        elif kind == "backward":
+            most = max(most, self._reach(name))
+        elif kind == "left backward" and name in self._handles and not self._is_adapter(name):
+            self._leaving = name
+        return Held(most, self._gradients)
+
+    def end(self) -> Held:
+        """Let go of all that is gathered still."""
+        most = self.held
+        self._communication = 0
+        return most
+
+    def _is_adapter(self, name: str) -> bool:
+        return name in self._handles and name.endswith((FIRST, SECOND))
+
+    def _enter(self, name: str) -> int:
+        """Leave a layer that ends before a module, and gather the one that the module begins; return the most meanwhile."""
+        layer = next((own for own in self._layers_of(name)), ROOT)
+        if layer == self._open:
+            return self._communication
+        if self._open:
+            self._left(self._open, hooked=True)
+        self._open = layer
+        return self._unshard(layer) if layer else self._communication
+
+    def _layers_of(self, name: str) -> Iterator[str]:
+        """Yield the layer that a module is in, or nothing."""
+        before, _, behind = self._layer.partition("{}")
+        if name.startswith(before):
+            own = numbered(self._layer, name.removeprefix(before).partition(".")[0])
+            if own + behind in self._handles:
+                yield own + behind
+
+    def _unshard(self, name: str) -> int:
+        """Gather a unit that is not whole; return the most that is there meanwhile."""
+        handle = self._handles[name]
+        if handle.gathered:
+            return self._communication
+        handle.gathered = True
+        most = self._communication + handle.unit.copied_bytes
+        self._communication += handle.unit.gathered_bytes
+        return most
+
+    def _reshard(self, name: str) -> None:
+        handle = self._handles[name]
+        if handle.gathered and name != ROOT:
+            self._communication -= handle.unit.gathered_bytes
+            handle.gathered = False
+        handle.ahead = False
+
+    def _left(self, name: str, *, hooked: bool) -> None:
+        """Note that a unit's forward has ended, and let go of it; ``hooked`` where its results need gradients."""
+        handle = self._handles[name]
+        if handle.place < 0:
+            handle.place = len(self._order)
+            self._order.append(name)
+        self._reshard(name)
+        handle.awaited |= hooked
+
+    def _reach(self, name: str) -> int:
+        """Gather the unit whose result backward reaches, and the next one ahead; return the most meanwhile."""
+        if not self._backward:
+            self._backward, self._open = True, ROOT
+            self._left(ROOT, hooked=True)
+            name = name if name in self._handles else ROOT
+        if name not in self._handles or not self._handles[name].awaited:
+            return self._communication
+        most = self._unshard(name)
+        self._handles[name].awaited = False
+        most = max(most, self._gather_ahead(name)) if self._prefetch == "pre" else most
+        if self._leaving:
+            most, self._leaving = max(most, self._let_go(self._leaving)), ""
+        return most
+
+    def _gather_ahead(self, name: str) -> int:
+        place = self._handles[name].place - 1
+        following = self._order[place] if place >= 0 else ROOT
+        handle = self._handles[following]
+        if place < 0 or not handle.awaited or handle.ahead:
+            return self._communication
+        most = self._unshard(following)
+        handle.ahead = True
+        return most
+
+    def _let_go(self, name: str) -> int:
+        """Let go of a unit that backward is done with; return the most as the next one is gathered."""
+        most = self._communication
+        self._reshard(name)
+        return max(most, self._gather_ahead(name)) if self._prefetch == "post" else most
+
+    def _reduce(self, name: str) -> Held:
+        """Take in the gradient of an adapter's matrix, which is copied into a flat tensor and reduced; return the most meanwhile."""
+        module = name.rpartition(".")[0]
+        unit, of = self._handles[module].unit, self._of
+        before = self._gradients
+        copied = Held(self._communication, before + unit.reduced_bytes * (not of.beside))
+        most = self._let_go(module)
+        if not of.reduces:
+            self._gradients += unit.reduced_bytes * (not of.beside)
+            return max(copied, Held(most, self._gradients), key=lambda held: held.bytes)
+        self._gradients += unit.kept_bytes - unit.reduced_bytes * of.beside
+        reduced = Held(self._communication, before + unit.kept_bytes + unit.narrow_bytes)
+        return max(copied, Held(most, before), reduced, key=lambda held: held.bytes)
