@@ -17,9 +17,12 @@ from memplan.muon.updates.steps import AdamwOptions, MuonOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from memplan.muon.state_codecs.codecs import Codec
+
 ALGORITHMS = ("muon", "adamw")
 ROUNDINGS = ("nearest", "stochastic")
 WEIGHT_ROUNDINGS = (*ROUNDINGS, "golden")
+CODEC_KERNELS = ("torch", "triton")
 MASTERS = ("none", "split")
 ADJUSTMENTS = ("original", "match_rms_adamw", "none")
 NS_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "block_elements": 128,
     "scale_dtype": "fp32",
     "momentum_rounding": "nearest",
+    "codec_kernels": "torch",
     "adjust_lr_fn": None,
     "ns_coefficients": "keller-jordan",
     "ns_steps": 5,
@@ -86,6 +90,7 @@ _NOT_NEGATIVE = ("lr", "lr_scale", "weight_decay", "eps", "adamw_eps")
 _CHOICES = {
     "algorithm": ALGORITHMS,
     "momentum_rounding": ROUNDINGS,
+    "codec_kernels": CODEC_KERNELS,
     "rounding": WEIGHT_ROUNDINGS,
     "master": MASTERS,
     "ns_dtype": tuple(NS_DTYPES),
@@ -132,9 +137,19 @@ def checked_options(group: Mapping[str, Any]) -> None:
     for value in (group["momentum"], *group["betas"]):
         if not 0 <= value < 1:
             raise OptimizerError(f"momentum and betas: expected numbers in [0, 1), got {value!r}")
-    momentum_codec(group["momentum_format"], group["block_elements"], group["scale_dtype"])
+    codec_of(group)
     resolved_schedule(group["ns_coefficients"], group["ns_steps"])
     checked_workspace(group["ns_workspace"], group["ns_chunk_columns"])
+
+
+def codec_of(group: Mapping[str, Any]) -> Codec:
+    """Return the codec of a group's momentum, by the kernels that it asks for."""
+    codec = momentum_codec(group["momentum_format"], group["block_elements"], group["scale_dtype"])
+    if group["algorithm"] != "muon" or group["codec_kernels"] == "torch":
+        return codec
+    from memplan.muon.state_codecs.triton_codecs import in_one_kernel
+
+    return in_one_kernel(codec)
 
 
 def diverges(group: Mapping[str, Any]) -> bool:
@@ -151,7 +166,7 @@ def muon_options(group: Mapping[str, Any]) -> MuonOptions:
         nesterov=group["nesterov"],
         weight_decay=group["weight_decay"],
         adjust=group["adjust_lr_fn"] or "original",
-        codec=momentum_codec(group["momentum_format"], group["block_elements"], group["scale_dtype"]),
+        codec=codec_of(group),
         schedule=resolved_schedule(group["ns_coefficients"], group["ns_steps"]),
         dtype=NS_DTYPES[group["ns_dtype"]],
         epsilon=group["eps"],

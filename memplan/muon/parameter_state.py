@@ -56,6 +56,13 @@ def _handle_of(entry: Any, gradient_format: str | None) -> Handle:
     return FloatHandle(entry, store)
 
 
+def _refuse_device(label: str, device: torch.device) -> None:
+    from memplan.muon.state_codecs.triton_codecs import runs_on
+
+    if not runs_on(device):
+        raise OptimizerError(f"{label} on {device.type}: codec_kernels 'triton' takes a CUDA device; use torch")
+
+
 def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
     """Raise ``OptimizerError`` unless the group's algorithm can update the parameter."""
     shape, label = tuple(handle.shape), name or "a parameter"
@@ -64,6 +71,10 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
     floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
     if not floating or handle.key.is_sparse:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
+    if handle.key.dtype == torch.float64:
+        raise OptimizerError(
+            f"{label} of dtype torch.float64: updates are computed in fp32, and would lose half of its bits"
+        )
     if isinstance(handle, FloatHandle) and not handle.parameter.is_contiguous():
         raise OptimizerError(f"{label} of shape {shape} is not contiguous in memory")
     if group["algorithm"] == "muon" and len(shape) not in (2, 3):
@@ -72,6 +83,8 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         )
     if group["master"] == "split" and handle.key.dtype != torch.bfloat16:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: master 'split' takes bf16 parameters")
+    if group["algorithm"] == "muon" and group["codec_kernels"] == "triton" and not handle.key.is_meta:
+        _refuse_device(label, handle.key.device)
     low_rank = group["low_rank"]
     if low_rank and (len(shape) != 2 or low_rank > min(shape) or group["offload"] or group["projection_rank"]):
         raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")

@@ -344,6 +344,11 @@ def test_sharded_parameters_are_refused_with_what_to_do(tmp_path):
         distributed.destroy_process_group()
 
 
+def test_parameters_that_an_update_in_fp32_would_round_are_refused():
+    with pytest.raises(OptimizerError, match=r"float64: updates are computed in fp32"):
+        Muon([nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))])
+
+
 def test_other_wrapped_tensors_are_refused():
     from torch.testing._internal.two_tensor import TwoTensor
 
