@@ -80,6 +80,12 @@ FAILURES = {
     ),
     "group": ("import torch\ntorch.distributed.init_process_group('nccl')\n", 3, "joins a process group; say how many"),
     "second": ("import torch\ntorch.zeros(9, device='cuda:1')\n", 3, "only cuda:0 is pretended"),
+    "becomes": ("import os\nos.execvp('true', ['true'])\n", 3, "starts a process of its own at"),
+    "spawns": ("import os\nos.posix_spawn('/bin/true', ['true'], {})\n", 3, "starts a process of its own at"),
+    "pool": ("import multiprocessing\nmultiprocessing.Pool(2).map(len, [[1]])\n", 3, "starts a process of its own"),
+    "leaves": ("import os\nos._exit(5)\n", 2, "its process ended with 5"),
+    "asks": ("input('which GPU? ')\n", 2, "EOFError"),
+    "stuck": ("import ctypes\nctypes.CDLL(None).sleep(99)\n", 3, "still running after 4 s"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
     "program": ("import subprocess\nsubprocess.run(['true'])\n", 3, "starts a process of its own at"),
     "operator": (
@@ -96,12 +102,37 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_are_one_readable_line(tmp_path, name):
     text, code, said = FAILURES[name]
-    ran = run(tmp_path, written(tmp_path, text), "--timeout", "4" if name == "endless" else "60")
+    ran = run(tmp_path, written(tmp_path, text), "--timeout", "4" if name in ("endless", "stuck") else "60")
     assert ran.returncode == code, ran.stderr
     assert said in ran.stderr.splitlines()[-1]
     assert "Traceback" not in ran.stderr or code == 2
     assert "memplan/" not in ran.stderr
     assert not ran.stdout
+
+
+READS = """
+import pathlib, shutil
+import datasets
+rows = datasets.Dataset.from_dict({"length": [3, 1, 2]}).map(lambda row: {"twice": 2 * row["length"]}, num_proc=2)
+print(sum(rows["twice"]), len(pathlib.Path("/proc/self/status").read_text()) > 0)
+pathlib.Path("kept/notes.txt").write_text("changed")
+print(pathlib.Path("kept/notes.txt").read_text())
+shutil.rmtree("kept")
+pathlib.Path("made").mkdir()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_reads_what_is_there_and_changes_nothing(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes.txt").write_text("as it was")
+    ran = run(tmp_path, written(tmp_path, READS + TRAINS), "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert "12 True" in ran.stderr
+    assert "changed" in ran.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "script.py"}
+    assert (tmp_path / "kept" / "notes.txt").read_text() == "as it was"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def known_libraries(compute_capability: str, files: KeptFiles, values: KnownValu
         changes = {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
+            "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
@@ -77,6 +79,21 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if name not in tied and isinstance(tensor, Tensor)
     }
+
+
+def _in_one_process(module: Any, stack: ExitStack) -> None:
+    """Let ``datasets`` work on rows in the script's own process."""
+
+    def alone(function: Any) -> Any:
+        @wraps(function)
+        def called(*args: Any, num_proc: Any = None, **options: Any) -> Any:
+            del num_proc
+            return function(*args, **options)
+
+        return called
+
+    names = ("map", "filter")
+    stack.enter_context(replaced(module.Dataset, {name: alone(getattr(module.Dataset, name)) for name in names}))
 
 
 def _quantised_on_the_gpu(module: Any, stack: ExitStack, compute_capability: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
+_FORKS = ("fork", "forkpty", "execv", "execve")
+"""What makes another process of this one; all else that does goes by these."""
+_PROGRAMS = ("system", "posix_spawn", "posix_spawnp")
 _WRITES = frozenset("wax+")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -44,13 +48,15 @@ class KeptFiles:
         """Keep the files of what is run inside."""
         with ExitStack() as stack:
             stack.enter_context(replaced(BaseProcess, {"start": self._refused_process}))
-            stack.enter_context(replaced(os, {"fork": self._refused_process, "system": self._started(os.system)}))
+            stack.enter_context(replaced(os, {name: self._refused_process for name in _FORKS if hasattr(os, name)}))
+            stack.enter_context(replaced(os, {name: self._started(getattr(os, name)) for name in _PROGRAMS}))
             stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__)}))
             stack.enter_context(replaced(torch, {"save": self._saved}))
             if find_spec("safetensors") is not None:
                 tensors = import_module("safetensors.torch")
                 stack.enter_context(replaced(tensors, {"save_file": self._saved, "save_model": self._saved}))
             if not self._allowed:
+                stack.enter_context(replaced(shutil, {"_use_fd_functions": False}))  # a descriptor has no path to keep
                 for owner, values in self._file_calls():
                     stack.enter_context(replaced(owner, values))
             yield
