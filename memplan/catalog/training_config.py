@@ -279,6 +279,18 @@ class CheckpointedLayers:
         """
         return (number + 1) % self.every == 0 and (self.first is None or number < self.first)
 
+    @property
+    def words(self) -> str:
+        """Which layers, in words that go behind ``full``; nothing where it is all of them.
+
+        Example:
+            >>> CheckpointedLayers(every=2).words, CheckpointedLayers(first=8).words, CheckpointedLayers().words
+            (' (1 layer in 2)', ' (the first 8 layers)', '')
+        """
+        parts = [f"1 layer in {self.every}"] if self.every > 1 else []
+        parts += [] if self.first is None else [f"the first {self.first} layers"]
+        return f" ({', of '.join(parts)})" if parts else ""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
@@ -340,3 +352,8 @@ class TrainingConfig:
     reserve: str = "0 MiB"
     allocator: Literal["native", "expandable"] = "native"
     compile: Literal["none", "layers", "model"] = "none"
+
+    @property
+    def checkpointing_words(self) -> str:
+        """What is checkpointed, in words."""
+        return f"{self.activation_checkpointing}{self.checkpointed_layers.words}"

@@ -57,6 +57,7 @@ def test_some_layers_alone_are_computed_again(catalog, layers):
     [
         ({"activation_checkpointing": "selective"}, "it counts where activation_checkpointing is full"),
         ({"activation_checkpointing": "full", "stack": "trl"}, "not modelled for stack trl"),
+        ({"activation_checkpointing": "full", "stack": "megatron"}, "not modelled for stack megatron"),
         ({"checkpointed_layers": CheckpointedLayers(every=0)}, "expected a whole number from 1 to 65,536, got 0"),
     ],
 )

@@ -40,6 +40,18 @@ def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
+def layered_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job that checkpoints some layers only, which of how many is drawn; every third is over shards."""
+    rng, model, training = Random(f"memplan layers {seed} {number}"), dict(job.job.model), dict(job.job.training)
+    model["num_hidden_layers"] = rng.choice((3, 4, 5, 7))
+    training["activation_checkpointing"] = "full"
+    training["checkpointed_layers"] = rng.choice(({"every": 2}, {"every": 3}, {"first": 2}, {"every": 2, "first": 4}))
+    if number % 3 == 0:
+        model["tie_word_embeddings"] = False
+        training["parallel"] = {"data": rng.choice((2, 3, 8, 64)), "zero_stage": 3}
+    return replace(job, job=Job(model, training))
+
+
 def replicated_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose data parallel GPUs form several groups, their number and the GPUs of each drawn."""
     rng, training = Random(f"memplan groups {seed} {number}"), dict(job.job.training)

@@ -52,9 +52,6 @@ def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
         training["activation_checkpointing"] = rng.choice(("none", "full", "selective"))
     if rng.random() < 0.5:
         model["model_type"] = "qwen3"
-    if training.get("activation_checkpointing") == "full" and rng.random() < 0.5:
-        model["num_hidden_layers"] = rng.choice((3, 4, 5, 7))
-        training["checkpointed_layers"] = rng.choice(({"every": 2}, {"every": 3}, {"first": 2}))
     return model, training
 
 

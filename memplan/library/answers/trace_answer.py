@@ -86,7 +86,7 @@ def _heading(traced: TracedStep) -> tuple[str, str]:
     return (
         f"{traced.title}, {traced.setup.name}, {stack_words([traced.setup])}: one steady-state step{of}, traced on tensors without memory",
         f"micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, accumulation "
-        f"{config.gradient_accumulation_steps}, checkpointing {config.activation_checkpointing}",
+        f"{config.gradient_accumulation_steps}, checkpointing {config.checkpointing_words}",
     )
 
 

@@ -155,7 +155,7 @@ def heading(plan: MemoryPlan) -> tuple[str, str]:
     first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])} (learning: {config.status}): {config.description}"
     second = (
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
-        f"checkpointing {config.activation_checkpointing}, compute in {config.compute_dtype}"
+        f"checkpointing {config.checkpointing_words}, compute in {config.compute_dtype}"
     )
     return first, second
 

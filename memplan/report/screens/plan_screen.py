@@ -88,7 +88,7 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
         f"micro-batch {plan.micro_batch_size}{' pairs' if plan.setup.rows_per_sample > 1 else ''}",
         f"sequence {plan.sequence_length}",
         f"accumulation {steps}" if steps > 1 else "",
-        f"checkpointing {plan.setup.checkpointing}",
+        f"checkpointing {plan.setup.config.checkpointing_words}",
     )
     known = config.status in ("proven", "works")
     what = f"learning: {config.status}; {config.description}"

@@ -77,7 +77,7 @@ def _layer_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         return
     if config.activation_checkpointing != "full":
         yield key, "it counts where activation_checkpointing is full"
-    elif not stack.own_models:
+    elif not stack.own_models or stack.checkpointing.reentrant:
         yield (
             key,
             f"checkpointing of some layers only is not modelled for stack {stack.name}; torchtitan and bundled are",
