@@ -18,6 +18,7 @@ from memplan.step.states.parallel_shards import (
     runs_engine,
 )
 from memplan.step.tensors.update_kernels import unproven_updates
+from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
 
@@ -260,17 +261,17 @@ def _engine(plan: MemoryPlan) -> str:
     )
 
 
-def _flat_units(config: TrainingConfig) -> str:
-    """Return what torch's ``FullyShardedDataParallel`` shards as one."""
+def _flat_units(config: TrainingConfig, *, coded: bool) -> str:
+    """Return what torch's ``FullyShardedDataParallel`` shards as one, be its matrices codes or not."""
     parallel = config.parallel
     ahead = {"none": "as it is needed", "pre": "as the one before it begins", "post": "as the one before it is done"}
     kind = "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
     if config.adapter is not None:
+        codes = f"4-bit codes are stored in {config.compute_dtype} (bnb_4bit_quant_storage), and their scales are whole on each GPU; "
         return (
             f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as PEFT and accelerate wrap layers "
-            "and each matrix of an adapter, the rest one unit, which stays gathered; adapters are trained in fp32, 4-bit codes are "
-            f"stored in {config.compute_dtype} (bnb_4bit_quant_storage), and their scales are whole on each GPU; in backward a unit "
-            f"is gathered {ahead[parallel.flat.backward_prefetch]}"
+            f"and each matrix of an adapter, the rest one unit, which stays gathered; adapters are trained in fp32; {codes * coded}"
+            f"in backward a unit is gathered {ahead[parallel.flat.backward_prefetch]}"
         )
     return (
         f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as accelerate wraps layers, the rest "
@@ -284,7 +285,7 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     """Yield what torch's ``fully_shard`` shards as one, and in which dtypes units are gathered and reduced."""
     config = plan.setup.config
     if config.parallel.engine == "fsdp1":
-        yield _flat_units(config)
+        yield _flat_units(config, coded=plan.setup.format_names["hidden_matrix"] not in FLOAT_BYTES)
         return
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings

@@ -19,7 +19,7 @@ from memplan.catalog.training_config import (
 )
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
-from memplan.training.rules.stack_rules import FLOATS
+from memplan.training.rules.flat_rules import flat_refusal
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
@@ -135,7 +135,7 @@ def parallel_refusals(
         yield ("parallel", "engine"), text
     elif parallel.engine == "deepspeed":
         yield from _when_flat(config, formats, floats, optimizers)
-    elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := _when_flat_units(config, formats, stack)):
+    elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := flat_refusal(config, formats, stack)):
         yield ("parallel", "engine"), f"fsdp1 {refused}"
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
@@ -175,31 +175,6 @@ def _when_grouped(parallel: Parallel) -> Problems:
     elif groups > 1 and parallel.shards == 1:
         text = "which has nothing to divide; use fewer, or parallel.zero_stage: 0"
         yield path, f"{groups} groups leave one GPU for each, {text}"
-
-
-def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str], stack: Stack) -> str:
-    """Return what FullyShardedDataParallel is not modelled with where PEFT has each matrix of an adapter wrapped, or nothing."""
-    assert config.adapter is not None
-    coded, compute = formats["hidden_matrix"] not in FLOATS, config.compute_dtype
-    if config.adapter.kind != "lora" or stack.sharded_units != "accelerate":
-        return "with adapters is modelled for lora under transformers' Trainer and TRL; use engine: torch (FSDP2)"
-    if coded and formats["embedding"] != compute:
-        return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
-    return ""
-
-
-def _when_flat_units(config: TrainingConfig, formats: Mapping[Role, str], stack: Stack) -> str:
-    """Return what FullyShardedDataParallel is not modelled with, or nothing."""
-    parallel = config.parallel
-    if stack.sharded_units not in ("accelerate", "axolotl"):
-        return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
-    if config.adapter is not None and (refused := _when_adapters_are_units(config, formats, stack)):
-        return refused
-    if parallel.zero_stage != 3 or config.evaluation:
-        return (
-            "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD) and without evaluation; use engine: torch (FSDP2)"
-        )
-    return ""
 
 
 def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) -> Problems:

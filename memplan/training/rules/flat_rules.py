@@ -1,0 +1,35 @@
+"""What torch's FullyShardedDataParallel (FSDP1) is not modelled with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import TrainingConfig
+from memplan.model.inventory import Role
+from memplan.training.rules.stack_rules import FLOATS
+
+
+def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Stack) -> str:
+    """Return what FullyShardedDataParallel is not modelled with, or nothing."""
+    parallel = config.parallel
+    if stack.sharded_units not in ("accelerate", "axolotl"):
+        return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
+    if config.adapter is not None and (refused := _when_adapters_are_units(config, formats, stack)):
+        return refused
+    if parallel.zero_stage != 3 or config.evaluation:
+        return (
+            "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD) and without evaluation; use engine: torch (FSDP2)"
+        )
+    return ""
+
+
+def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str], stack: Stack) -> str:
+    """Return what FullyShardedDataParallel is not modelled with where PEFT has each matrix of an adapter wrapped, or nothing."""
+    assert config.adapter is not None
+    coded, compute = formats["hidden_matrix"] not in FLOATS, config.compute_dtype
+    if config.adapter.kind != "lora" or stack.sharded_units != "accelerate":
+        return "with adapters is modelled for lora under transformers' Trainer and TRL; use engine: torch (FSDP2)"
+    if coded and formats["embedding"] != compute:
+        return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
+    return ""
