@@ -186,6 +186,7 @@ class Parallel:
         overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
         transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
+        recompute_modules: What Megatron-LM's selective recompute computes again; its default is the core attention.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
         flat: What FullyShardedDataParallel is told, where it is the engine.
     """
@@ -215,6 +216,7 @@ class Parallel:
     overlap_gradients: bool = False
     vocabulary_multiple: int = 128
     transformer_impl: TransformerImplementation = "transformer_engine"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()
 

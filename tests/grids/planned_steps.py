@@ -13,7 +13,7 @@ from memplan.units import round_up
 def planned(job) -> int:
     """Return what a step keeps at least, logits included."""
     grid = Grid(job.tensor * job.data, job.tensor, zero_stage=int(job.sharded))
-    batch = MegatronBatch(job.batch, job.length, job.micro_batches, job.checkpointing)
+    batch = MegatronBatch(job.batch, job.length, job.micro_batches, job.checkpointing == "full")
     (least,) = least_activations(_spec(job), grid, chunks_of(job.layers, grid), MegatronBuild("local"), batch)
     return least
 
@@ -22,8 +22,7 @@ def counted(job) -> int:
     """Return what is left when the head begins: what is planned, without logits, and what Megatron-LM's own modules keep besides.
 
     These are, of a token and all tensor ranks together: heads of keys and values repeated for each of the query, or, where they
-    are not, the projection that values are a view of beside rotated queries and keys; the last layer's result and the final norm's;
-    with selective recompute, norms' results and what feed-forward products read.
+    are not, the projection that values are a view of beside rotated queries and keys; the last layer's result and the final norm's.
     """
     tokens, query, keys = job.batch * job.length, job.heads * job.head_dim, job.groups * job.head_dim
     stream = 2 * tokens * job.hidden
@@ -34,9 +33,6 @@ def counted(job) -> int:
     repeated = job.groups < job.heads and job.checkpointing == "none"
     more = 0 if job.gpt else 2 * (query - keys) if repeated else query + keys
     own = job.layers * 2 * tokens * more // job.tensor
-    if job.checkpointing == "selective":
-        inner = job.ffn * (2 if job.gpt else 3)
-        own += job.layers * (2 * stream + 2 * tokens * inner // job.tensor)
     return planned(job) - 6 * tokens * columns + own + ends
 
 

@@ -143,6 +143,8 @@ def test_more_flags_of_megatron_say_what_is_kept(cli, tmp_path):
   --exp-avg-dtype: bf16
   --exp-avg-sq-dtype: bf16
   --transformer-impl: local
+  --recompute-granularity: selective
+  --recompute-modules: "[core_attn mlp]"
 """.replace(
             "  --num-layers-per-virtual-pipeline-stage: 4\n",
             '  --pipeline-model-parallel-layout: "Et*3|(tttt|)*6tttttL"\n',
@@ -155,6 +157,8 @@ def test_more_flags_of_megatron_say_what_is_kept(cli, tmp_path):
         "parallel.precision_aware=true",
         "optimizer=adamw-bf16",
         "parallel.transformer_impl=local",
+        "activation_checkpointing=selective",
+        "parallel.recompute_modules=[mlp]",
         "gradients.dtype=bf16",
     )
     keys += (

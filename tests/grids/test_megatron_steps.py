@@ -47,10 +47,10 @@ def test_pairs_in_flight_are_those_of_the_schedules():
             assert pairs_in_flight(Grid(stages, pipeline=stages, virtual=chunks), rank, together) == most
 
 
-def layers(grid, checkpointing="none", tokens=1024, micro_batches=8):
+def layers(grid, *modules, full=False, tokens=1024, micro_batches=8):
     layer = Layer(Attention(32, 8, 128, 128), Mlp(14336), Norm())
     spec = ModelSpec("llama", "llama", 128256, 4096, layer_runs([layer] * 32), Norm())
-    batch = MegatronBatch(1, tokens, micro_batches, checkpointing)
+    batch = MegatronBatch(1, tokens, micro_batches, full, frozenset(modules))
     return least_activations(spec, grid, chunks_of(32, grid), MegatronBuild(), batch)
 
 
@@ -64,8 +64,11 @@ def test_degrees_divide_what_they_divide():
     assert layers(Grid(2, context=2)) == (32 * (4 * stream + matrices) // 2 + logits // 2,)
     piped = layers(Grid(4, pipeline=4))
     assert piped[:3] == tuple(count * 8 * (4 * stream + matrices) for count in (4, 3, 2))
-    assert layers(Grid(1), "full") == (32 * stream + logits,)
-    assert layers(Grid(4, pipeline=4), "full")[0] == 4 * 8 * stream + 3 * stream + matrices
+    assert layers(Grid(1), full=True) == (32 * stream + logits,)
+    assert layers(Grid(4, pipeline=4), full=True)[0] == 4 * 8 * stream + 3 * stream + matrices
+    assert layers(Grid(1), "core_attn") == layers(Grid(1))
+    assert layers(Grid(1), "core_attn", "layernorm") == (32 * (2 * stream + matrices) + logits,)
+    assert layers(Grid(1), "mlp") == (32 * (3 * stream + matrices - 2 * tokens * 3 * 14336) + logits,)
 
 
 @pytest.mark.parametrize(("length", "code"), [("8192", 3), ("131072", 1)])

@@ -39,6 +39,10 @@ OWN_PRECISION = {
 """What Megatron-LM keeps with ``--bf16`` where no config says otherwise (megatron/training/arguments.py)."""
 
 
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""What ``--recompute-modules`` takes (core/transformer/transformer_config.py, 0.16.1)."""
+
+
 @dataclass(frozen=True)
 class Gridded(Answer):
     """What each rank of a grid keeps between steps.
@@ -178,11 +182,17 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
 
 def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
     """Return what a step is given; a loss of another kind than Megatron-LM's own may have no logits in fp32."""
+    modules = {name.strip("[]'\"") for name in config.parallel.recompute_modules} - {""}
+    if unknown := sorted(modules.difference(RECOMPUTE_MODULES)):
+        raise InvalidFileError(
+            [f"parallel.recompute_modules: {', '.join(unknown)}: expected some of {', '.join(RECOMPUTE_MODULES)}"]
+        )
     return MegatronBatch(
         config.micro_batch_size,
         config.sequence_length,
         config.gradient_accumulation_steps,
-        config.activation_checkpointing or "none",
+        config.activation_checkpointing == "full",
+        frozenset(modules) if config.activation_checkpointing == "selective" else frozenset(),
         settings.precision.weight_bytes,
         wide_logits=settings.precision.weight_bytes < 4 and config.kernels.loss is None,
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.catalog.training_config import Checkpointing
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_tensors import MegatronBuild, layers_of_chunk
@@ -36,7 +35,8 @@ class MegatronBatch:
         micro_batch_size: Sequences of a micro-batch.
         sequence_length: Tokens of each.
         micro_batches: Of a step.
-        checkpointing: ``full`` keeps layers' inputs; ``selective`` leaves out what any of its modules does.
+        whole_layers: Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
+        modules: What of a layer is computed again otherwise (``--recompute-modules``).
         element_bytes: Bytes of an element that products read.
         wide_logits: The loss copies logits to fp32.
     """
@@ -44,7 +44,8 @@ class MegatronBatch:
     micro_batch_size: int
     sequence_length: int
     micro_batches: int = 1
-    checkpointing: Checkpointing = "none"
+    whole_layers: bool = False
+    modules: frozenset[str] = frozenset()
     element_bytes: int = 2
     wide_logits: bool = True
 
@@ -86,12 +87,8 @@ def _stage(
     each = min(sum(_kept(spec, layer, grid, batch) for layer in chunk) for chunk in layers)
     kept = pairs_in_flight(grid, index, batch.micro_batches) * each
     again = 0
-    if batch.checkpointing == "full":  # the layer that backward begins with is computed again beside all inputs
-        ends = [
-            _layer(spec, chunk[-1], grid, batch, selective=False) - _stream(spec, grid, batch)
-            for chunk in layers
-            if chunk
-        ]
+    if batch.whole_layers:  # the layer that backward begins with is computed again beside all inputs
+        ends = [_layer(spec, chunk[-1], grid, batch) - _stream(spec, grid, batch) for chunk in layers if chunk]
         again = min(ends, default=0)
     if not chunks[-1].ends:
         return kept + again
@@ -102,9 +99,7 @@ def _stage(
 
 def _kept(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch) -> int:
     """Return what a layer keeps of one micro-batch."""
-    if batch.checkpointing == "full":
-        return _stream(spec, grid, batch)
-    return _layer(spec, layer, grid, batch, selective=batch.checkpointing == "selective")
+    return _stream(spec, grid, batch) if batch.whole_layers else _layer(spec, layer, grid, batch)
 
 
 def _tokens(grid: Grid, batch: MegatronBatch) -> int:
@@ -117,27 +112,26 @@ def _stream(spec: ModelSpec, grid: Grid, batch: MegatronBatch) -> int:
     return _tokens(grid, batch) // shared * spec.hidden_size * batch.element_bytes
 
 
-def _layer(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch, *, selective: bool) -> int:
-    """Return what a layer keeps: inputs of both norms, attention's operands and result, and unless ``selective`` the norms' results
-    and what feed-forward products read.
+def _layer(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch) -> int:
+    """Return what a layer keeps: inputs of both norms and their results, attention's operands and result, and what feed-forward
+    products read; less what is computed again.
     """
-    tokens, stream, part = _tokens(grid, batch), _stream(spec, grid, batch), layer.feed_forward
+    tokens, stream, part, again = _tokens(grid, batch), _stream(spec, grid, batch), layer.feed_forward, batch.modules
     kept = 2 * stream
-    widths = _attention_widths(layer.attention, selective=selective)
-    if not selective:
-        kept += stream
-        if isinstance(part, Mlp):
-            kept += stream
-            widths += part.intermediate_size * (3 if part.gated else 2)
-        elif isinstance(part, MixtureOfExperts) and part.shared_intermediate_size:
-            widths += part.shared_intermediate_size * (3 if part.gated else 2)
+    widths = _attention_widths(layer.attention, again)
+    if "layernorm" not in again:
+        kept += stream * (1 + (isinstance(part, Mlp) and "mlp" not in again))
+    if isinstance(part, Mlp) and "mlp" not in again:
+        widths += part.intermediate_size * (3 if part.gated else 2)
+    elif isinstance(part, MixtureOfExperts) and not again & {"moe", "shared_experts"}:
+        widths += part.shared_intermediate_size * (3 if part.gated else 2)
     return kept + tokens * (widths // grid.tensor) * batch.element_bytes
 
 
-def _attention_widths(part: object, *, selective: bool) -> int:
+def _attention_widths(part: object, again: frozenset[str]) -> int:
     """Return elements of a token that attention keeps on all tensor ranks together."""
     if isinstance(part, Attention):
         return 2 * part.query_size + 2 * part.key_value_size
     assert isinstance(part, LatentAttention)
     result = part.num_heads * part.v_head_dim
-    return result if selective else result * 2 + 2 * part.num_heads * part.qk_head_dim
+    return result if "mla_up_proj" in again else result * 2 + 2 * part.num_heads * part.qk_head_dim
