@@ -52,6 +52,7 @@ class FormsByRegime:
     def __init__(self, model: Model, own: Model, setup: TrainingSetup, states: ModelStates) -> None:
         self.model, self.own, self.setup, self.states = model, own, setup, states
         self._by_regime: dict[tuple[Regime, int, int], Compiled] = {}
+        self._steps: dict[Regime, StepForms] = {}
         self._on_tape: dict[Regime, tuple[StepInputs, ModelOnTape]] = {}
 
     def compiled(self, batch: int, length: int) -> Compiled:
@@ -112,7 +113,12 @@ class FormsByRegime:
         return (*(instant for instant in forms.candidates if instant.name != EVALUATION), *fixed)
 
     def _forms(self, regime: Regime) -> StepForms:
-        """Return the closed forms of one rank's step."""
+        """Return the closed forms of one rank's step, which other lengths and evaluation may have asked for too."""
+        if regime not in self._steps:
+            self._steps[regime] = self._compiled_step(regime)
+        return self._steps[regime]
+
+    def _compiled_step(self, regime: Regime) -> StepForms:
         if is_flat(self.setup.config.parallel):
             from memplan.step.engines.engine_step import compile_engine_step
 
