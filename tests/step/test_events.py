@@ -61,6 +61,27 @@ def test_the_fullest_moment_of_the_events_is_the_peak_of_the_formula(config, var
     assert abs(peak_of(events_of(plan)) - plan.requested_bytes) <= plan.requested_bytes // 250
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("stack", ["plain-loop", "transformers"])
+def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, checkpointing):
+    kernels = Kernels(attention=attention)
+    plan = plan_of("bf16-adamw", stack=stack, kernels=kernels, activation_checkpointing=checkpointing)
+    events = events_of(plan)
+    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 1000
+    left = []
+    for place in (*events.steps[1:], len(events.codes)):
+        codes = events.codes[:place]
+        sizes = [events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in codes]
+        left.append(sum(sizes))
+    assert left[0] == left[1] == left[2]
+    tables = 2 * 2 * 300 * plan.model.spec.runs[0].layer.attention.rotary_dim // 2
+    in_step = [events.sizes[code >> 1] for code in events.codes[events.steady_from :] if not code & 1]
+    assert in_step.count(tables) >= 2
+    mask = 2 * 2 * 300 * 300
+    assert (mask in in_step) == (attention == "eager")
+
+
 def test_a_simulated_plan_orders_its_figures():
     plan = simulated(plan_of("bf16-adamw"))
     assert not plan.reserve_by_share

@@ -28,7 +28,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     with_stage,
 )
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
-from memplan.lab.survey.__main__ import lines
+from memplan.lab.survey.__main__ import lines, reserve_lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
 from memplan.lab.survey.drawn_models import LINEAR
 from memplan.trace.stacks.registry import versions
@@ -139,6 +139,7 @@ def summary(judged: Judged) -> Iterator[str]:
             groups[getattr(job, of)].append((job, verdict))
         for name, group in sorted(groups.items()):
             yield _row(f"{title} {name}", group)
+    yield from reserve_lines([verdict for _, verdict in judged if verdict.outcome in ("agrees", "differs")])
     reasons = Counter(_reason(verdict) for _, verdict in judged if verdict.outcome in ("refused", "crashed"))
     for reason, count in reasons.most_common():
         yield f"{count:5} {reason}"

@@ -12,7 +12,7 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_own_models import OWN_CARD, OWN_MODELS
-from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, resolved
+from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, reserved, resolved
 from memplan.lab.survey.drawn_models import TOWERS, model_values
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -24,7 +24,7 @@ from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.registry import trace_stack
-from memplan.trace.stacks.stack_inputs import StackInputs, details_of
+from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 
@@ -300,8 +300,13 @@ def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
     return StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
 
 
-def traced(job: StackJob, catalog: Catalog) -> Trace:
+def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trace:
     """Return the trace of the stack's own code.
+
+    Args:
+        job: The job.
+        catalog: Has what it names.
+        workspaces: Whether what CUDA's libraries hold is among the events.
 
     Raises:
         MemplanError: The job is refused.
@@ -309,7 +314,7 @@ def traced(job: StackJob, catalog: Catalog) -> Trace:
     inputs = job_inputs(job, catalog)
     model, setup = inputs.model, inputs.setup
     if not is_flat(setup.config.parallel):
-        return trace_stack(job.stack, inputs, workspaces=False)[0]
+        return trace_stack(job.stack, inputs, workspaces=workspaces)[0]
     fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))
     return fullest_of([trace_stack(job.stack, rank, workspaces=False)[0] for rank in fullest])
 
@@ -378,7 +383,8 @@ def stack_verdict(job: StackJob, catalog: Catalog) -> Verdict:
     except Exception as error:
         return Verdict(job.job, "crashed", f"formula: {type(error).__name__}: {error}")
     try:
-        trace = traced(job, catalog)
+        trace = traced(job, catalog, workspaces=True)
     except MemplanError as error:
         return Verdict(job.job, "refused", f"trace: {error}")
-    return compared(job.job, plan, trace)
+    own, other = reserved(plan, trace, STEPS)
+    return replace(compared(job.job, plan, trace), reserved_bytes=own, traced_reserved_bytes=other)

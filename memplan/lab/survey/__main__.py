@@ -69,11 +69,19 @@ def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield f"peak equal to the byte {sum(not v.peak_share for v in answered) / total:.1%}, within 0.1 % {near / total:.1%}"
     yield f"worst at the peak {max((v.peak_share for v in answered), default=0):.3%}"
     yield f"every instant within 1 % {sum(v.instant_share <= 0.01 for v in answered) / total:.1%}"
-    shares = sorted(v.reserved_share for v in answered if v.traced_reserved_bytes)
-    if shares:
-        yield f"reserved, formula's events beside the trace's: median {median(shares):.3%}, worst {shares[-1]:.2%}"
-        yield f"reserved within 3 % {sum(share <= 0.03 for share in shares) / len(shares):.1%}"
+    yield from reserve_lines(answered)
     yield f"persistent and host bytes equal {sum(v.exact_states for v in answered) / total:.1%}"
+
+
+def reserve_lines(answered: Sequence[Verdict]) -> Iterator[str]:
+    """Yield how far the reserve of the formula's events is from that of the trace's."""
+    shares = [v.reserved_bytes / v.traced_reserved_bytes - 1 for v in answered if v.traced_reserved_bytes]
+    if not shares:
+        return
+    middle, lowest, highest = median(abs(share) for share in shares), min(shares), max(shares)
+    yield f"reserved, formula's events beside the trace's: median {middle:.3%}, from {lowest:+.2%} to {highest:+.2%}"
+    near = [sum(abs(share) <= limit for share in shares) / len(shares) for limit in (0.01, 0.03)]
+    yield f"reserved within 1 % {near[0]:.1%}, within 3 % {near[1]:.1%} of {len(shares)}"
 
 
 if __name__ == "__main__":

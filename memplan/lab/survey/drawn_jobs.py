@@ -126,19 +126,19 @@ def verdict(job: Job, catalog: Catalog) -> Verdict:
         return Verdict(job, "refused", str(error))
     try:
         trace = trace_training(model, setup, compute_capability=catalog.gpus[GPU].compute_capability, steps=STEPS)
-        own, traced = _reserved(plan, trace)
+        own, traced = reserved(plan, trace, STEPS)
     except Exception as error:
         return Verdict(job, "crashed", f"{type(error).__name__}: {error}", plan.requested_bytes)
     return replace(compared(job, plan, trace), reserved_bytes=own, traced_reserved_bytes=traced)
 
 
-def _reserved(plan: MemoryPlan, trace: Trace) -> tuple[int, int]:
-    """Return what the allocator reserves with memory to spare: fed by the formula's events, and by the trace."""
+def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
+    """Return what the allocator reserves with memory to spare: fed by the formula's events of so many steps, and by the trace."""
     if shares_reason(plan):
         return 0, 0
     codes = [2 * event.storage + (not event.allocates) for event in trace.events]
     sizes = [storage.bytes for storage in trace.storages]
-    events = events_of(plan, STEPS)
+    events = events_of(plan, steps)
     own = Stream(events.sizes, events.codes).peaks()
     return own.reserved_bytes, Stream(sizes, codes).peaks().reserved_bytes
 

@@ -31,7 +31,7 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
     uncast = rules.adapter_sum == "uncast" or (coded and wide and builder.settings.autocast)
     seen = 0 if coded else rules.adapter_input_bytes
     own = x if uncast else builder.cast(x, seen or down.element_bytes, foreign=down.foreign)
-    with builder.tape.alive(own, out):
+    with builder.tape.alive(out, own):
         if f"{name}.lora_magnitude_vector.weight" in builder.weights:
             magnitude = _scaled_by_magnitude if builder.settings.code.names_magnitude else _with_magnitude
             return magnitude(builder, own, out, name, rows, down)

@@ -82,10 +82,9 @@ def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: 
     """
     low = builder.cast(x, builder.compute)
     out = builder.tape.value(x.quantity, rows, builder.compute)
+    traits = Traits(custom=True, product=True, adds_bias=f"{name}.bias" in builder.weights)
     with builder.tape.alive(low):
-        builder.tape.apply(
-            f"linear {name}", [(low, VIEW)], out, weights=[weight], traits=Traits(custom=True, product=True)
-        )
+        builder.tape.apply(f"linear {name}", [(low, VIEW)], out, weights=[weight], traits=traits)
         return builder.cast(out, x.element_bytes, foreign=x.foreign)
 
 

@@ -89,7 +89,7 @@ class PlayedSection:
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 
-    __slots__ = ("_aliases", "_base", "_events", "_stream")
+    __slots__ = ("_aliases", "_base", "_events", "_given", "_stream")
 
     def __init__(
         self, stream: EventStream, events: SectionEvents, sizes: Sequence[int], entry: int, owned: bool = False
@@ -98,6 +98,11 @@ class PlayedSection:
         stream.sizes.extend(sizes)
         stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
+        self._given: dict[int, Sequence[int]] = {}
+
+    def is_given(self, storage: int, others: Sequence[int]) -> None:
+        """Stand a storage of the part's own for others of the stream, which are there already and which it frees."""
+        self._given[storage] = others
 
     def frees_instead(self, storage: int, other: int) -> None:
         """Free another storage of the stream where the part frees one of its own, which stays."""
@@ -178,6 +183,14 @@ class PlayedSection:
     def _write(self, codes: Codes) -> None:
         """Write events under the names that storages have in the stream."""
         base, written = 2 * self._base, self._stream.codes
+        for own, others in self._given.items():
+            if 2 * own in codes:
+                codes = tuple([code for code in codes if code != 2 * own])
+            if 2 * own + 1 in codes:
+                place = codes.index(2 * own + 1)
+                self._write(codes[:place])
+                self._stream.free_all(others)
+                codes = codes[place + 1 :]
         start = len(written)
         written += [code + base for code in codes]
         for own, alias in self._aliases.items():

@@ -34,7 +34,12 @@ class ModelTensors:
         self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
 
     def weight_sizes(self) -> list[int]:
-        """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers, and their scales."""
+        """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers, and their scales.
+
+        Where a library has codes as parameters, each is in its place, its scales behind it.
+        """
+        if self._inputs.setup.stack.projections.codes_result == "input":
+            return [size for _, e in self.all for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
         floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
         return floats + [size for _, entry in self.all if entry.quantized for size in self._levels(entry)]
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from memplan.step.ends_on_tape import IN_PIECES, evaluated_head
+from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
 from memplan.step.events.model_tensors import ModelTensors
@@ -99,6 +100,7 @@ class StepPlayer:
         self._held: list[int] = []
         self._leaf = embedded_leaf(inputs, taped) is not ZERO and not taped.embedding.tape.nodes
         self._graph: list[int] = []
+        self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
         self._libraries = {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
         self._sizes: dict[int, tuple[SectionEvents, list[int]]] = {}
@@ -157,7 +159,8 @@ class StepPlayer:
         taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
         self.stream.begin("forward")
         self.stream.of("activations")
-        parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time)
+        arguments = ModelArguments(self.stream, self.inputs, taped, self.values)
+        parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
         chunks = None
         if taped.head.chunk is not None:
             kind = LogitsOfChunks if self.inputs.setup.profile.loss == "chunked-logits" else ChunkedLoss
@@ -182,7 +185,10 @@ class StepPlayer:
             part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
             self._keep(part.kept, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
+            if place == len(parts) - 2 and not self._called_again:
+                self.stream.free_all(arguments.staying)
         self._graph = [storage for _, part in reversed(parts) for storage in part.escaped]
+        self._graph += arguments.staying if self._called_again else []
         self._graph += [gradient, parts[0][1].output] if self._leaf else []
         if not self.inputs.setup.stack.loop.holds:
             self._let_go()
@@ -213,16 +219,25 @@ class StepPlayer:
         self._graph = []
 
     def _runs(
-        self, parts: Iterable[tuple[str, SectionEvents]], *, leaf: bool = False, renames: bool = False
+        self,
+        parts: Iterable[tuple[str, SectionEvents]],
+        *,
+        leaf: bool = False,
+        renames: bool = False,
+        arguments: ModelArguments | None = None,
     ) -> list[tuple[str, PlayedSection]]:
-        """Write the forward of parts, each given what the one before hands on."""
+        """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
         handed, owned = NO_STORAGE, False
         for number, events in parts:
             part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned)
             if renames and not number and played and self._held_logits is not None:
                 part.frees_instead(self._held_logits, self._held[0] if self._held else NO_STORAGE)
+            if arguments is not None and not number and played:
+                arguments.named_by(part)
             part.forward(self._libraries["forward"])
+            if arguments is not None and not played:
+                arguments.make()
             played.append((number, part))
             handed, owned = part.output, part.output_owned or (leaf and len(played) == 1)
         return played

@@ -211,7 +211,7 @@ class Player:
                 self.live.retain(storage)
         named.update(operation.makes)
         if operation.traits.product and not operation.traits.escapes:  # bitsandbytes has a workspace of its own
-            self.live.multiply(with_bias=len(operation.weights) > 1)
+            self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
         scratch = temporaries(operation.traits.scratch)
         if decoded:
             scratch += [scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2]

@@ -147,10 +147,10 @@ class Tape:
         return tuple(new)
 
     def touch(self, *values: Value) -> None:
-        """Note that names of ``values`` are alive up to the operation recorded last."""
+        """Note that names of ``values`` are alive up to the operation recorded last; they go after what that was given alone."""
         index = len(self.operations) - 1
         for value in values:
-            self.last_use[value.storage] = max(index, self.last_use.get(value.storage, 0))
+            self.last_use[value.storage] = max(index, self.last_use.pop(value.storage, 0))
 
     def ends(self, *values: Value) -> None:
         """Note that nothing names ``values`` after the operation recorded last, though they were given."""

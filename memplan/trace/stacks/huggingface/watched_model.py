@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,8 +49,6 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and gradients:
             parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
-    for name, tensor in quantised_tensors(model):
-        recorder.mark(tensor, "weights", name)
     for name, tensor in model.named_buffers():
         recorder.mark(tensor, "buffers", name)
     layers = _layers(model)
@@ -62,9 +61,13 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
 
 
 def mark_weights(model: nn.Module, recorder: Recorder) -> None:
-    """Book a model's parameters, whose data a first forward may have cast."""
-    for name, parameter in model.named_parameters():
-        recorder.mark(parameter, "weights", name)
+    """Book a model's parameters, whose data a first forward may have cast, with what codes have beside them; adapters come later."""
+    beside = defaultdict[str, list[Tensor]](list)
+    for name, tensor in quantised_tensors(model):
+        beside[name].append(tensor)
+    for name, parameter in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
+        for tensor in (parameter, *beside[name]):
+            recorder.mark(tensor, "weights", name)
 
 
 def mark_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:

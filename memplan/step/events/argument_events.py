@@ -1,0 +1,119 @@
+"""The events of what a model makes once a forward and calls every layer with: positions, masks, rotary tables.
+
+Source:
+    ``create_causal_mask`` and ``eager_mask`` in transformers/masking_utils.py; ``forward`` of ``LlamaModel`` and of
+    ``LlamaRotaryEmbedding`` in transformers/models/llama/modeling_llama.py (5.23.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.step.events.event_stream import EventStream, PlayedSection
+from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
+
+
+class ModelArguments:
+    """What one forward makes for its layers, and when it goes.
+
+    Args:
+        stream: What events are written to.
+        inputs: What a step depends on.
+        taped: The model on tape, whose head has what goes with the model's own names.
+        values: Values of the quantities.
+    """
+
+    __slots__ = ("_code", "_given", "_inputs", "_named", "_section", "_stays", "_stream", "_values")
+
+    def __init__(self, stream: EventStream, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int]) -> None:
+        self._stream, self._inputs, self._values = stream, inputs, values
+        self._section, self._given = taped.head.section, taped.settings.arguments
+        self._code = family_code(inputs.setup.stack.model_code, inputs.spec.architecture)
+        self._named: dict[Quantity, list[int]] = {}
+        self._stays: list[int] = []
+
+    def make(self) -> None:
+        """Write what comes before the first layer."""
+        inputs = self._inputs
+        every = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
+        kept = kept_arguments(inputs)
+        self._stream.of("activations")
+        for quantity in (Quantity.POSITIONS, Quantity.SCORES):
+            stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (kept, every))
+            if quantity is Quantity.POSITIONS and inputs.spec.learned_positions:
+                continue  # told with the names of the embeddings, by the head
+            self._stays += self._made(quantity, stays)
+            self._named[quantity] = self._made(quantity, size - stays)
+        if (tables := tables_of_graph(inputs)) is not ZERO:
+            self._stays += self._tables(tables)
+        self._stream.of("activations")
+
+    def named_by(self, head: PlayedSection) -> None:
+        """Let a head free what only the model has names for, which its tape has as given."""
+        first = self._section.entry.storage + 1
+        for place, (quantity, _) in enumerate(self._given):
+            if named := self._named.get(quantity):
+                head.is_given(first + place, named)
+
+    @property
+    def staying(self) -> list[int]:
+        """What stays as long as layers may be called with it again, or their graph reads it."""
+        return self._stays
+
+    def _made(self, quantity: Quantity, size: int) -> list[int]:
+        """Return positions, or one mask after the other, formed of booleans; sizes are bytes of a unit of the quantity."""
+        stream, value = self._stream, self._values[quantity]
+        if not size or quantity is Quantity.POSITIONS:
+            return [stream.allocate(size * value)] if size else []
+        width = self._inputs.setup.residual_bytes if size >= self._inputs.setup.residual_bytes else 1
+        masks = []
+        for _ in range(size // width):
+            pairs = stream.allocate_all([self._values[Quantity.SQUARE]] * 2)
+            stream.free(pairs[0])
+            masks.append(stream.allocate(value))
+            stream.free(pairs[1])
+            if width > 1:
+                added = stream.allocate(width * value)
+                stream.free(masks.pop())
+                masks.append(added)
+        return masks
+
+    def _tables(self, form: Form) -> list[int]:
+        """Return cosines and sines of each base, formed in fp32 and cast."""
+        stream, pairs = self._stream, _pairs(self._inputs, self._code)
+        size = form.total_bytes(self._values) // (2 * pairs)
+        wide = size * 4 // _table_bytes(self._inputs, self._code)
+        made: list[int] = []
+        for _ in range(pairs):
+            stream.of("temporaries")
+            halves = not (self._code.half_tables or self._code.complex_rotary)
+            angles = [stream.allocate(wide // 2 if halves else wide)]
+            angles += [stream.allocate(wide)] if halves else []
+            tables = []
+            for _ in ("cos", "sin"):
+                table, scaled = stream.allocate_all([wide, wide])
+                stream.free(table)
+                tables.append(scaled)
+            if wide != size:
+                stream.of("activations")
+                casts = stream.allocate_all([size, size])
+                stream.free_all([*angles, *tables])
+                tables = casts
+            else:
+                stream.free_all(angles)
+            made += tables
+        return made
+
+
+def _pairs(inputs: StepInputs, code: FamilyCode) -> int:
+    """Return the pairs of tables that there are, one of cosines and sines for each base."""
+    return 1 if inputs.spec.num_hidden_layers < code.masks_from else max(inputs.spec.rotary_tables, 1)
+
+
+def _table_bytes(inputs: StepInputs, code: FamilyCode) -> int:
+    """Return the bytes of an entry of a table."""
+    return 4 if inputs.regime.wide_tables or code.wide_rotary or code.complex_rotary else inputs.setup.residual_bytes
