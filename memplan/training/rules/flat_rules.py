@@ -28,7 +28,7 @@ def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str]
     """Return what FullyShardedDataParallel is not modelled with where PEFT has each matrix of an adapter wrapped, or nothing."""
     assert config.adapter is not None
     coded, compute = formats["hidden_matrix"] not in FLOATS, config.compute_dtype
-    if config.adapter.kind != "lora" or stack.sharded_units != "accelerate":
+    if config.adapter.kind == "dora" or stack.sharded_units != "accelerate":
         return "with adapters is modelled for lora under transformers' Trainer and TRL; use engine: torch (FSDP2)"
     if coded and formats["embedding"] != compute:
         return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
