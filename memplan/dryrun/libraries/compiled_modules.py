@@ -154,7 +154,8 @@ class CompiledModules:
             )
         if self._padded_bytes:
             self._note(
-                f"were its padding faster on the card, copies of {format_bytes(self._padded_bytes)} came besides at most"
+                "padding of products, were it faster on the card, is not counted: copies for the largest product take "
+                f"{format_bytes(self._padded_bytes)}"
             )
 
 
