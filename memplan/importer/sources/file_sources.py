@@ -18,6 +18,8 @@ from memplan.importer.sources.interpolation import interpolated
 
 MEGATRON = "MODEL_ARGS"
 """Where Megatron-LM's own test jobs have the flags of a run."""
+ENVIRONMENT = "ENV"
+"""Where ms-swift's files have variables of the environment (cli/main.py)."""
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
@@ -43,15 +45,21 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
-        variables = keys.data.get("ENV_VARS")
-        environment = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, Mapping) else {}
-        return replace(_plain_names(keys.at(MEGATRON)), environment=environment)
+        return replace(_plain_names(keys.at(MEGATRON)), environment=_variables(keys, "ENV_VARS"))
+    if isinstance(keys.data.get(ENVIRONMENT), Mapping):
+        data = {key: value for key, value in keys.data.items() if key != ENVIRONMENT}
+        keys = replace(keys, data=data, environment=_variables(keys, ENVIRONMENT))
     commands = keys.data.get("commands")
     if list(keys.data) == ["commands"] and isinstance(commands, list):
         return tuple(
             command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
         )
     return keys
+
+
+def _variables(keys: GivenKeys, name: str) -> dict[str, str]:
+    variables = keys.data.get(name)
+    return {str(key): str(value) for key, value in variables.items()} if isinstance(variables, Mapping) else {}
 
 
 def read_keys(path: Path) -> GivenKeys:
