@@ -78,6 +78,25 @@ def test_dropout_that_is_a_function_stays_where_the_trainer_switches_modules_off
         assert answer.training["dropout"] == told
 
 
+def test_transformers_drops_attentions_weights_and_no_residual_stream_of_llama(tmp_path):
+    keys = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 1000,
+    }
+    sizes = []
+    for given in (0.0, 0.1):
+        data = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_dropout": given, **keys}
+        (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+        answer = memplan.plan(
+            str(tmp_path), gpu="h100", config="bf16-adamw", stack="transformers", set={"kernels.attention": "flash"}
+        )
+        sizes.append(answer.memory.requested_bytes)
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -106,7 +125,7 @@ def test_there_is_nothing_to_switch_off_without_adapters():
     ("stack", "settings", "way"),
     [
         ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
-        ("trl@1.14", {"method.stage": "reward"}, ".*its newest version runs it: --stack trl$"),
+        ("trl@1.14", {"method.stage": "kto", "micro_batch_size": 2}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
         ("llama-factory", {"method.stage": "reward"}, ".*--stack trl$"),
         ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),

@@ -94,6 +94,7 @@ NEAR = {
     "trl.pairs-0-29": 1.0,
     "trl.preferences": 0.98,
     "trl.reward": 0.95,
+    "trl.reward-0-29": 0.97,
     "trl.vision": 1.0,
     "trl.flash-attn": 1.0,
 }
@@ -114,6 +115,7 @@ ROWS = {
     "trl.pairs": "TRL's ORPO, CPO and SimPO 1.16",
     "trl.pairs-0-29": "TRL's ORPO, CPO and SimPO 0.29",
     "trl.reward": "TRL's RewardTrainer 1.16",
+    "trl.reward-0-29": "TRL's RewardTrainer 0.29",
     "axolotl.pairs": "axolotl 0.21, ORPO and SimPO",
     "llama-factory.pairs": "LLaMA-Factory 0.9.5, DPO, ORPO and SimPO",
     "trl.grpo": "TRL's GRPOTrainer 1.16",

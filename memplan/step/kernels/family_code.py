@@ -74,6 +74,7 @@ class FamilyCode:
         scales_in_place: Whether attention step by step scales its query in place, and makes its own mask in fp32.
         caps_hidden: Whether what bounds logits is applied to the last norm's result in their place.
         casts_scale: Whether a norm casts its weight to fp32, and squares by multiplying.
+        drops_residual: Whether there is dropout of what is added to the residual stream, and not of attention's weights alone.
         dropout_modules: Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added
             to the residual stream (``residual``), attention's weights, both or neither.
         turns_halves: Whether halves of a head, cast to fp32, turn by gathered rows of one table, where other families of the
@@ -131,6 +132,7 @@ class FamilyCode:
     adapted_tables_apart: bool = False
     sequence_tables: bool = False
     adapts_parts: bool = False
+    drops_residual: bool = True
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
     turns_halves: bool = False
 
@@ -144,6 +146,7 @@ TRANSFORMERS = FamilyCode(
     forms_tables=True,
     passes_positions=True,
     rotates_together=True,
+    drops_residual=False,
     dropout_modules="residual",
 )
 TORCHTUNE = FamilyCode(
@@ -187,12 +190,20 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         wide_softmax=False,
         names_attention=True,
         grouped_uncast=False,
+        drops_residual=True,
         dropout_modules="both",
     ),
-    "stablelm": replace(TRANSFORMERS, names_norm=True, names_attention=True, names_passed=True, sums="residual-first"),
-    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False),
+    "stablelm": replace(
+        TRANSFORMERS,
+        names_norm=True,
+        names_attention=True,
+        names_passed=True,
+        sums="residual-first",
+        drops_residual=True,
+    ),
+    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True),
     "qwen2_moe": replace(TRANSFORMERS, shared_first=True, masks=2, idle_mask=True),
-    "gpt_neox": replace(TRANSFORMERS, sums="late"),
+    "gpt_neox": replace(TRANSFORMERS, sums="late", drops_residual=True),
     "falcon": replace(
         TRANSFORMERS,
         own_scores=True,
@@ -205,9 +216,10 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         own_products=True,
         names_norm=True,
         names_attention=True,
+        drops_residual=True,
         dropout_modules="attention",
     ),
-    "phi3": replace(TRANSFORMERS, joins_rotated=True),
+    "phi3": replace(TRANSFORMERS, joins_rotated=True, drops_residual=True),
     "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
     "qwen3": replace(TRANSFORMERS, norms_at_once=True),
     "olmo2": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True),
@@ -236,8 +248,8 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, neighbours="spread")),
     "ernie4_5": replace(TRANSFORMERS, neighbours="spread-wide", wide_rotary=True),
     "granite": replace(TRANSFORMERS, scales_embedded=True),
-    "seed_oss": replace(TRANSFORMERS, drops_embedding=False, dropout_modules="neither"),
-    "starcoder2": replace(TRANSFORMERS, dropout_modules="neither"),
+    "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
+    "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),
 }
 """Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
@@ -269,11 +281,10 @@ def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:
     """
     given = setup.config.dropout
     residual, attention = (spec.dropout, spec.attention_dropout) if given is None else (given, given)
-    if setup.disables_dropout:
-        modules = family_code(setup.stack.model_code, spec.architecture).dropout_modules
-        residual = 0.0 if modules in ("both", "residual") else residual
-        attention = 0.0 if modules in ("both", "attention") else attention
-    return residual, attention
+    code = family_code(setup.stack.model_code, spec.architecture)
+    off = code.dropout_modules if setup.disables_dropout else "neither"
+    residual = residual if code.drops_residual and off not in ("both", "residual") else 0.0
+    return residual, 0.0 if off in ("both", "attention") else attention
 
 
 def tables_apart(spec: ModelSpec, setup: TrainingSetup) -> bool:
