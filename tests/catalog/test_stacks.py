@@ -42,8 +42,7 @@ def test_a_stack_says_every_key_and_where_each_was_read(name):
     data = document(name).data
     required = {field.name for field in fields(Stack) if field.default is MISSING}
     assert required <= set(data)
-    of_muon = {"muon_batch_bytes"}  # of memplan's own optimizer
-    assert set(data["kernels"]) | of_muon == {field.name for field in fields(KernelProfile)}
+    assert set(data["kernels"]) == {field.name for field in fields(KernelProfile)}
     stack = CATALOG.stacks[name]
     assert stack.sources
     assert all(source.url.startswith("https://") and source.checked for source in stack.sources)
