@@ -592,6 +592,20 @@ def test_torchtitan_checkpoints_every_so_many_layers_before_its_0_3(tmp_path, op
     assert training["checkpointed_layers"] == {"every": every, "first": None}
 
 
+def test_a_file_of_torchtitan_before_0_3_says_that_it_is_planned_as_0_3(tmp_path):
+    plan = titan_plan(tmp_path, "llama3", "debugmodel")
+    assert plan["training"]["stack"] == "torchtitan"
+    path = tmp_path / "titan.toml"
+    for version, stack in (("", "torchtitan@0.2"), ("0.1", "torchtitan@0.1"), ("0.3", None)):
+        answer = memplan.import_file(path, gpus=8, trainer_version=version).to_dict()
+        assumed = {row["key"]: row for row in answer["assumed"]}
+        assert assumed.get("stack", {}).get("value") == stack
+        if stack:
+            assert "planned as torchtitan 0.3.0" in assumed["stack"]["why"]
+            assert "whole logits" in assumed["stack"]["why"]
+            assert assumed["stack"]["change"] == "--trainer-version 0.3"
+
+
 def test_every_layer_or_every_second_product_is_said_as_before(tmp_path):
     for option, kind in (("1", "full"), ("op", "selective")):
         training = titan_plan(tmp_path, "llama3", "debugmodel", f"selective_ac_option = '{option}'")["training"]
