@@ -9,6 +9,7 @@ from memplan.catalog.training_config import Rollout, TrainingConfig
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.kernels.family_code import dropouts
+from memplan.step.states.optimizer_scratch import most_together
 from memplan.step.states.parallel_shards import (
     is_accelerated,
     is_flat,
@@ -102,7 +103,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
     if profile.muon_batch_bytes:
-        yield f"Muon updates matrices of one shape together, in up to {format_bytes(profile.muon_batch_bytes)} of scratch"
+        yield _batches(plan)
     yield from _method(plan)
     if plan.model.spec.linear_attention:
         yield LINEAR_ATTENTION[profile.linear_attention]
@@ -127,6 +128,15 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         f"allocator: {config.allocator}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
         f"still runs; {upper} % at the upper end; not simulated: {plan.reserve_by_share}"
     )
+
+
+def _batches(plan: MemoryPlan) -> str:
+    """Return what ``kernels.muon_batch_bytes`` does."""
+    budget = format_bytes(plan.setup.profile.muon_batch_bytes)
+    most = most_together(plan.setup, plan.states.tensors)
+    if most == 1:
+        return f"kernels.muon_batch_bytes {budget}: Muon updates no two matrices of this job together, and it changes nothing"
+    return f"Muon updates up to {most} matrices of one shape together, in up to {budget} of scratch"
 
 
 def _method(plan: MemoryPlan) -> Iterator[str]:

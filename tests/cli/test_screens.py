@@ -124,3 +124,11 @@ def test_a_screen_names_what_it_leaves_out(cli):
     ]
     rows = cli("where", "llama-70b", "--config", "qlora", "--json").data["rows"]
     assert shown == [f"{len(rows) - 12} more kinds of GPU: --all."]
+
+
+def test_answers_say_which_layers_are_checkpointed(cli):
+    asked = ("gpt2", "--gpu", "rtx3060", "--set", "checkpointed_layers.every=2", "--checkpointing", "full")
+    assert "Checkpointing full is of 1 layer in 2." in cli("fit", *asked).out
+    config = ("--config", "bf16-adamw")
+    for command in (("frontier",), ("explain",), ("max", "--for", "batch")):
+        assert "checkpointing full (1 layer in 2)" in " ".join(cli(*command, *asked, *config).out.split())

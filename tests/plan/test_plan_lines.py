@@ -150,6 +150,22 @@ def test_what_is_assumed_of_a_mechanism_is_said_only_where_it_runs(keys, head):
     assert any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job, set=keys).memory))
 
 
+@pytest.mark.parametrize(
+    ("config", "keys", "line"),
+    [
+        ("muon", {}, "Muon updates up to 11 matrices of one shape together, in up to 64.00 MiB of scratch"),
+        ("muon", {"kernels.muon_batch_bytes": 2**20}, "updates no two matrices"),
+        ("muon", {"gradients.lifetime": "layer", "clip_gradients": False}, "updates no two matrices"),
+        ("q4-muon-int8", {}, "updates no two matrices"),
+        ("bf16-adamw", {}, "updates no two matrices"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_batches_of_muon_are_told_as_there_are(config, keys, line):
+    plan = memplan.plan("gpt2", gpu="h100", config=config, set={"kernels.muon_batch_bytes": 2**26, **keys}).memory
+    assert any(line in told for told in plan.assumptions)
+
+
 def test_closed_forms_add_up_to_their_bytes(plan):
     """Coefficients are told with their quantities, a constant alone; put in, they are what the line says."""
     known = {QUANTITIES[quantity]: plan.values[quantity] for quantity in Quantity}

@@ -28,7 +28,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "plain-loop": {21, 38},
     "transformers": {18},
     "torchtitan.qwen3": {30},
-    "torchtitan.shards": {5, 12, 19},
     "torchtitan.tensor.shards": {6, 25},
     "trl.shards": {1, 5, 9, 14, 17},
     "transformers.shards": {1, 3, 22},

@@ -53,7 +53,7 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
         "largest_fitting_model",
     )
     batch = models[0].setup.config
-    checkpointing = " or ".join(dict.fromkeys(row.setup.checkpointing for row in models))
+    checkpointing = " or ".join(dict.fromkeys(row.setup.config.checkpointing_words for row in models))
     head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {checkpointing}; {stack_words(row.setup for row in models)}"
     blocks: list[Table | str] = [head, Table(headers, rows), WHY]
     if any(row.device.count > 1 for row in models):

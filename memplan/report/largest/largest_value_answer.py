@@ -41,7 +41,7 @@ def largest_document(
     others = {
         "batch": f"micro-batch {config.micro_batch_size}",
         "sequence": f"sequence {config.sequence_length}",
-        "checkpointing": f"checkpointing {config.activation_checkpointing}",
+        "checkpointing": f"checkpointing {config.checkpointing_words}",
     }
     at = ", ".join(text for key, text in others.items() if key != what)
     head = (

@@ -129,7 +129,7 @@ def _memory_table(found: FoundLayouts, unit: str) -> Table:
                 f"{parallel.tensor}{' +sp' if parallel.sequence else ''}",
                 str(parallel.data),
                 sharding(parallel),
-                plan.setup.checkpointing,
+                plan.setup.config.checkpointing_words,
                 str(config.micro_batch_size) if steps == 1 else f"{config.micro_batch_size} x {steps}",
                 format_bytes(plan.upper_bytes, unit),
                 f"~{_two_digits(10**15 // max(row.spot.time.token_femtoseconds, 1)):,}",
@@ -221,5 +221,5 @@ def _miss_sentence(found: FoundLayouts, miss: MemoryPlan, unit: str) -> str:
     return (
         f"NO: none of {found.layouts} layouts of {found.request.asked.gpus:,} x {found.device.name} fits. The nearest miss needs up to "
         f"{format_bytes(miss.upper_bytes, unit)}, {over} too much: {tensor}data {parallel.data}, {sharding(parallel)}, "
-        f"{miss.setup.checkpointing} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
+        f"{miss.setup.config.checkpointing_words} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
     )

@@ -50,7 +50,7 @@ def _names(plans: Sequence[MemoryPlan], *, several: bool) -> list[str]:
     """Return what each bar is called: its config, its GPU where there are several, and what else tells it apart."""
     names = [f"{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans]
     return [
-        f"{name}, checkpointing {plan.setup.config.activation_checkpointing}" if names.count(name) > 1 else name
+        f"{name}, checkpointing {plan.setup.config.checkpointing_words}" if names.count(name) > 1 else name
         for name, plan in zip(names, plans, strict=True)
     ]
 

@@ -118,10 +118,9 @@ def saved_table(plan: MemoryPlan, unit: str) -> Table:
             formula = f"{saved.coefficient:,} x {saved.quantity}"
             rows.append((layer, formula, format_bytes(saved.bytes, unit), saved.operation))
         rows.append((layer, "sum", format_bytes(total, unit), ""))
-    kind = plan.setup.config.activation_checkpointing
-    title = "Saved for backward by one layer" + (
-        "" if kind == "none" else f" while it is recomputed (checkpointing {kind})"
-    )
+    config = plan.setup.config
+    again = "" if config.activation_checkpointing == "none" else " while it is recomputed"
+    title = f"Saved for backward by one layer{again}{f' (checkpointing {config.checkpointing_words})' if again else ''}"
     return Table(("layer", ">formula", ">bytes", "first saved by"), tuple(rows), title)
 
 

@@ -88,7 +88,7 @@ def _heading(grid: Frontier) -> str:
     name = f"each of {ranks} {grid.device.name}" if ranks > 1 else grid.device.counted_name
     return (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name}, {stack_words([plan.setup])}, on "
-        f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.activation_checkpointing}"
+        f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.checkpointing_words}"
     )
 
 

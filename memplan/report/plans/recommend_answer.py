@@ -60,7 +60,7 @@ def recommend_document(
     config = setup.config
     head = (
         f"What to train with, by GPU, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}, "
-        f"checkpointing {config.activation_checkpointing}; {stack_words([setup])}"
+        f"checkpointing {config.checkpointing_words}; {stack_words([setup])}"
     )
     headers = (
         "gpu",

@@ -103,7 +103,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         state.weights.dtype if not plan.setup.autocast else f"{state.weights.dtype}, {state.weights.compute_dtype}"
     )
     weights = f"{weights} + {state.master}" if state.master != "none" else weights
-    again = way.checkpointing if way.loss != "chunked" else f"{way.checkpointing}+loss"
+    again = plan.setup.config.checkpointing_words + ("+loss" if way.loss == "chunked" else "")
     released = " per layer" if way.lifetime == "layer" else ""
     return (
         str(rank),
@@ -218,7 +218,7 @@ def _miss_sentence(answer: Suggestions, unit: str) -> str:
     over = format_bytes(plan.upper_bytes - plan.usable_bytes, unit)
     weights = plan.setup.format_names["hidden_matrix"]
     lifetime = "kept for the whole step" if config.gradients.lifetime == "step" else "released layer by layer"
-    checkpointing = "no" if config.activation_checkpointing == "none" else config.activation_checkpointing
+    checkpointing = "no" if config.activation_checkpointing == "none" else config.checkpointing_words
     bigger = (
         f"The smallest GPU that would do is {miss.smallest_gpu.name}."
         if miss.smallest_gpu is not None

@@ -92,7 +92,9 @@ def _words(plans: Sequence[MemoryPlan]) -> list[str]:
     learnt = "; ".join(f"{', '.join(names)}: {status}" for status, names in by_status.items())
     others = "" if len(adapters) == len(setups) else "; the others: all weights"
     trained = f"{' and '.join(adapters)}: adapters alone are trained{others}" if adapters else "All weights are trained"
+    layers = dict.fromkeys(setup.config.checkpointed_layers.words.strip(" ()") for setup in setups.values())
     return [
+        *(f"Checkpointing full is of {some}." for some in layers if some),
         f"{trained}. Stacks: {', '.join(stacks)}.",
         f"How they learn: {learnt}.",
         *(f"{name}: {setups[name].config.description}." for name in by_status.get("experimental", ())),

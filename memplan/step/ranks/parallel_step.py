@@ -129,7 +129,7 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
     at_once = step.root_again or head.logits is None
     if step.root_again:
         yield with_gathered("loss backward", "copy of the root", around + played.head.saved, step.tail.copied_bytes)
-    if (step.apart or step.loss_inside) and not at_once:
+    if step.gathers_before_head and not at_once:
         assert head.logits is not None
         logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes

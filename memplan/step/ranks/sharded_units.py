@@ -72,6 +72,15 @@ class ShardedStep:
         return "loss backward" if self.taped.head.logits is None and not self.chunked else "head backward"
 
     @property
+    def gathers_before_head(self) -> bool:
+        """Whether the last layer is gathered before backward reaches the head: torchtitan's tied ends are a unit of modules too.
+
+        Source:
+            ``apply_fsdp_to_decoder`` in torchtitan/distributed/fsdp.py (0.3.0), whose unit has the hooks of the head's module.
+        """
+        return self.inputs.setup.stack.model_code == "torchtitan" or self.apart or self.loss_inside
+
+    @property
     def head_by_hand(self) -> bool:
         """Whether the loss gathers a unit that is the head alone itself, whose module it does not call."""
         return self.loss_inside and self.inputs.setup.config.adapter is not None and self.taped.head.logits is None

@@ -51,8 +51,7 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
             before = dict(zip(map(_kind, reversed(group)), reversed(_stored_before(group, stored)), strict=True))
-            names = [entry.tensor.name for entry, size in zip(group, stored, strict=True) if size]
-            batches = muon_batches(setup, ((entry, entry.tensor.count) for entry in group), names)
+            batches = _batches(setup, group, stored)
             for entry in trained_kinds(group):  # the first of a kind: more is used up before the others
                 found = max(found, _less(_bundled(setup, entry, batches), free + before[_kind(entry)]), key=_size)
         else:
@@ -176,12 +175,26 @@ def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     """Return the scratch memory of an update of the weights themselves."""
     kind = group[0].stepper
     if kind == BUNDLED:
-        batches = muon_batches(setup, ((entry, entry.tensor.count) for entry in group))
+        batches = _batches(setup, group, [0] * len(group))
         return max((_bundled(setup, entry, batches) for entry in trained_kinds(group)), key=_size)
     assert kind is not None
     if kind == NO_UPDATE:
         return NOTHING
     return Temporaries(*scratch_of(group[0].optimizer, kind, group, setup.profile.optimizer))
+
+
+def _batches(setup: TrainingSetup, group: list[TensorStates], stored: list[int]) -> dict[Alike, MuonBatch]:
+    names = [entry.tensor.name for entry, size in zip(group, stored, strict=True) if size]
+    return muon_batches(setup, ((entry, entry.tensor.count) for entry in group), names)
+
+
+def most_together(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
+    """Return how many matrices the bundled Muon updates together at most; 1 where each is updated by itself."""
+    if setup.config.gradients.lifetime == "layer":
+        return 1  # each as soon as its gradient is there
+    groups = [group for group in _groups(tensors).values() if group[0].stepper == BUNDLED]
+    found = [_batches(setup, group, _stored(setup, group)) for group in groups]
+    return max((batch.together for batches in found for batch in batches.values()), default=1)
 
 
 def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, MuonBatch]) -> Temporaries:
