@@ -19,6 +19,9 @@ KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-emb
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax"]
 PairKernel = Literal["fused", "rows", "softmax"]
+UnusedParameters = Literal[
+    "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
+]
 ModelCode = Literal["own", "transformers", "torchtune", "litgpt", "torchtitan"]
 
 
@@ -214,7 +217,9 @@ class Stack:
             other adapters.
         unused_parameters: When replicas look for parameters without a gradient, for which DistributedDataParallel copies
             what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
-            with adapters, which PEFT wraps it in, it is always.
+            with adapters, which PEFT wraps it in, it is always; ``whole-unless-checkpointed`` is so without adapters alone, and
+            ``preferences-unless-checkpointed`` with preferences alone. ``parallel.unused_parameters`` goes before all but
+            ``never``.
         sharded_units: What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head,
             or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered;
             ``accelerate`` has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only
@@ -261,7 +266,7 @@ class Stack:
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)
     magnitudes: Literal["apart", "cast"] = "apart"
-    unused_parameters: Literal["never", "unless-checkpointed"] = "never"
+    unused_parameters: UnusedParameters = "never"
     vision: Literal["as-language", "frozen"] = "as-language"
     quantised_formats: tuple[str, ...] | None = None
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"

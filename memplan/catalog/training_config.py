@@ -187,6 +187,8 @@ class Parallel:
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
         transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
         recompute_modules: What Megatron-LM's selective recompute computes again; its default is the core attention.
+        unused_parameters: Whether replicas look for parameters without a gradient (``ddp_find_unused_parameters``); None is
+            as the stack decides.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
         flat: What FullyShardedDataParallel is told, where it is the engine.
     """
@@ -217,6 +219,7 @@ class Parallel:
     vocabulary_multiple: int = 128
     transformer_impl: TransformerImplementation = "transformer_engine"
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    unused_parameters: bool | None = None
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()
 

@@ -120,9 +120,13 @@ def parallel_refusals(
     parallel = config.parallel
     for name in Parallel.__dataclass_fields__:
         given, default = getattr(parallel, name), getattr(Parallel(), name)
-        if name not in ("data", "zero_stage", "engine", "deepspeed", "flat", *stack.divides) and given != default:
+        apart = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat")
+        if name not in (*apart, *stack.divides) and given != default:
             text = f"{name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
+    if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
+        text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
+        yield ("parallel", "unused_parameters"), text
     yield from _pipeline_problems(parallel, stack)
     if parallel.engine == "deepspeed" and not parallel.zero_stage:
         text = (

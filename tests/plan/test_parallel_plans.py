@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memplan
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, FlatShards, Gradients, Offload, Parallel, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -123,6 +124,36 @@ def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog,
     assert two.communication_bytes == one.states.gradient_bytes
     assert two.persistent_bytes == one.persistent_bytes
     assert one.communication_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("stack", "config", "kind", "told", "copies"),
+    [
+        ("transformers", "lora", "full", None, True),
+        ("transformers", "lora", "full", False, False),
+        ("transformers", "bf16-adamw", "full", None, False),
+        ("transformers", "bf16-adamw", "full", True, True),
+        ("axolotl", "lora", "none", None, False),
+        ("axolotl", "lora", "none", True, True),
+        ("llama-factory", "lora", "none", None, False),
+        ("llama-factory", "bf16-adamw", "none", None, True),
+        ("llama-factory", "bf16-adamw", "full", None, False),
+    ],
+)
+def test_replicas_that_look_for_unused_parameters_copy_what_the_model_returns(stack, config, kind, told, copies):
+    def forward_bytes(told):
+        keys = {"activation_checkpointing": kind, "parallel.data": 2, "parallel.unused_parameters": told}
+        plan = memplan.plan("llama-3.2-1b", gpu="h100", stack=stack, config=config, set=keys)
+        return plan.to_dict()["instants"][0]["requested_bytes"]
+
+    assert forward_bytes(True) > forward_bytes(False)
+    assert forward_bytes(told) == forward_bytes(copies)
+
+
+def test_replicas_of_other_loops_are_told_nothing():
+    keys = {"parallel.data": 2, "parallel.unused_parameters": True}
+    with pytest.raises(CannotAnswerError, match="transformers' Trainer's are"):
+        memplan.plan("llama-3.2-1b", gpu="h100", stack="bundled", config="bf16-adamw", set=keys)
 
 
 def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):

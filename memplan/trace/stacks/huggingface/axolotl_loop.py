@@ -53,7 +53,9 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             model = with_adapters(model, inputs)
             if setup.profile.fused_adapters:
                 _with_functions(model, patches, setup.profile.fused_adapters)
-        arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
+        looks = bool(setup.config.parallel.unused_parameters)  # core/builders/causal.py, 265 to 271
+        named = {**training_arguments(inputs, Path(folder)), "ddp_find_unused_parameters": looks}
+        arguments = transformers.TrainingArguments(**named)
         trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
 
