@@ -32,7 +32,7 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
     if counted and name not in catalog.gpus and counted[2] in catalog.gpus:
         known = catalog.gpus.name_of(counted[2])
         raise InvalidFileError([f'--gpu {printable(name)} names one GPU; several: --gpus "{counted[1]}x {known}"'])
-    sized = re.fullmatch(r"\s*(\d{1,6})\s*(?:g|gb|gib)?\s*", name, re.IGNORECASE)
+    sized = re.fullmatch(r"\s*(\d{1,3}|\d{1,6}(?=\s*g))\s*(?:g|gb|gib)?\s*", name, re.IGNORECASE)
     if sized and name not in catalog.gpus:
         raise InvalidFileError(
             [f"--gpu {printable(name)} names no GPU; for one of that size: --gpu-memory {sized[1]}GiB"]
