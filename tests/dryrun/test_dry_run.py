@@ -179,8 +179,9 @@ KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", KERNELS)
-def test_libraries_of_kernels_need_what_the_trace_says(word, tmp_path):
+def test_libraries_of_kernels_need_what_the_trace_says(word, tmp_path, caplog):
     pytest.importorskip("transformers")
+    caplog.set_level("CRITICAL", "liger_kernel")  # a record of its keeps an exception, and so the tensors of its frames
     if word == "--liger":
         pytest.importorskip("liger_kernel")
         pytest.importorskip("triton")

@@ -208,6 +208,17 @@ def test_padding_is_taken_out_and_put_back():
         assert pad_input(tokens, indices, 2, 3).shape == (2, 3, 8)
 
 
+def test_gradients_summed_in_one_order_are_refused_wherever_that_is_said():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"), flash_attn_installed("9.0", []):
+        from flash_attn import flash_attn_func, flash_attn_qkvpacked_func
+
+        packed = torch.empty(2, 4, 3, 2, 8, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(RefusedError, match="deterministic=True"):
+            flash_attn_qkvpacked_func(packed, 0.0, None, True, (-1, -1), 0.0, None, True)
+        query, key, value = packed.unbind(2)
+        assert flash_attn_func(causal=True, v=value, k=key, q=query).shape == query.shape
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "said"),
     [("7.5", torch.float16, "Ampere GPUs or newer"), ("8.0", torch.float32, "fp16 and bf16")],

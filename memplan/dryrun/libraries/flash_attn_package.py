@@ -43,24 +43,34 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     return attended(lengths, (q, k, v), deterministic=deterministic)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, *_: Any, deterministic: bool = False,
-                              return_attn_probs: bool = False, **__: Any) -> Any:  # fmt: skip
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                              window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                              return_attn_probs: bool = False) -> Any:  # fmt: skip
     """Return attention of one tensor ``(batch, tokens, 3, heads, width)``."""
+    del softmax_scale, causal, window_size, softcap, alibi_slopes
     tokens = qkv.shape[1]
     lengths = AttentionLengths((), (tokens, tokens), dropout_p > 0, return_attn_probs)
     return attended(lengths, (qkv,), deterministic=deterministic)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, *_: Any, deterministic: bool = False,
-                             return_attn_probs: bool = False, **__: Any) -> Any:  # fmt: skip
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                             causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                             alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                             return_attn_probs: bool = False) -> Any:  # fmt: skip
     """Return attention of queries and one tensor of keys and values ``(batch, tokens, 2, heads, width)``."""
+    del softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = AttentionLengths((), (q.shape[1], kv.shape[1]), dropout_p > 0, return_attn_probs)
     return attended(lengths, (q, kv), deterministic=deterministic)
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, *_: Any,
-                                     deterministic: bool = False, return_attn_probs: bool = False, **__: Any) -> Any:  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+                                     softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                     return_attn_probs: bool = False) -> Any:  # fmt: skip
     """Return attention of one tensor ``(tokens, 3, heads, width)`` of sequences one behind another."""
+    del softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = AttentionLengths(
         (cu_seqlens, cu_seqlens), (int(max_seqlen), int(max_seqlen)), dropout_p > 0, return_attn_probs
     )
@@ -68,9 +78,12 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                                    max_seqlen_k: int, dropout_p: float = 0.0, *_: Any, deterministic: bool = False,
-                                    return_attn_probs: bool = False, **__: Any) -> Any:  # fmt: skip
+                                    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                    return_attn_probs: bool = False) -> Any:  # fmt: skip
     """Return attention of queries ``(tokens, heads, width)`` and of keys and values ``(tokens, 2, heads, width)``."""
+    del softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = AttentionLengths(
         (cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)), dropout_p > 0, return_attn_probs
     )
@@ -216,7 +229,7 @@ class _Finder:
         def checked(*args: Any, **options: Any) -> Any:
             if self._major < FIRST_CAPABILITY:
                 raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-            first: Tensor = next(iter([*args, *options.values()]))
+            first: Tensor = args[0] if args else options["q" if "q" in options else "qkv"]
             if first.dtype not in (torch.float16, torch.bfloat16):
                 raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
             try:
