@@ -132,3 +132,4 @@ def test_answers_say_which_layers_are_checkpointed(cli):
     config = ("--config", "bf16-adamw")
     for command in (("frontier",), ("explain",), ("max", "--for", "batch")):
         assert "checkpointing full (1 layer in 2)" in " ".join(cli(*command, *asked, *config).out.split())
+    assert "the forward of 1 layer in 2 runs once more" in " ".join(cli("suggest", *asked).out.split())

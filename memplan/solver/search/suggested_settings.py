@@ -230,7 +230,8 @@ def given_up(combination: Combination, catalog: Catalog) -> Iterator[str]:
     if way.lifetime == "layer":
         yield "no gradient accumulation and no clipping by the global norm"
     if way.checkpointing != "none":
-        again = "every layer's forward runs" if way.checkpointing == "full" else "norms and elementwise operations run"
+        some = combination.plan.setup.config.checkpointed_layers.words.strip(" ()") or "every layer"
+        again = f"the forward of {some} runs" if way.checkpointing == "full" else "norms and elementwise operations run"
         yield f"{again} once more"
     if way.loss == "chunked":
         yield "the head's product runs once more"
