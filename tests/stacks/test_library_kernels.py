@@ -23,7 +23,8 @@ def plan(*settings, stack="transformers", config="lora", model=MODEL, gpu="a100-
 @pytest.mark.parametrize("key", LIGER)
 def test_each_of_ligers_kernels_needs_less_than_what_it_replaces_but_the_rotation(key):
     none = "activation_checkpointing=none"
-    own, replaced = (plan(*keys, config="bf16-adamw").expected_bytes for keys in ((key, none), (none,)))
+    plans = (plan(*keys, config="bf16-adamw").to_dict() for keys in ((key, none), (none,)))
+    own, replaced = (one["peak"]["requested_bytes"] for one in plans)  # the order of allocations moves the reserve
     assert own == replaced if key == "kernels.rotary=in-place" else own < replaced
 
 
