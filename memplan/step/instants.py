@@ -130,7 +130,7 @@ def step_on_tape(
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
-    refuse_unrun_parts(model.spec, setup)
+    refuse_unrun_parts(model.spec)
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)

@@ -59,6 +59,8 @@ class BlockSettings:
         compute_bytes: Bytes of an element in matrix products.
         residual_bytes: Bytes of an element of the residual stream.
         autocast: Whether weights are cast for products.
+        wide_powers: Whether autocast forms powers in fp32 (``fp32`` list in aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's
+            units too, whose weights are gathered narrow, but not over FSDP2's, as accelerate's own code was traced.
         selective: Whether selective checkpointing applies.
         dropout: Probability that applies to what is added to the residual stream.
         attention_dropout: The same, of attention's weights.
@@ -83,6 +85,7 @@ class BlockSettings:
     compute_bytes: int
     residual_bytes: int
     autocast: bool
+    wide_powers: bool
     selective: bool
     dropout: float
     attention_dropout: float
@@ -109,6 +112,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
     """Return what operations depend on; equal ones give equal tapes."""
     profile, own = KernelProfile(), setup.profile
     dropout, attention_dropout = dropouts(spec, setup)
+    flat = setup.config.parallel.engine == "fsdp1" and setup.stack.model_code == "transformers"
     attention = setup.masked_attention if regime.masked and setup.masked_attention else own.attention
     return BlockSettings(
         names=spec.names,
@@ -125,6 +129,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         compute_bytes=setup.compute_bytes,
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,
+        wide_powers=setup.autocast or (flat and setup.config.compute_dtype != "fp32"),
         selective=setup.checkpointing == "selective",
         dropout=dropout,
         attention_dropout=attention_dropout,

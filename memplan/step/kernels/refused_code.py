@@ -37,25 +37,13 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
         )
 
 
-def refuse_unrun_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for parts of a layer whose activations are not modelled: some that only Megatron-LM's flags build, and a square.
+def refuse_unrun_parts(spec: ModelSpec) -> None:
+    """Raise for parts of a layer whose activations are not modelled, as only Megatron-LM's flags build them.
 
     Raises:
-        CannotAnswerError: Experts without a gate, a quick GELU, or a squared ReLU over shards of weights in 16 bits, which
-            autocast forms in fp32 under accelerate.
-
-    Source:
-        ``fp32`` list of aten/src/ATen/autocast_mode.h (v2.13.0), ``pow``; seen in traces of AFM over torch's shards.
+        CannotAnswerError: Experts without a gate, or a quick GELU.
     """
-    parallel = setup.config.parallel
-    sharded = parallel.gpus > 1 and parallel.zero_stage == 3 and parallel.engine != "deepspeed"
-    squares = sharded and not setup.autocast and setup.config.compute_dtype != "fp32"
     for part in [run.layer.feed_forward for run in spec.runs]:
-        if part.activation == "relu-squared" and squares and setup.stack.model_code == "transformers":
-            raise CannotAnswerError(
-                f"{spec.name}: a squared ReLU over shards of weights in 16 bits is not modelled, as autocast forms it in fp32; "
-                "use weights: fp32"
-            )
         if part.activation == "quick-gelu":
             raise CannotAnswerError(f"{spec.name}: activations of a quick GELU are not modelled")
         if isinstance(part, MixtureOfExperts) and not part.gated:

@@ -62,7 +62,7 @@ def _relu_squared(builder: Builder, x: Value) -> Value:
         *((x, positive) if builder.settings.code.functions else ())
     ):  # ``ReLUSquaredActivation`` has names for both
         tape.apply("relu", [(x, NEW)], positive, [positive])
-        wide = builder.cast(positive, 4) if builder.settings.autocast else positive
+        wide = builder.cast(positive, 4) if builder.settings.wide_powers else positive
         traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
         return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
 
@@ -74,7 +74,7 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
     with tape.alive(x):
         half = builder.pointwise("half", x)
         with tape.alive(half):
-            wide = builder.cast(x, 4) if builder.settings.autocast else x
+            wide = builder.cast(x, 4) if builder.settings.wide_powers else x
             traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
             cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
             inner = builder.pointwise("scale", builder.add(x, builder.pointwise("scale", cube)))
