@@ -93,6 +93,13 @@ def test_each_matrix_of_an_adapter_is_a_flat_tensor_alone(catalog, apart):
     assert unit(matrices[:1], setup).kept_bytes == 4 * 58
 
 
+@pytest.mark.parametrize("engine", ["torch", "fsdp1"])
+def test_weights_that_are_trained_over_fsdp_are_in_fp32_and_their_states_too(catalog, engine):
+    setup = setup_of(catalog, Parallel(7, 3, engine=engine), stack="trl", weights={"default": "bf16"})
+    assert set(setup.format_names.values()) == {"fp32"}
+    assert set(setup.optimizer_names.values()) == {"adamw-fp32"}
+
+
 def test_gathered_weights_need_no_autocast(catalog):
     setup = setup_of(catalog, Parallel(4, 3), **MIXED)
     whole = gathered_setup(setup)

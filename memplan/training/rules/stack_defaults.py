@@ -8,7 +8,7 @@ from typing import cast
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
-from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_flat, casts_trained
+from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 
 
 def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> TrainingConfig:
@@ -22,7 +22,7 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     adapter = config.adapter
     if adapter is not None and adapter.dtype is None:
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
-    if adapter is not None and (casts_flat(config) or (hidden in FLOATS and casts_trained(config, stack))):
+    if adapter is not None and casts_trained(config, stack) and (hidden in FLOATS or is_flattened(config)):
         adapter = replace(adapter, dtype="fp32")
     if adapter is not None and adapter.vision is None:
         adapter = replace(adapter, vision=stack.vision == "as-language")

@@ -105,18 +105,21 @@ def _casts_back(config: TrainingConfig) -> bool:
 
 
 def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
-    """Tell whether accelerate casts what is trained of a config's model to fp32 before it shards it."""
-    sharded = config.parallel.zero_stage == 3 and config.parallel.data > 1 and config.parallel.engine == "torch"
-    return stack.sharded_units == "accelerate" and sharded and config.compute_dtype != "fp32"
-
-
-def casts_flat(config: TrainingConfig) -> bool:
-    """Tell whether accelerate casts the flat tensors of FSDP1 that are trained to fp32, as it does under mixed precision.
+    """Tell whether accelerate casts what is trained of a config's model to fp32, as it does where FSDP has mixed precision.
 
     Source:
-        ``Accelerator.prepare_model`` in accelerate/accelerator.py (1.15.0).
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py and ``Accelerator.prepare_model`` in accelerate/accelerator.py
+        (1.15.0), where FSDP1's flat tensors are cast once they are made, unless they have no memory, as in a trace.
     """
-    return config.parallel.engine == "fsdp1" and config.parallel.gpus > 1 and config.compute_dtype != "fp32"
+    parallel = config.parallel
+    sharded = parallel.zero_stage == 3 and parallel.data > 1 and parallel.engine == "torch"
+    accelerates = stack.sharded_units == "accelerate" and sharded
+    return (accelerates or is_flattened(config)) and config.compute_dtype != "fp32"
+
+
+def is_flattened(config: TrainingConfig) -> bool:
+    """Tell whether ranks hold flat tensors of FSDP1, of codes too."""
+    return config.parallel.engine == "fsdp1" and config.parallel.gpus > 1
 
 
 def casts_floats(config: TrainingConfig, stack: Stack) -> bool:
@@ -125,12 +128,7 @@ def casts_floats(config: TrainingConfig, stack: Stack) -> bool:
 
 
 def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]) -> dict[Role, str]:
-    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained.
-
-    Source:
-        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts trained parameters to fp32 where the
-        compute dtype is narrower.
-    """
+    """Return the weight formats of a config without quantised weights, with those cast that its stack casts where all are trained."""
     if config.adapter is None and casts_trained(config, stack):
         return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
     flash = (config.kernels.attention or stack.kernels.attention) == "flash" or config.kernels.loss == CUT
