@@ -127,6 +127,8 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
         ("trl@1.14", {"method.stage": "kto", "micro_batch_size": 2}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
+        ("trl", {"method.stage": "classification"}, ".*transformers' Trainer runs it: --stack transformers$"),
+        ("torchtune", {"method.stage": "classification"}, ".* are sft; .*: --stack transformers$"),
         ("llama-factory", {"method.stage": "reward"}, ".*--stack trl$"),
         ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),
         ("trl@0.29", {"parallel.data": 2}, "; as TRL's newest version does: --stack trl$"),

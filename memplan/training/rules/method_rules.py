@@ -144,6 +144,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
             who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
             way = f"; {who}: --stack trl"
+        elif stage in catalog.stack("transformers").stages:
+            way = "; as transformers' Trainer runs it: --stack transformers"
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
     elif whole and config.kernels.loss not in (None, "log-probabilities"):
