@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.documents.escaping import csv_cell, escaped, markdown, workflow_data, workflow_property, xml
+from memplan.documents.escaping import csv_cell, escaped, markdown, workflow_data, workflow_property
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,6 @@ def test_a_number_stays_a_number(text):
 )
 def test_markdown_shows_what_was_written(text, shown):
     assert markdown(text) == shown
-
-
-def test_xml_holds_any_text_in_ascii():
-    assert (
-        xml("<a b=\"c\" d='e'>&\x00\ufffe\u00d7") == "&lt;a b=&quot;c&quot; d=&#39;e&#39;&gt;&amp;\\u0000\\ufffe&#215;"
-    )
 
 
 def test_a_workflow_command_ends_where_memplan_ends_it():
