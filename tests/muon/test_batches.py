@@ -120,7 +120,9 @@ def test_a_step_takes_the_planned_bytes_at_every_budget(dtype, momentum, budget)
     )
 
 
-@pytest.mark.parametrize("momentum", ["fp32", "int8", "gauss2"])
+@pytest.mark.parametrize(
+    "momentum", ["fp32", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "gauss2"))]
+)
 def test_a_model_of_24_layers_takes_a_tenth_of_the_kernels(momentum):
     shapes = ((1024, 1024), (2816, 1024))
     counts = []

@@ -43,6 +43,7 @@ def keys(momentum="int8", budget=0, newton_schulz="min", weights="bf16", **other
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("momentum", MOMENTA)
