@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from memplan.catalog.entries import Source
-from memplan.catalog.kernel_profiles import KernelProfile, LossKernel
+from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing, Stage
 from memplan.documents.schemas import build
 from memplan.errors import CannotAnswerError, InvalidFileError, printable
@@ -34,7 +34,7 @@ class StackCheckpointing:
         default_quantised: The same where adapters stand on quantised weights.
         reentrant: Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``.
         selective: What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
-            ``alternate-products``, the first product of two matrices, the third and so on.
+            ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
         early_stop: Whether a layer is computed again no further than backward needs it.
     """
 
@@ -125,7 +125,7 @@ class Loop:
     Attributes:
         holds: What it keeps alive through backward, and until the next forward is done: ``logits``.
         loss: ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop
-            does, and lets go of logits as they are used.
+            does, and lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
         labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
         metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
             (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
@@ -137,7 +137,7 @@ class Loop:
     """
 
     holds: tuple[Literal["logits"], ...]
-    loss: Literal["model", "loop"]
+    loss: Literal["model", "loop", "named"]
     labels: Literal["given", "shifted"]
     metrics: Metrics = "none"
     pairs: PairKernel = "rows"
@@ -232,6 +232,9 @@ class Stack:
         pair_kbit_floats: ``kbit_floats`` where pairs are compared without a reference model, if it is another.
         divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
         foreign_losses: Losses of other libraries that nothing of it ever calls, and no key of its files asks for.
+        attention_order: Kernels that it lets torch's attention choose among, the one that comes first first, where its
+            ``attention`` is ``auto``; nothing is all of them in torch's own order.
+        shards_alone: Whether a model on one GPU is in FSDP too, over a group of one.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -274,6 +277,8 @@ class Stack:
     pair_kbit_floats: KbitFloats | None = None
     divides: tuple[str, ...] = ()
     foreign_losses: tuple[LossKernel, ...] = ()
+    attention_order: tuple[AttentionKernel, ...] = ()
+    shards_alone: bool = False
     name: str = ""
     version: str = ""
 

@@ -31,7 +31,8 @@ class EndSettings:
         bounded_logits: Whether a scaled tanh bounds the logits.
         scaled_logits: Whether they are multiplied by a factor, or divided by one.
         loss: Kernel of the cross-entropy.
-        names_logits: Whether the model has a name for logits until its forward ends.
+        names_logits: Whether the model has a name for logits until its forward ends, or the loop until the loss is known.
+        loss_behind: Whether the model's forward has ended before the loss is formed of its logits.
         shifts_labels: Whether the loss is given a shifted copy of the labels.
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
@@ -54,6 +55,7 @@ class EndSettings:
     scaled_logits: bool
     loss: LossKernel
     names_logits: bool
+    loss_behind: bool
     shifts_labels: bool
     embedding_dropout: float
     input_gradients: bool
@@ -92,7 +94,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         scaled_logits=bool(spec.logit_scale),
         loss="bf16" if setup.scores else setup.profile.loss,
-        names_logits=setup.stack.loop.loss == "model",
+        names_logits=setup.stack.loop.loss in ("model", "named"),
+        loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),

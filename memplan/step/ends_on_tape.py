@@ -161,13 +161,15 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         logits = _logits(builder, settings, _answered(builder, settings, normed))
         if block.code.returns_logits:
             logits = builder.cast(logits, 4)
-        elif settings.loss not in ("fp32-pieces", "log-probabilities"):
+        elif settings.loss not in ("fp32-pieces", "log-probabilities") and not settings.loss_behind:
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
     if settings.loss == "log-probabilities":
         loss = _compared(builder, settings, logits)
     elif block.code.returns_logits:
         builder.tape.ends(entry)
         loss = _loss(builder, settings, logits, wide=False)
+    elif settings.loss_behind:
+        loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
     if settings.loss == "fp32-pieces":
         logits = builder.cast(logits, 4)
         loss = cross_entropy_in_pieces(builder, logits)

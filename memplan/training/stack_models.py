@@ -39,11 +39,13 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         model = _with_tower(model, setup)
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
-    if setup.autocast and stack.sharded_units == "ends-apart" and not setup.config.parallel.zero_stage:
+    if setup.autocast and stack.shards_alone and not setup.config.parallel.zero_stage:
         raise CannotAnswerError(
             f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
             "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
         )
+    if stack.autocast == "always" and setup.autocast and not setup.config.parallel.zero_stage:
+        _refuse_kept_graph(setup)
     embedding = model.spec.names.embedding.rpartition(".")[-1]
     if stack.kbit_floats == "fp32-norms" and setup.kbit_floats and embedding not in CAST_BACK:
         raise CannotAnswerError(
@@ -74,6 +76,20 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _refuse_kept_graph(setup: TrainingSetup) -> None:
+    """Refuse 16-bit weights under autocast where whole layers run again to their end, whose second graph then lives as long as the first.
+
+    Raises:
+        CannotAnswerError: They do.
+    """
+    narrow = setup.format_names["hidden_matrix"] == setup.config.compute_dtype
+    if narrow and setup.checkpointing == "full" and not setup.stack.checkpointing.early_stop:
+        raise CannotAnswerError(
+            f"{setup.name}: activation_checkpointing: full over {setup.config.compute_dtype} weights on one GPU, where "
+            f"{setup.stack.label} runs under autocast, is not modelled; use weights: fp32, selective, or several GPUs"
+        )
 
 
 def _with_tower(model: Model, setup: TrainingSetup) -> Model:

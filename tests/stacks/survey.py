@@ -30,7 +30,7 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     python = environment(options.folder / options.stack, **listed[options.stack])
     stack, _, version = options.stack.partition(".")
-    at = ["--at", version.replace("-", ".")] if version[:1].isdigit() else []
+    at = ["--at", version.partition(".")[0].replace("-", ".")] if version[:1].isdigit() else []
     command = [str(python), "-W", "ignore", "-m", "memplan.lab.stack_survey", "--stack", stack, *at, *rest]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
 

@@ -592,18 +592,53 @@ def test_torchtitan_checkpoints_every_so_many_layers_before_its_0_3(tmp_path, op
     assert training["checkpointed_layers"] == {"every": every, "first": None}
 
 
-def test_a_file_of_torchtitan_before_0_3_says_that_it_is_planned_as_0_3(tmp_path):
-    plan = titan_plan(tmp_path, "llama3", "debugmodel")
-    assert plan["training"]["stack"] == "torchtitan"
+def test_a_file_of_torchtitan_before_0_3_is_planned_as_0_2_2_where_that_was_traced(tmp_path):
+    assert titan_plan(tmp_path, "llama3", "debugmodel")["training"]["stack"] == "torchtitan@0.2.2"
+    assert titan_plan(tmp_path, "qwen3", "8B")["training"]["stack"] == "torchtitan"
     path = tmp_path / "titan.toml"
-    for version, stack in (("", "torchtitan@0.2"), ("0.1", "torchtitan@0.1"), ("0.3", None)):
-        answer = memplan.import_file(path, gpus=8, trainer_version=version).to_dict()
-        assumed = {row["key"]: row for row in answer["assumed"]}
-        assert assumed.get("stack", {}).get("value") == stack
-        if stack:
-            assert "planned as torchtitan 0.3.0" in assumed["stack"]["why"]
-            assert "whole logits" in assumed["stack"]["why"]
-            assert assumed["stack"]["change"] == "--trainer-version 0.3"
+    assumed = {row["key"]: row for row in memplan.import_file(path, gpus=8).to_dict()["assumed"]}
+    assert (assumed["stack"]["value"], assumed["stack"]["change"]) == ("torchtitan", "model.name")
+    assert "of 0.2 only Llama was traced" in assumed["stack"]["why"]
+
+
+def test_torchtitan_0_2_2_with_16_bit_weights_under_autocast_is_refused_where_whole_layers_run_again():
+    asked = {"gpu": "h100", "config": "bf16-adamw", "stack": "torchtitan@0.2.2", "sequence_length": 64}
+    with pytest.raises(memplan.errors.CannotAnswerError, match="full over bf16 weights on one GPU"):
+        memplan.plan("llama-3-8b", set=["activation_checkpointing=full"], **asked)
+    assert memplan.plan("llama-3-8b", set=["activation_checkpointing=none"], **asked).memory.requested_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("version", "stack", "why"),
+    [("", None, ""), ("0.1", "torchtitan@0.2.2", "the oldest version that was read"), ("0.3", None, "")],
+)
+def test_an_older_file_of_torchtitan_is_read_as_the_oldest_that_was(tmp_path, version, stack, why):
+    titan_plan(tmp_path, "llama3", "debugmodel")
+    answer = memplan.import_file(tmp_path / "titan.toml", gpus=8, trainer_version=version).to_dict()
+    row = next((row for row in answer["assumed"] if row["key"] == "stack"), {"value": None, "why": ""})
+    assert row["value"] == stack
+    assert why in row["why"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("[parallelism]\ntensor_parallel_degree = 2", "parallelism.tensor_parallel_degree"),
+        ("[parallelism]\npipeline_parallel_degree = 2", "parallelism.pipeline_parallel_degree"),
+        ("[compile]\nenable = true", "compile.enable"),
+        (
+            "[parallelism]\ndata_parallel_shard_degree = 1\ndata_parallel_replicate_degree = 8",
+            "parallelism.data_parallel_shard_degree",
+        ),
+    ],
+)
+def test_what_of_torchtitan_0_2_was_not_traced_is_planned_as_0_3_and_says_so(tmp_path, section, key):
+    path = tmp_path / "titan.toml"
+    path.write_text(TITAN.format(name="llama3", flavor="debugmodel", option="") + section, encoding="utf-8")
+    answer = memplan.import_file(path, gpus=8).to_dict()
+    assumed = {row["key"]: row for row in answer["assumed"]}
+    assert (assumed["stack"]["value"], assumed["stack"]["change"]) == ("torchtitan", key)
+    assert "whole logits in fp32" in assumed["stack"]["why"] or "a rank's whole logits" in assumed["stack"]["why"]
 
 
 def test_every_layer_or_every_second_product_is_said_as_before(tmp_path):

@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [StackJob.read(options.job)]
     else:
         linear = bool(options.family) and set(options.family) <= set(LINEAR)
-        jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear) for n in range(options.jobs)]
+        at = options.at or ""
+        numbers = range(options.jobs)
+        jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear, version=at) for n in numbers]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     if options.deepspeed and not options.job:

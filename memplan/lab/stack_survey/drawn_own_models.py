@@ -55,6 +55,20 @@ def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
     return model, training
 
 
+def older_torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as torchtitan 0.2.2 can train them."""
+    model, training = torchtitan_job(rng)
+    model |= {"model_type": "llama", "tie_word_embeddings": False}
+    model["hidden_size"] = model["num_attention_heads"] * model["head_dim"]
+    kernels = {key: value for key, value in training.pop("kernels", {}).items() if key == "optimizer"}
+    training |= {"kernels": kernels} if kernels else {}
+    if training["compute_dtype"] == "bf16" and rng.random() < 0.7:
+        training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    if rng.random() < 0.3:
+        training |= {"activation_checkpointing": "full", "checkpointed_layers": {"every": rng.choice((2, 3))}}
+    return model, training
+
+
 def torchtune_job(rng: Random) -> tuple[Keys, Keys]:
     """Return the keys of a model and of a training config, as torchtune's recipes on one device can train them."""
     heads, width, family = rng.choice(HEADS), rng.choice(WIDTHS), rng.choice(TORCHTUNE_FAMILIES)
@@ -199,6 +213,9 @@ OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
     "nanogpt": nanogpt_job,
 }
 """Stack -> what draws a job for it."""
+
+OLDER_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan@0.2.2": older_torchtitan_job}
+"""The same at versions whose models or configs are others."""
 
 OWN_CARD = "8.0"
 """Compute capability of the card that they run on: flash attention is what torch takes for bf16 there."""

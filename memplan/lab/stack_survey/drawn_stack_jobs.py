@@ -11,7 +11,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_own_models import OWN_CARD, OWN_MODELS
+from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, reserved, resolved
 from memplan.lab.survey.drawn_models import TOWERS, model_values
 from memplan.model.model import Model
@@ -171,7 +171,13 @@ def at_version(job: StackJob, version: str) -> StackJob:
 
 
 def drawn_stack_job(
-    seed: int, number: int, catalog: Catalog, stacks: tuple[str, ...] = STACKS, *, linear: bool = False
+    seed: int,
+    number: int,
+    catalog: Catalog,
+    stacks: tuple[str, ...] = STACKS,
+    *,
+    linear: bool = False,
+    version: str = "",
 ) -> StackJob:
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone.
 
@@ -182,6 +188,7 @@ def drawn_stack_job(
         stacks: Of which one is drawn.
         linear: Whether the model has gated delta networks, as none has otherwise; they run by torch or by kernels where
             these are installed.
+        version: An older one of a stack, whose models or configs may be others.
     """
     rng = Random(f"memplan stacks {seed} {number}")
     stack = rng.choice(stacks) if set(stacks) <= set(LLAMA_LIKE) else ""
@@ -190,7 +197,8 @@ def drawn_stack_job(
         values = model_values(rng, catalog)
     stack = stack or rng.choice(stacks)
     if stack in OWN_MODELS:
-        return StackJob(Job(*OWN_MODELS[stack](rng)), OWN_CARD, reentrant=False)
+        drawn = OLDER_MODELS.get(f"{stack}@{version}", OWN_MODELS[stack])
+        return StackJob(Job(*drawn(rng)), OWN_CARD, reentrant=False)
     training = {"description": "drawn at random", "stack": stack, **_weights(rng)}
     eager = rng.random() < 0.3
     if eager:

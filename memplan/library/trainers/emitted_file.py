@@ -47,10 +47,16 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     catalog = catalog_of(options.get("catalog"))
     wanted: dict[str, Any] = {**options, "catalog": catalog, "stack": trainer}
     plan = planned(model, **wanted)
-    keys = _keys(plan, str(model), writes)
     toml = writes.get("form") == "toml"
-    text = _toml(keys) if toml else "".join(f"{key}: {value}\n" for key, value in keys.items())
-    _read_back(text, f"emitted.{'toml' if toml else 'yaml'}", plan, wanted)
+    name = f"emitted.{'toml' if toml else 'yaml'}"
+    text = _text(_keys(plan, str(model), writes), toml=toml)
+    data = _read(text, name, plan, wanted)
+    if data["stack"] != plan.training["stack"]:  # an older version is what reads such a file
+        wanted["stack"] = data["stack"]
+        plan = planned(model, **wanted)
+        text = _text(_keys(plan, str(model), writes), toml=toml)
+        data = _read(text, name, plan, wanted)
+    _compare(data, plan, wanted)
     return text
 
 
@@ -132,28 +138,42 @@ def _of_all(by_role: Mapping[str, str]) -> str | None:
     return by_role.get("default", named.pop() if len(named) == 1 else None)
 
 
-def _read_back(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse a text whose job would need other bytes.
+def _text(keys: Mapping[str, str], *, toml: bool) -> str:
+    """Return keys and values as the text of a file."""
+    return _toml(keys) if toml else "".join(f"{key}: {value}\n" for key, value in keys.items())
+
+
+def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training config that a text is read as.
+
+    Raises:
+        CannotAnswerError: It is read as nothing that can be planned.
+    """
+    try:
+        return training_data(name, (), options.get("gpus"), options["catalog"], text)
+    except MemplanError as error:
+        raise _unsaid(plan, str(error)) from None
+
+
+def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) -> None:
+    """Refuse a text whose job, as it is read, would need other bytes.
 
     Raises:
         CannotAnswerError: With the keys in which it differs.
     """
+    kept = {key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")}
+    given: dict[str, Any] = {**dict.fromkeys(options), **kept, "config": data}
     try:
-        data = training_data(name, (), options.get("gpus"), options["catalog"], text)
-        given: dict[str, Any] = {
-            **dict.fromkeys(options),
-            **{key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")},
-        }
-        again = planned(plan.memory.model, **{**given, "config": data})
+        again = planned(plan.memory.model, **given)
     except MemplanError as error:
-        raise CannotAnswerError(
-            f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: {error}"
-        ) from None
+        raise _unsaid(plan, str(error)) from None
     if again.memory.device_bytes != plan.memory.device_bytes:
         before, after = plan.training, again.training
         other = sorted(
             key for key in before if before[key] != after.get(key) and key not in ("description", "evidence", "status")
         )
-        raise CannotAnswerError(
-            f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: read back, it differs in {', '.join(other)}"
-        )
+        raise _unsaid(plan, f"read back, it differs in {', '.join(other)}")
+
+
+def _unsaid(plan: Plan, why: str) -> CannotAnswerError:
+    return CannotAnswerError(f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
@@ -13,6 +14,8 @@ ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 FLASH_LARGEST_WIDTH = 256
 CUDNN_LARGEST_WIDTH = 128
+CUDNN_SINCE = 8
+"""Major compute capability from which on cuDNN has attention (``check_cudnn_hardware_support``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,27 @@ class AttentionCall:
     trained: bool = True
 
 
-def chosen_kernel(call: AttentionCall, compute_capability: str) -> ChosenKernel:
+def chosen_kernel(call: AttentionCall, compute_capability: str, order: Sequence[str] = ()) -> ChosenKernel:
     """Return the kernel that torch takes on a card of NVIDIA.
 
-    cuDNN comes first on compute capability 9.0 and 10.x, where wheels carry one newer than 9.15; elsewhere flash,
+    In an ``order`` that is given, as ``sdpa_kernel(order, set_priority=True)`` does, it is the first that can; cuDNN can from
+    compute capability 8.0 on. Else cuDNN comes first on compute capability 9.0 and 10.x, where wheels carry one newer than 9.15; elsewhere flash,
     efficient, math, in this order, the first that can. What pads heads to a multiple of 8 for flash comes after.
 
     Source:
         aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``check_prefer_cudnn_attention``,
-        ``can_use_flash_attention``, ``can_use_mem_efficient_attention``, ``can_use_cudnn_attention`` (v2.13.0).
+        ``can_use_flash_attention``, ``can_use_mem_efficient_attention``, ``can_use_cudnn_attention``,
+        ``check_cudnn_hardware_support`` (v2.13.0).
     """
     major, minor = (int(part) for part in compute_capability.split("."))
+    if order:
+        can: dict[ChosenKernel, bool] = {
+            "cudnn": major >= CUDNN_SINCE and _takes_cudnn(call),
+            "flash": _takes_flash(call, major, minor),
+            "efficient": _takes_efficient(call, major),
+            "math": True,
+        }
+        return min((name for name in can if can[name] and name in order), key=order.index)
     if major in (9, 10) and _takes_cudnn(call):
         return "cudnn"
     if _takes_flash(call, major, minor):
@@ -62,20 +75,21 @@ def chosen_kernel(call: AttentionCall, compute_capability: str) -> ChosenKernel:
     return "math"
 
 
-def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables) -> ChosenKernel:
+def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables, order: Sequence[str] = ()) -> ChosenKernel:
     """Return the kernel that torch takes on a card of any vendor.
 
     Args:
         call: What is asked for.
         gpu: The card; of one of NVIDIA, the compute capability has to be known.
         tables: What cards can do.
+        order: Kernels among which a card of NVIDIA chooses, the one that comes first first; nothing is torch's own order.
 
     Source:
         sdp_utils.cpp for ROCm, where flash and efficient are AOTriton's and take heads of one width, at most 512, on gfx11
         256; on Metal derivatives.yaml has none for a fused kernel, so that attention that is trained is composed (v2.13.0).
     """
     if gpu.vendor == "nvidia":
-        return chosen_kernel(call, gpu.compute_capability or "")
+        return chosen_kernel(call, gpu.compute_capability or "", order)
     most = 256 if gpu.architecture.startswith("rdna") else 512
     if call.width != call.value_width or call.width > most or not runs_on("efficient", gpu, tables):
         return "math"

@@ -168,7 +168,8 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
         return own, ""
     if setup.attention_choice != TORCH_CHOOSES and runs_on(own, gpu, setup.hardware):
         return own, ""
-    kernel = _least_able(kernel_on(call, gpu, setup.hardware) for call in calls)
+    order = setup.stack.attention_order if setup.attention_choice == TORCH_CHOOSES else ()
+    kernel = _least_able(kernel_on(call, gpu, setup.hardware, order) for call in calls)
     if setup.attention_choice == TORCH_CHOOSES:
         return kernel, f"attention {kernel}: what torch's scaled_dot_product_attention takes on {card_label(gpu)}"
     if setup.config.kernels.attention is not None:

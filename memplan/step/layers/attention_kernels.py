@@ -18,6 +18,9 @@ flash, two by the others (native_functions.yaml, ``_scaled_dot_product_*_attenti
 FLASH_ATTN_RANDOM_BYTES = 16
 """The same of the package flash-attn (csrc/flash_attn/flash_api.cpp, ``rng_state``)."""
 
+BATCHED = Traits(product=True, batched=True)
+"""A product of heads, one by one."""
+
 FLASH_WIDTH_MULTIPLE = 8
 """Widths of a head that flash attention takes; others are padded (sdp_utils.cpp, attention.cpp ``pad_last_dim``)."""
 
@@ -180,7 +183,7 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
         scores = tape.value(Quantity.SCORES, heads, width)
         with tape.alive(query, key):
             saves = builder.factors(query, key)
-            return tape.apply("scores", [(key, NEW), (query, NEW)], scores, saves, traits=Traits(product=True))
+            return tape.apply("scores", [(key, NEW), (query, NEW)], scores, saves, traits=BATCHED)
 
 
 def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
@@ -190,7 +193,7 @@ def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, hea
     out = tape.value(TOKENS, width, value.element_bytes)
     with tape.alive(weights, value):
         ways = [(value, NEW), (weights, NEW)]
-        return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=Traits(product=True))
+        return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=BATCHED)
 
 
 def _lies_apart(builder: Builder, x: Value, heads: int) -> bool:

@@ -92,7 +92,10 @@ class Player:
         """Return the indices of the operations whose results selective checkpointing saves."""
         products = [index for index, item in enumerate(self.tape.operations) if item.traits.product]
         matrices = [index for index in products if self.tape.operations[index].traits.matrices]
-        return set(products) - set(matrices[1::2] if self.recomputation.alternate else ())
+        if not self.recomputation.alternate:
+            return set(products)
+        batched = {index for index in products if self.tape.operations[index].traits.batched}
+        return set(products) - set(matrices[1::2]) - batched
 
     def region_ends(self) -> Form:
         """Let go of what autocast has cast; return what goes with it."""

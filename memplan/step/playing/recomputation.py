@@ -14,7 +14,7 @@ class Recomputation(NamedTuple):
 
     Attributes:
         kind: ``none`` saves what backward needs, ``full`` the part's input, ``selective`` results of products besides.
-        alternate: Whether ``selective`` leaves out every second product of two matrices.
+        alternate: Whether ``selective`` leaves out every second product of two matrices, and those of stacked matrices.
         whole: Whether the part is computed again to its end, and not only as far as backward needs it
             (``early_stop=False`` of torch/utils/checkpoint.py).
         reentrant: Whether it is computed again, whole, before a backward of its own (``CheckpointFunction`` in

@@ -80,6 +80,7 @@ class Traits(NamedTuple):
         product: Whether selective checkpointing saves its results.
         matrices: Whether it is the product of two matrices and nothing else (``aten.mm``).
         adds_bias: Whether the kernel of its product adds a bias that is not among its weights.
+        batched: Whether it is products of stacked matrices (``aten.bmm``).
         custom: Whether it is a function written in Python, which saves its tensors when it is done.
         escapes: Whether what it saves are attributes of its node, which hooks of checkpointing do not see.
         forms_last: Whether its backward forms gradients when all else that it takes is there.
@@ -95,6 +96,7 @@ class Traits(NamedTuple):
     custom: bool = False
     matrices: bool = False
     adds_bias: bool = False
+    batched: bool = False
     forms_last: bool = False
     made: tuple[Value, ...] = ()
     escapes: bool = False

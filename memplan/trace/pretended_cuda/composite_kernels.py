@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
 from memplan.trace.pretended_cuda.cuda_kernels import grouped_mm
@@ -19,6 +20,12 @@ from memplan.units import round_up
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+BACKENDS = {
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.MATH: "math",
+}
 MASK_COLUMNS = 16
 """Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
 
@@ -70,11 +77,24 @@ def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable
             tokens=key.shape[2],
             trained=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
         )
-        kernel = forced or chosen_kernel(call, compute_capability)
+        kernel = forced or chosen_kernel(call, compute_capability, _allowed())
         mask = _additive(attn_mask, query.dtype)
         return _KERNELS[kernel](query, key, value, mask, call, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
+
+
+def _allowed() -> tuple[str, ...]:
+    """Return the kernels that ``sdpa_kernel`` allows here, the one that comes first first; nothing where it allows all."""
+    cuda: Any = torch.backends.cuda
+    allowed = {
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+    }
+    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    return () if all(allowed.values()) else tuple(BACKENDS[one] for one in order if allowed.get(one))
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -36,6 +36,9 @@ PROGRAMS: Mapping[str, str] = {
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
 
+OLDER: Mapping[str, tuple[str, str]] = {"torchtitan": ("0.3", "memplan.trace.stacks.titan.torchtitan_older")}
+"""Stack -> the version from which on its program is the one above, and that of the versions before."""
+
 ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan")
 """Stacks whose own code is traced as one rank of several."""
 
@@ -95,7 +98,7 @@ def program_of(name: str) -> Any:
         raise CannotAnswerError(f"the code of stack {name} cannot be traced; stacks that can: {known}")
     logging.disable(logging.WARNING)  # of kernels that a machine without a GPU has no use for
     try:
-        program: Any = import_module(PROGRAMS[name])
+        program: Any = import_module(_module(name))
     except ImportError as error:
         raise _missing(name, (error.name or str(error)).partition(".")[0]) from None
     finally:
@@ -106,6 +109,19 @@ def program_of(name: str) -> Any:
         except PackageNotFoundError:
             raise _missing(name, package) from None
     return program
+
+
+def _module(name: str) -> str:
+    """Return the module of the program of a stack at the version that is installed."""
+    since, older = OLDER.get(name, ("", ""))
+    try:
+        return older if older and _numbers(version(name)) < _numbers(since) else PROGRAMS[name]
+    except PackageNotFoundError:
+        return PROGRAMS[name]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 def _missing(name: str, package: str) -> CannotAnswerError:
