@@ -295,11 +295,16 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
         setup=setup,
         replayed=_replayed(run, alloc_conf, None),
         on_device=on_device,
-        plan=None if model is None or setup.unmodelled else CompiledPlan(model, setup).evaluate(against),
+        plan=None if model is None or _has_no_formula(setup) else CompiledPlan(model, setup).evaluate(against),
         device=device,
         context_bytes=context_range(against.gpu, setup.hardware).expected_bytes,
         most_listed=subject.options.get("largest", MOST_LISTED),
     )
+
+
+def _has_no_formula(setup: TrainingSetup) -> bool:
+    """Tell whether a step is traced that nothing plans: of layers compiled one by one, say."""
+    return bool(setup.unmodelled) or setup.config.compile == "layers"
 
 
 def _replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:

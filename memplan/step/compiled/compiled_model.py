@@ -65,6 +65,11 @@ def refuse_compiled(spec: ModelSpec, setup: TrainingSetup) -> None:
     if compiled == "none":
         return
     known = setup.stack.name == "nanogpt" and is_gpt2_shaped(spec)
+    if compiled == "layers" and setup.stack.name == "torchtitan":
+        raise CannotAnswerError(
+            "compile: layers has no formula; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own compiled "
+            "layers, and with compile: none the answer is that of the same step without a compiler"
+        )
     if compiled == "layers" or not known:
         raise CannotAnswerError(
             f"compile: {compiled} is not modelled for {spec.architecture} under stack {setup.stack.name}; what is: model, for "

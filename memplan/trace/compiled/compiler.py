@@ -241,6 +241,7 @@ def _properties(major: int, minor: int) -> SimpleNamespace:
     """
     return SimpleNamespace(
         name="NVIDIA",
+        gcnArchName="NVIDIA",  # the name again, on CUDA
         major=major,
         minor=minor,
         multi_processor_count=MULTIPROCESSORS,

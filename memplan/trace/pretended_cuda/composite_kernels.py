@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.nn.attention import SDPBackend
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
@@ -181,6 +182,8 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
     if weight is not None and weight.dtype != x.dtype:
         out: Tensor = aten.rms_norm.default._op_dk(_COMPOSITE, x, normalized_shape, weight, eps)
         return out
+    if TracingContext.try_get() is not None:  # a compiler takes it apart, and would take an empty result for the norm
+        return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
     if hasattr(x, "placements"):
         return _divided_norm(x, weight, eps or 1e-6)
     fused: Tensor = FusedRMSNorm.apply(x, weight, eps or 1e-6)  # type: ignore[no-untyped-call]

@@ -96,7 +96,7 @@ class _Gpt(nn.Module):
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run nanoGPT's loop on the model that the inputs ask for."""
     setup, spec = inputs.setup, inputs.model.spec
-    refuse_settings(setup, "nanogpt", evaluates=True)
+    refuse_settings(setup, "nanogpt", evaluates=True, compiles="model")
     plain = is_gpt2_shaped(spec) and setup.config.adapter is None and setup.checkpointing == "none"
     if not plain or setup.format_names["hidden_matrix"] != "fp32":
         raise CannotAnswerError("nanoGPT trains GPT-2's shapes, in fp32 weights without adapters or checkpointing")

@@ -72,8 +72,8 @@ def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         recorder.mark(tensor, "optimizer_states", key)
 
 
-def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False) -> None:
-    """Refuse what no loop of these libraries has; some of them evaluate.
+def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False, compiles: str = "none") -> None:
+    """Refuse what no loop of these libraries has; some of them evaluate, or compile the whole model or each layer.
 
     Raises:
         CannotAnswerError: The setup asks for it.
@@ -86,6 +86,7 @@ def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False)
         "gradients.dtype": config.gradients.dtype is not None,
         "offload": setup.offloads_states,
         "evaluation": config.evaluation and not evaluates,
+        f"compile: {config.compile}": config.compile not in ("none", compiles),
         "zero_gradients": config.zero_gradients == "fill",
     }
     for key in [key for key, given in asked.items() if given]:
@@ -118,8 +119,22 @@ def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
         if tensor is not None and torch.is_grad_enabled():
             recorder.backward_reaches(tensor, f"layer {number} backward")
 
-    layer.register_forward_pre_hook(entering)
-    layer.register_forward_hook(leaving, always_call=True)
+    compiled: Any = layer._compiled_call_impl
+    if compiled is None:
+        layer.register_forward_pre_hook(entering)
+        layer.register_forward_hook(leaving, always_call=True)
+        return
+
+    def called(*args: Any, **options: Any) -> Any:  # hooks of the module's own would be compiled with it
+        entering(layer, args)
+        output = None
+        try:
+            output = compiled(*args, **options)
+        finally:
+            leaving(layer, args, output)
+        return output
+
+    layer._compiled_call_impl = called
 
 
 def tensor_of(value: Any) -> Tensor | None:

@@ -11,8 +11,7 @@ Source:
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +62,15 @@ def _formed(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
 flex_forward.register_autograd(_formed, setup_context=_saved)
 
 
+class _Beside(NamedTuple):
+    """What is returned beside attention, where nothing is asked for."""
+
+    lse: None = None
+
+
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Any]:
     """Return attention, and what it returns beside it."""
-    return flex_forward(query, key, value)[0], SimpleNamespace(lse=None)
+    return flex_forward(query, key, value)[0], _Beside()
 
 
 def block_mask(batch: int, length: int) -> BlockMask:

@@ -18,8 +18,10 @@ import torchtitan.distributed.fsdp
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.trainer import Trainer
@@ -28,6 +30,7 @@ from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
+from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
@@ -58,18 +61,21 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run torchtitan's trainer on the model that the inputs ask for."""
     logging.getLogger().setLevel(logging.ERROR)
     setup = inputs.setup
-    refuse_settings(setup, "torchtitan")
+    refuse_settings(setup, "torchtitan", compiles="layers")
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
             around.enter_context(one)
+        if setup.config.compile == "layers":
+            around.enter_context(pretended_compiler(inputs.compute_capability))
         trainer = _trainer(_built(inputs.model.spec, setup), setup, recorder, around)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
                 trainer.step()
+    compiled = (COMPILED_NOTE,) if setup.config.compile == "layers" else ()
     notes = NOTES if isinstance(recorder, ShardedRecorder) else (ALONE, *NOTES)
     vocabulary = ceil_div(inputs.model.spec.vocab_size, setup.config.parallel.tensor)
-    return StackRun(f"torchtitan's {FAMILIES[inputs.model.spec.architecture].name}", vocabulary, notes)
+    return StackRun(f"torchtitan's {FAMILIES[inputs.model.spec.architecture].name}", vocabulary, (*compiled, *notes))
 
 
 # -------------------------------------------------------------------- model
@@ -98,6 +104,7 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
     """Return what runs steps of a model, on one rank of a group that lasts as long as ``around``."""
     if not isinstance(recorder, ShardedRecorder):
         _checkpointed(model, setup)
+        _compiled(model, setup)
         return _Trainer([model], setup, recorder)
     parallel = setup.config.parallel
     if parallel.pipeline > 1 and parallel.stage is None:
@@ -129,6 +136,7 @@ def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDim
     if parallel.tensor > 1:
         model.parallelize(dims)
     _checkpointed(model, setup)
+    _compiled(model, setup)
     if is_sharded(parallel):
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
         dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
@@ -147,6 +155,15 @@ def _checkpointed(model: Any, setup: TrainingSetup) -> None:
     for number, (name, block) in enumerate(list(model.layers.named_children())):
         if setup.computes_again(number):
             model.layers.register_module(name, policy._wrap_block(block, base_fqn=f"layers.{name}"))
+
+
+def _compiled(model: Any, setup: TrainingSetup) -> None:
+    """Compile each layer of a model as the trainer does, where the setup asks for it."""
+    if setup.config.compile == "layers":
+        apply_compile(model, compile_config=CompileConfig(enable=True), parallel_dims=_DIVIDES_NOTHING)
+
+
+_DIVIDES_NOTHING: Any = SimpleNamespace(tp_enabled=False)
 
 
 class _Selective(SelectiveAC):  # type: ignore[misc]
@@ -291,10 +308,11 @@ class _Trainer:
 def _loss(setup: TrainingSetup) -> Any:
     """Return the loss that the setup's kernels ask for."""
     kind = setup.profile.loss
+    compiled = CompileConfig(enable=setup.config.compile == "layers")
     if kind == "fp32":
-        return CrossEntropyLoss.Config().build()
+        return CrossEntropyLoss.Config().build(compile_config=compiled)
     if kind != "chunked-backward":
         raise CannotAnswerError(f"kernels.loss: torchtitan has no loss {kind}; it has chunked-backward and fp32")
     if setup.config.sequence_length % setup.profile.loss_chunks:
         raise CannotAnswerError("kernels.loss_chunks: torchtitan wants chunks of equal lengths")
-    return ChunkedLossWrapper.Config(num_chunks=setup.profile.loss_chunks).build()
+    return ChunkedLossWrapper.Config(num_chunks=setup.profile.loss_chunks).build(compile_config=compiled)
