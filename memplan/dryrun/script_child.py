@@ -20,6 +20,7 @@ from typing import Any
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.dryrun.libraries.compiled_modules import CompiledModules
 from memplan.dryrun.libraries.library_changes import known_libraries
+from memplan.dryrun.libraries.told_job import TrainerCalls
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
@@ -64,6 +65,7 @@ def run_here(request: Request) -> Outcome:
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
     notes: list[str] = []
+    calls = TrainerCalls()
     ending, message = _ended(
         request,
         script,
@@ -72,7 +74,7 @@ def run_here(request: Request) -> Outcome:
             files.kept(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
             data_loaders(request.synthetic),
-            known_libraries(request.card.compute_capability, files, values, notes),
+            known_libraries(request.card.compute_capability, files, values, notes, calls),
             watched.watching(),
             CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),
@@ -95,6 +97,7 @@ def run_here(request: Request) -> Outcome:
         seconds=seconds,
         peaks=peaks,
         notes=tuple(notes),
+        told=calls.told,
     )
 
 
@@ -165,6 +168,11 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
             f"torch.library.register_fake({operator!r}), a function that returns empty results"
         )
     if kind in _OF_THE_COMPILER:
+        if "No module named 'triton'" in str(error):
+            return (
+                "refused",
+                f"{own}: what is compiled there is a Triton template: pip install triton, which needs no GPU",
+            )
         return "refused", f"{own}: torch.compile cannot be pretended here ({text}); run it without"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]

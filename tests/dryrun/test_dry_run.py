@@ -88,6 +88,17 @@ FAILURES = {
     "stuck": ("import ctypes\nctypes.CDLL(None).sleep(99)\n", 3, "still running after 4 s"),
     "forks": ("import os\nos.fork()\n", 3, "starts a process of its own"),
     "program": ("import subprocess\nsubprocess.run(['true'])\n", 3, "starts a process of its own at"),
+    "graphs": ("import torch\ntorch.cuda.graph(torch.cuda.CUDAGraph())\n", 3, "captures CUDA graphs"),
+    "extension": (
+        "from torch.utils.cpp_extension import load_inline\nload_inline('mine', cpp_sources='int one() { return 1; }')\n",
+        3,
+        "compiles an extension of its own",
+    ),
+    "shapes": (
+        "import torch\ntorch.nn.LayerNorm(4).cuda()(torch.zeros(2, 3, device='cuda'))\n",
+        2,
+        "Given normalized_shape=[4]",
+    ),
     "operator": (
         "import torch\n@torch.library.custom_op('mine::double', mutates_args=())\n"
         "def double(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
@@ -107,6 +118,7 @@ def test_failures_are_one_readable_line(tmp_path, name):
     assert said in ran.stderr.splitlines()[-1]
     assert "Traceback" not in ran.stderr or code == 2
     assert "memplan/" not in ran.stderr
+    assert "torch/_" not in ran.stderr
     assert not ran.stdout
 
 
@@ -167,6 +179,17 @@ def test_a_trainer_needs_what_its_trace_says(tmp_path):
     assert ran.requested_bytes == traced.requested_bytes
     assert ran.to_spare == traced.step.replayed
     assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
+
+
+@pytest.mark.slow
+def test_a_trainer_that_does_not_fit_is_told_what_to_change(tmp_path):
+    pytest.importorskip("transformers")
+    model = folder_of_a_model(tmp_path)
+    ran = memplan.run(SCRIPTS / "trainer_rows.py", [str(model)], gpu_memory="868MiB", quiet=True)
+    assert not ran.fits
+    changes = {suggestion.change: suggestion for suggestion in ran.suggestions}
+    assert changes["activation_checkpointing=full"].own_text == "gradient_checkpointing: true"
+    assert changes["micro_batch_size=1"].saves_bytes > 20 * 2**20
 
 
 KERNELS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import subprocess
+import threading
 
 import pytest
 
@@ -123,6 +124,48 @@ def test_fused_norms_and_default_devices_run():
         assert norm.weight.grad.is_cuda
         with torch.device("meta"):
             assert torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_threads_of_a_script_find_the_same_gpu():
+    moved = []
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        thread = threading.Thread(target=lambda: moved.append(torch.arange(3).cuda() + 1))
+        thread.start()
+        thread.join()
+        assert moved[0].is_cuda
+        assert moved[0].tolist() == [1, 2, 3]
+
+
+def test_what_only_cuda_has_does_nothing_or_is_refused():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        layer = torch.nn.Linear(4, 2)
+        assert torch.nn.DataParallel(layer.cuda())(torch.ones(3, 4)).shape == (3, 2)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, with_stack=True) as profiled:
+            profiled.step()
+        assert profiled.key_averages().table(sort_by="cuda_time_total") == ""
+        torch.cuda.memory._record_memory_history(max_entries=10)
+        torch.cuda.memory._dump_snapshot("nowhere.pickle")
+        with torch.cuda.nvtx.range("step"):
+            assert torch.cuda.memory_snapshot() == []
+        with pytest.raises(RefusedError, match="captures CUDA graphs"):
+            torch.cuda.CUDAGraph()
+        assert torch.jit.script(layer) is layer
+
+
+def test_saved_tensors_may_wait_in_pinned_memory():
+    recorder = recorder_of(GIB)
+    with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"):
+        layer = torch.nn.Linear(64, 64).cuda()
+        rows = torch.rand(4096, 64, device="cuda")
+        before = recorder.allocator.requested_bytes
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            loss = torch.nn.functional.cross_entropy(
+                layer(rows.exp()), torch.zeros(4096, dtype=torch.int64, device="cuda")
+            )
+        assert recorder.allocator.requested_bytes - before < 64 * 4096
+        loss.backward()
+        assert layer.weight.grad.is_cuda
 
 
 def test_a_process_of_several_finds_what_torchrun_tells_it():

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from memplan.dryrun.libraries.after_import import changed_when_imported
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
+from memplan.dryrun.libraries.told_job import TrainerCalls
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.pretended_cuda.idle_kernels import idle_launches
@@ -31,7 +33,9 @@ NO_FILE = "weights-without-memory.safetensors"
 
 
 @contextmanager
-def known_libraries(compute_capability: str, files: KeptFiles, values: KnownValues, notes: list[str]) -> Iterator[None]:
+def known_libraries(
+    compute_capability: str, files: KeptFiles, values: KnownValues, notes: list[str], calls: TrainerCalls
+) -> Iterator[None]:
     """Change the libraries that a script imports inside.
 
     Args:
@@ -39,12 +43,17 @@ def known_libraries(compute_capability: str, files: KeptFiles, values: KnownValu
         files: Counts what is saved.
         values: Forgets what a kernel of Triton's may have written.
         notes: Is told what stands for a library.
+        calls: Is told which job a trainer runs.
     """
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
         changes = {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
+            "transformers.trainer": lambda module: calls.watch(module, stack),
+            "torch.utils.cpp_extension": lambda module: stack.enter_context(
+                replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
+            ),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
@@ -54,6 +63,13 @@ def known_libraries(compute_capability: str, files: KeptFiles, values: KnownValu
         stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
         yield
+
+
+def _refused_extension(*_: Any, **__: Any) -> Any:
+    raise RefusedError(
+        "the script compiles an extension of its own, whose operators are not known here; give those that it calls a form "
+        "without memory: torch.library.custom_op and register_fake"
+    )
 
 
 def _without_weights(module: Any, stack: ExitStack) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
@@ -41,8 +42,24 @@ class Nothing:
         return lambda *_args, **_options: _NOTHINGS[name]() if name in _NOTHINGS else None
 
 
-_NOTHINGS: dict[str, Callable[[], Any]] = {"query": lambda: True, "elapsed_time": float, "record_event": Nothing}
-"""What of a stream or an event returns something."""
+class NoProfile(Nothing):
+    """Stands for a profiler, which would time what takes no time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+_NOTHINGS: dict[str, Callable[[], Any]] = {
+    "query": lambda: True,
+    "elapsed_time": float,
+    "record_event": Nothing,
+    **dict.fromkeys(("key_averages", "events", "total_average"), NoProfile),
+    "table": str,
+}
+"""What of a stream, an event or a profile returns something."""
 
 
 @contextmanager
@@ -76,12 +93,20 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
         (cuda.memory, _memory_answers(recorder)),
         (cuda, _idle_answers()),
         (cuda.random, _idle_answers()),
+        (cuda, dict.fromkeys(_GRAPHS, _RefusedGraph)),
+        (cuda.graphs, dict.fromkeys(_GRAPHS, _RefusedGraph)),
+        (cuda.nvtx, {"_nvtx": Nothing()}),
+        (torch.profiler, {"profile": NoProfile}),
+        (torch.autograd.profiler, {"profile": NoProfile}),
+        (torch._C, {"_scatter": _scattered}),
         (torch.accelerator, _accelerator_answers(recorder, ranks)),
     ):
         yield from ((owner, name, value) for name, value in answers.items())
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
     yield torch.version, "cuda", CUDA_VERSION
     yield torch, "Generator", _Generator
+    yield torch, "Stream", Nothing
+    yield torch, "Event", Nothing
     yield torch.backends.cuda, "is_built", lambda: True
 
 
@@ -197,6 +222,10 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "set_per_process_memory_fraction": fraction,
         "memory_usage": lambda *_: 0,
         "utilization": lambda *_: 0,
+        "memory_snapshot": lambda *_, **__: [],
+        "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+        "_record_memory_history": _nothing,
+        "_dump_snapshot": _nothing,
     }
 
 
@@ -238,6 +267,7 @@ def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]
         "device_count": lambda: ranks.per_node,
         "current_device_index": lambda: ranks.local_rank,
         "current_device_idx": lambda: ranks.local_rank,
+        "device_index": Nothing,
         "set_device_index": _nothing,
         "set_device_idx": _nothing,
         "synchronize": _nothing,
@@ -252,6 +282,24 @@ def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]
         "reset_peak_memory_stats": memory["reset_peak_memory_stats"],
         "get_memory_info": memory["mem_get_info"],
     }
+
+
+_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables")
+"""What captures kernels, to launch them again."""
+
+
+class _RefusedGraph:
+    """Stands for a CUDA graph, which nothing here captures."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise RefusedError(
+            "the script captures CUDA graphs, whose own pool of memory is not modelled; run it without them"
+        )
+
+
+def _scattered(tensor: torch.Tensor, devices: list[int], *_: Any) -> tuple[torch.Tensor, ...]:
+    """Return a tensor on the one GPU that ``DataParallel`` finds (torch/csrc/cuda/comm.cpp, ``scatter``)."""
+    return (tensor.to(torch.device("cuda", devices[0])),)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -88,7 +88,7 @@ class KnownValues:
     def note(self, pretended: Tensor, real: Tensor, holds: list[bool] | None = None) -> None:
         """Remember the values of a tensor, where they are few enough."""
         few = KNOWN_FLOATS if real.dtype.is_floating_point or real.dtype.is_complex else KNOWN_INTEGERS
-        if real.numel() <= few:
+        if real.numel() <= few and not real.is_meta:
             pretended._known = Known(real, holds)  # type: ignore[attr-defined]
 
     def derive(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:

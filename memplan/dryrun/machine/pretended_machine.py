@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch.optim.optimizer as optimizer
 import torch.utils._foreach_utils as foreach
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.device_names import named_devices
@@ -62,7 +64,28 @@ def pretended_machine(
             stack.enter_context(replaced(foreach, {"_get_foreach_kernels_supported_devices": lambda: grouped}))
         stack.enter_context(mode)
         stack.enter_context(recorder)
+        stack.enter_context(_in_threads((mode, recorder)))
+        stack.enter_context(replaced(torch.jit, {"script": _unscripted}))
         yield
+
+
+@contextmanager
+def _in_threads(modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
+    """Let threads that a script starts find the same tensors as the script: torch keeps modes for each thread."""
+    begin: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def begun(thread: threading.Thread) -> None:
+        for mode in modes:
+            _push_mode(mode)
+        begin(thread)
+
+    with replaced(threading.Thread, {"_bootstrap_inner": begun}):
+        yield
+
+
+def _unscripted(given: Any, *_: Any, **__: Any) -> Any:
+    """Return what TorchScript would compile as it is: its interpreter runs the same operators."""
+    return given
 
 
 @contextmanager

@@ -61,6 +61,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         if "device" in options:
             options = {**options, "device": outer_device(options["device"])}
+        options = {name: value for name, value in options.items() if name != "pin_memory"}
         tensors = list(tensors_of((args, options)))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if not _is_pretended(func, tensors, args, options):

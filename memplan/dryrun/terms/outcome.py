@@ -130,6 +130,21 @@ class RunsOut:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldJob:
+    """What a trainer that a script calls runs.
+
+    Attributes:
+        words: A command that would start the same, the model aside.
+        model: The model's ``config.json``.
+        tokens: Of the longest row.
+    """
+
+    words: tuple[str, ...]
+    model: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a dry run.
 
@@ -147,6 +162,7 @@ class Outcome:
         seconds: What it took.
         peaks: Peak of what comes before the first step, and of every step.
         notes: What stood for a library or a compiler, and what is not known of it.
+        told: The job of a trainer that is known, or nothing.
     """
 
     ending: Ending
@@ -162,3 +178,4 @@ class Outcome:
     seconds: float = 0.0
     peaks: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    told: ToldJob | None = None

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
+import torch
+
 import memplan
 
 _LIBRARIES = tuple(
@@ -16,6 +18,16 @@ _LIBRARIES = tuple(
 )
 _PACKAGES = {"site-packages", "dist-packages"}
 """Folders of packages in whichever environment they are."""
+_COMPILED = "torchinductor_"
+"""Begins the folder of what torch's compiler writes (``default_cache_dir`` in torch/_inductor/runtime/cache_dir_utils.py)."""
+_INSIDE = tuple(
+    f"{torch.__path__[0]}/{name}"
+    for name in (
+        *("_subclasses/", "_ops.py", "_refs/", "_prims", "_decomp/", "_meta_registrations.py", "_library/", "utils/_"),
+        *("_compile.py", "_dynamo/", "__init__.py"),
+    )
+)
+"""Where torch works out what an operator returns, which a real run does in C++."""
 _STANDARD = sysconfig.get_path("stdlib")
 _OWN = str(Path(memplan.__file__).parent)
 
@@ -75,7 +87,7 @@ class ScriptLines:
 
     def is_shown(self, file: str) -> bool:
         """Tell whether a traceback of the script's own would have a line of that file."""
-        return file == self._script or not file.startswith((_OWN, "<frozen"))
+        return file == self._script or not file.startswith((_OWN, "<frozen", *_INSIDE))
 
     def _innermost(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
         while frame is not None:
@@ -91,4 +103,6 @@ class ScriptLines:
     def _is_own(self, file: str) -> bool:
         if file == self._script:
             return True
-        return not file.startswith((*_LIBRARIES, _OWN, "<")) and not _PACKAGES & set(Path(file).parts)
+        if file.startswith((*_LIBRARIES, _OWN, "<")):
+            return False
+        return not any(part in _PACKAGES or part.startswith(_COMPILED) for part in Path(file).parts)

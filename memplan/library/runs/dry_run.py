@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
@@ -20,7 +20,8 @@ from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
 from memplan.library.runs.dry_run_answer import dry_run_document, fits
 from memplan.library.runs.dry_run_budget import budgeted_job, findings
-from memplan.plan.memory_plan import Device
+from memplan.library.trainers.told_suggestions import suggested
+from memplan.plan.memory_plan import Device, Suggestion
 from memplan.report.document import Document
 from memplan.report.pictures.step_figure import Limits, step_figure
 
@@ -89,6 +90,8 @@ class DryRun(Answer):
         context_bytes: Memory outside the allocator.
         most_listed: Tensors at the peak to list.
         job: Of the budget file that it is held against.
+        suggestions: What to change where it does not fit and its trainer is known.
+        unsuggested: Why there are none, where that has a reason.
     """
 
     script: str
@@ -99,6 +102,8 @@ class DryRun(Answer):
     context_bytes: int
     most_listed: int
     job: Job | None = None
+    suggestions: tuple[Suggestion, ...] = ()
+    unsuggested: str = ""
 
     @property
     def trace(self) -> Trace:
@@ -206,7 +211,7 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     outcome = run_script(request, quiet=options.get("quiet", False))
     shown = " ".join([str(script), *arguments])
     _refuse(outcome, shown)
-    return DryRun(
+    ran = DryRun(
         script=shown,
         device=device,
         outcome=outcome,
@@ -216,6 +221,12 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         most_listed=options.get("largest", MOST_LISTED),
         job=job,
     )
+    if ran.fits or outcome.told is None or gpus is not None:
+        return ran
+    try:
+        return replace(ran, suggestions=suggested(outcome.told, ran.requested_bytes, device, catalog))
+    except CannotAnswerError as error:
+        return replace(ran, unsuggested=str(error))
 
 
 def _device(options: RunOptions, catalog: Catalog) -> Device:

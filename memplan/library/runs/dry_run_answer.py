@@ -9,6 +9,7 @@ import memplan
 from memplan.library.answers.trace_answer import tensor_data
 from memplan.plan.components import COMPONENTS
 from memplan.report.document import Block, Document, Table
+from memplan.report.plans.plan_answer import suggestions_table
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
     if run.outcome.skipped:
         blocks.append(_written(run, unit))
     blocks += [f"Note: {note}." for note in run.outcome.notes]
+    blocks += [f"No suggestions: {run.unsuggested}."] if run.unsuggested else []
+    if run.suggestions:
+        blocks.append(suggestions_table(run.suggestions, unit))
     blocks.append(_sentence(run))
     blocks += [f"Over the budget of {run.job.name}: {finding.message}." for finding in run.over_budget if run.job]
     return Document(_data(run), tuple(blocks), 1 if run.over_budget or not fits(run) else 0)
@@ -164,6 +168,7 @@ def _data(run: DryRun) -> dict[str, Any]:
         "events": len(trace.events),
         "survives": fits(run),
         "runs_out": None if outcome.runs_out is None else asdict(outcome.runs_out),
+        "suggestions": [asdict(suggestion) for suggestion in run.suggestions],
         "over_budget": [asdict(finding) for finding in run.over_budget],
         "largest": [tensor_data(one) for one in trace.largest_at_peak(run.most_listed)],
         "answers": [asdict(answer) for answer in outcome.answers],
