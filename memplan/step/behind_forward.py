@@ -154,8 +154,8 @@ def _named_embeddings(inputs: StepInputs) -> Form:
     if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    positions = single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row) if spec.learned_positions else ZERO
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, row) + positions
+    positions = single_form(Part.TEMPORARIES, Quantity.POSITIONS, row) if spec.learned_positions else ZERO
+    return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions
 
 
 # -------------------------------------------------------------------- whole logits

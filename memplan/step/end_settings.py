@@ -148,6 +148,7 @@ def _tied_weight(weight: Weight) -> Weight:
     return replace(
         weight,
         delayed=True,
+        joins_as_stored=weight.stays("first"),
         converted=cast,
         formed_bytes=formed,
         gradient_bytes=weight.formed_bytes,

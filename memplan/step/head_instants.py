@@ -38,7 +38,7 @@ def root_form(inputs: StepInputs, settings: EndSettings) -> Form:
     size = loss + 8 + (4 if several else 0) if config.loss_scaling else loss * (3 if several else 2)
     places = PLACE_BYTES if settings.loss == "cut-cross-entropy" else 0
     kept = single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, places)
-    return constant_form(Part.TEMPORARIES, size) + kept
+    return constant_form(Part.ACTIVATIONS, loss) + constant_form(Part.TEMPORARIES, size - loss) + kept
 
 
 def gradients_left(head: Head, mode: Mode) -> int:
@@ -69,12 +69,24 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     if not taped.settings.tied or not weight.trainable or weight.coded or taped.settings.backward_at_once:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
+    summed, kept = weight.formed_bytes, weight.stays(mode)
+    around += constant_form(Part.GRADIENTS, others)
     if not joined_in_place(inputs.regime, taped.head, taped.settings):
-        form = around + constant_form(Part.GRADIENTS, 2 * weight.formed_bytes + others)
-        yield Instant("end of backward", TIED_SUM, form)
-    if extra := weight.storing_bytes(mode):
-        form = around + constant_form(Part.GRADIENTS, extra + others)
-        yield Instant("end of backward", f"{weight.name} gradient", form)
+        both = constant_form(Part.TEMPORARIES, summed) + constant_form(
+            Part.GRADIENTS if kept else Part.TEMPORARIES, summed
+        )
+        yield Instant("end of backward", TIED_SUM, around + both)
+    if weight.storing_bytes(mode):
+        yield Instant("end of backward", f"{weight.name} gradient", around + weight.storing_form(mode))
+
+
+def waiting_form(inputs: StepInputs, taped: ModelOnTape, mode: Mode) -> Form:
+    """Return what makes the gradient of a tied head a temporary while it waits, where it is not the one that is stored."""
+    waiting, weight = taped.head.delayed_bytes, taped.head.weights[0]
+    joined = joined_in_place(inputs.regime, taped.head, taped.settings)
+    if not waiting or (joined and weight.stays_summed(weight.own_mode(mode))):
+        return ZERO
+    return constant_form(Part.TEMPORARIES, waiting) - constant_form(Part.GRADIENTS, waiting)
 
 
 def joined_in_place(regime: Regime, head: Head, settings: EndSettings) -> bool:
@@ -183,10 +195,18 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     plain = sum(w.formed_bytes for w in trained if not w.coded)
     # Gradients of codes are added in their store, which a second micro-step finds filled.
     stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
-    summed = constant_form(Part.GRADIENTS, plain + stored)
+    floats = [weight for weight in head.weights if weight.trainable and not weight.coded]
+    kept = all(weight.stays_summed(weight.own_mode(mode)) for weight in floats)
+    sums, codes = (
+        constant_form(Part.GRADIENTS if kept else Part.TEMPORARIES, plain),
+        constant_form(Part.GRADIENTS, stored),
+    )
+    summed = sums + codes
+    # Of two chunks there is no sum before both are done.
+    before = constant_form(Part.TEMPORARIES, plain) + codes if inputs.setup.profile.loss_chunks == 2 else summed
     # The gradient of the last chunk's rows is formed in its own backward, which has used up the gradient of the
     # sum of losses, one fp32 number.
-    others = (summed if several else ZERO) + parts - rows_of_chunk
+    others = (before if several else ZERO) + parts - rows_of_chunk
     inside: Mode = "again" if several and mode != "layer" else mode
     frozen_codes = head.weights[0].coded and not head.weights[0].trainable
     for instant in chunk.played(inside, AGAIN).backward:
@@ -200,19 +220,13 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
             yield instant.around(around + rows + others, name, operation)
     around += constant_form(Part.TEMPORARIES, 4)
     if several and plain:  # those of codes are part of the chunk's own instants
-        sums = constant_form(Part.GRADIENTS, 2 * plain)
+        both = constant_form(Part.TEMPORARIES, 2 * plain)
         first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
-        form = around + first + summed + sums + rows_of_chunk * 2
+        form = around + first + summed + both + rows_of_chunk * 2
         yield Instant("head backward", "sum of two chunks' head gradients", form)
-    if size := _head_storing_bytes(head, mode):
-        form = around + parts + summed + constant_form(Part.GRADIENTS, size)
-        yield Instant("head backward", "gradient of the head", form)
-
-
-def _head_storing_bytes(head: Head, mode: Mode) -> int:
-    """Return what storing the gradients of a head in floats takes, once they are summed over chunks."""
-    weights = [weight for weight in head.weights if weight.trainable and not weight.coded]
-    return sum(weight.storing_bytes("first" if weight.delayed else mode) for weight in weights)
+    storing = sum((weight.storing_form("first" if weight.delayed else mode) for weight in floats), ZERO)
+    if any(weight.storing_bytes("first" if weight.delayed else mode) for weight in floats):
+        yield Instant("head backward", "gradient of the head", around + parts + summed + storing)
 
 
 def _norm_backward(head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:

@@ -17,7 +17,15 @@ from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends_on_tape import IN_PIECES
-from memplan.step.head_instants import copied_outputs, gradients_left, head_backward, head_forward, root_form, tied_sum
+from memplan.step.head_instants import (
+    copied_outputs,
+    gradients_left,
+    head_backward,
+    head_forward,
+    root_form,
+    tied_sum,
+    waiting_form,
+)
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.own_adapters import refuse_own_adapters
@@ -288,7 +296,8 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     base += root_form(inputs, taped.settings)
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
-    bare = base + played.embedding.saved + _left_stretch(inputs, taped)
+    waiting = waiting_form(inputs, taped, mode)
+    bare = base + played.embedding.saved + _left_stretch(inputs, taped) + waiting
     escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:
@@ -301,7 +310,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         around, name = around_of(place), f"layer {place.layer} backward"
         for moment in played.layers[place.kind[0]].backward:
             yield moment.around(around, name)
-    around = bare_base + escaped + constant_form(Part.GRADIENTS, formed)
+    around = bare_base + escaped + constant_form(Part.GRADIENTS, formed) + waiting
     around += root_form(inputs, taped.settings)
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:

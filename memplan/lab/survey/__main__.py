@@ -55,6 +55,8 @@ def lines(result: Verdict) -> Iterator[str]:
         yield f"  {result.outcome}: {result.reason[:400]}"
         return
     yield f"  peak {result.formula_bytes:,} by the formula, {result.traced_bytes:,} by the trace: {result.peak_share:.4%}"
+    if result.components:
+        yield f"  components at the peak: {dict(result.components)}"
     for name, size in result.differences.items():
         yield f"  {name}: {size:+,} of {result.traced[name]:,} ({abs(size) / max(1, result.traced[name]):.3%})"
 
@@ -69,6 +71,9 @@ def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield f"peak equal to the byte {sum(not v.peak_share for v in answered) / total:.1%}, within 0.1 % {near / total:.1%}"
     yield f"worst at the peak {max((v.peak_share for v in answered), default=0):.3%}"
     yield f"every instant within 1 % {sum(v.instant_share <= 0.01 for v in answered) / total:.1%}"
+    equal = [result for result in answered if not result.peak_share]
+    same = sum(not result.components for result in equal) / max(1, len(equal))
+    yield f"every component at the peak equal {same:.1%} of those, the rest to {max((v.component_share for v in equal), default=0):.2%}"
     yield from reserve_lines(answered)
     yield f"persistent and host bytes equal {sum(v.exact_states for v in answered) / total:.1%}"
 

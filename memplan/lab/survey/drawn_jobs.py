@@ -21,7 +21,7 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
-from memplan.trace.recording.trace_result import Component, Trace
+from memplan.trace.recording.trace_result import COMPONENTS, Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
@@ -67,6 +67,7 @@ class Verdict:
         traced_bytes: Requested peak by the trace.
         differences: Bytes by which the formula exceeds the trace, by instant; by the names of ``EXACT`` besides.
         traced: Bytes of the trace, by the same names.
+        components: Bytes by which components of the formula exceed the trace's at the peak, where the sums are equal.
         reserved_bytes: Segments of the simulated allocator, fed by the formula's events; 0 where they are not told.
         traced_reserved_bytes: The same, fed by the trace.
     """
@@ -78,6 +79,7 @@ class Verdict:
     traced_bytes: int = 0
     differences: Mapping[str, int] = field(default_factory=dict)
     traced: Mapping[str, int] = field(default_factory=dict)
+    components: Mapping[str, int] = field(default_factory=dict)
     reserved_bytes: int = 0
     traced_reserved_bytes: int = 0
 
@@ -96,6 +98,11 @@ class Verdict:
         """Largest difference of an instant as a share of that instant."""
         shares = (abs(size) / max(1, self.traced[name]) for name, size in self.differences.items())
         return max(shares, default=0.0)
+
+    @property
+    def component_share(self) -> float:
+        """Largest difference of a component at the peak as a share of the peak."""
+        return max(map(abs, self.components.values()), default=0) / max(1, self.traced_bytes)
 
     @property
     def exact_states(self) -> bool:
@@ -168,7 +175,18 @@ def compared(job: Job, plan: MemoryPlan, trace: Trace) -> Verdict:
     traced: dict[str, int] = {**trace.instant_bytes, "persistent": trace.persistent_bytes, "host": trace.host_bytes}
     traced.update(components)
     differences = {name: formula[name] - size for name, size in traced.items() if formula.get(name, size) != size}
-    result = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
+    divided = components_apart(plan, trace) if plan.requested_bytes == trace.peak_bytes else {}
+    result = Verdict(job, "agrees", "", plan.requested_bytes, trace.peak_bytes, differences, traced, divided)
     if result.peak_share <= PEAK_SHARE and result.instant_share <= INSTANT_SHARE and result.exact_states:
         return result
-    return Verdict(job, "differs", "", plan.requested_bytes, trace.peak_bytes, differences, traced)
+    return replace(result, outcome="differs")
+
+
+def components_apart(plan: MemoryPlan, trace: Trace) -> dict[str, int]:
+    """Return the bytes by which components of the formula exceed the trace's at the peak, or at another instant as full."""
+    formula = {line.name: line.bytes for line in plan.components if line.name in COMPONENTS}
+    formula.pop("library_workspaces", None)
+    full = [moment.components for moment in trace.instants.values() if moment.bytes == trace.peak_bytes]
+    apart = [{n: formula.get(n, 0) - sizes.get(n, 0) for n in COMPONENTS} for sizes in full]
+    least = min(apart, key=lambda sizes: sum(map(abs, sizes.values())))
+    return {name: size for name, size in least.items() if size}

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from memplan.step.playing.player import Player, temporaries
 from memplan.step.playing.recomputation import Mark, module_of
 from memplan.step.tapes.event_recorder import EventRecorder
-from memplan.step.tapes.linear_forms import Part, Quantity, Storage, scratch_pieces
+from memplan.step.tapes.linear_forms import Part, Quantity, Storage
 from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Reduction, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_weight import Mode, Weight
 
 
 def play_backward(player: Player, output: Value) -> int:
@@ -112,7 +112,22 @@ class _Backward:
         if made := node.traits.made[len(node.traits.made) - len(trained) :]:
             self.live.retain_all(value.storage for value in made)
             return [(weight, value.storage) for weight, value in zip(trained, made, strict=True)]
-        return [(weight, self.live.new(Part.GRADIENTS, Quantity.ONE, weight.formed_bytes)) for weight in trained]
+        return [
+            (weight, self.live.new(self.formed_part(weight), Quantity.ONE, weight.formed_bytes)) for weight in trained
+        ]
+
+    def formed_part(self, weight: Weight) -> Part:
+        """A gradient is one once it is stored; one that is cast, added or waits for another is a temporary."""
+        stays = not weight.delayed and weight.stays(self.mode_of(weight))
+        return Part.GRADIENTS if stays else Part.TEMPORARIES
+
+    def mode_of(self, weight: Weight) -> Mode:
+        """Return how a weight's gradient fares."""
+        if weight.delayed:
+            return "first"
+        if weight.shared and self.player.mode != "layer":
+            return "again"
+        return weight.own_mode(self.player.mode)
 
     def input_gradients(self, node: Node, arrived: list[int]) -> list[tuple[Value, int]]:
         """Form the gradients of a node's inputs; return them with their storages."""
@@ -195,21 +210,19 @@ class _Backward:
             self.player.marks.append(Mark(len(self.player.instants) - 1, "gradient", weight.name))
             self.live.release(formed)
             return
-        mode = weight.own_mode(self.player.mode)
-        if weight.delayed:
-            mode = "first"
-        elif weight.shared and self.player.mode != "layer":
-            mode = "again"
+        mode = self.mode_of(weight)
         if isinstance(self.live, EventRecorder):
             self.live.store(weight, mode, formed)
             return
-        stored = weight.gradient_bytes if mode == "first" else 0
-        stays: int | None = formed
-        if stored != weight.formed_bytes or weight.converted:
-            stays = self.live.new(Part.GRADIENTS, Quantity.ONE, stored) if stored else None
+        made = weight.made_bytes(mode)
+        stays: int | None = formed if mode == "first" else None
+        if mode == "first" and made:
+            stays = self.live.new(Part.TEMPORARIES if weight.delayed else Part.GRADIENTS, Quantity.ONE, made)
         if extra := weight.storing_bytes(mode):
-            rest = extra - (stored if stays != formed else 0)
-            taken = self.live.take(scratch_pieces(rest, weight.own_bytes if self.player.mode == "layer" else rest))
+            used = made if mode == "layer" else 0
+            taken = self.live.take(
+                [(Part.GRADIENTS, Quantity.ONE, used), (Part.TEMPORARIES, Quantity.ONE, extra - made)]
+            )
             self.player.note(node.instant, f"{weight.name} gradient")
             self.live.give_back(taken)
         if stays is not None:

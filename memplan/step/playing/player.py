@@ -84,6 +84,14 @@ class Player:
         self.live.release_all(named - self.tape.regional)
         self.region = named & self.tape.regional
 
+    def saved_in_forward(self) -> set[int]:
+        """Return the storages that stay behind forward, copies of weights aside."""
+        if self.entry is None:
+            return set(self.tape.saved_storages())
+        cached = self._cached() if self.checkpointing == "selective" else ()
+        made = {storage for index in cached for storage in self.tape.operations[index].makes}
+        return {self.entry.storage, *made, *self.escaping_storages()}
+
     def _escapes(self, operation: Operation) -> bool:
         """Tell whether an operation saves its tensors though it is computed again."""
         return self.escaping and operation.node is not None and operation.node.traits.escapes
@@ -183,7 +191,7 @@ class Player:
         return named
 
     def _given(self) -> set[int]:
-        """Return the storages that are there before the first operation."""
+        """Retain the storages that are there before the first operation, and return them."""
         named = {storage for storage, last in self.tape.last_use.items() if last == FOREVER} | self.tape.given_until
         self.live.retain_all(named)
         return named

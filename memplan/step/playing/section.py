@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
-from memplan.step.tapes.linear_forms import ZERO, Part, Quantity
+from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, Storage
+from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.played import Played, dominant
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
@@ -29,8 +31,12 @@ def play(
         entry: What the part is given; checkpointing saves it until backward is done.
         recomputation: What forward saves, and what is computed again.
     """
-    player = Player(tape, mode, entry, recomputation)
+    live = LiveBytes(tape.storages)
+    player = Player(tape, mode, entry, recomputation, live)
+    kept = {output.storage, *player.saved_in_forward()}
+    live.storages[: len(tape.storages)] = _by_life(tape, kept)
     player.forward(saves=True)
+    live.storages[: len(tape.storages)] = _by_life(tape, {*kept, *tape.saved_storages()})
     forward, player.instants = player.instants, []
     carried = player.region_ends()
     saved = player.live.form()
@@ -41,9 +47,21 @@ def play(
 
 def play_forward(tape: Tape) -> Played:
     """Return the moments of a forward that saves nothing, as under ``no_grad``."""
-    player = Player(tape, "first", None, NOTHING_AGAIN)
+    player = Player(tape, "first", None, NOTHING_AGAIN, LiveBytes(_by_life(tape, ())))
     player.forward(saves=False)
     return Played(dominant(player.instants), ZERO, player.region_ends(), [])
+
+
+def _by_life(tape: Tape, kept: Collection[int]) -> list[Storage]:
+    """Return the storages of a tape: those that stay for backward are activations, others temporaries, as are copies of weights."""
+    copies = {storage for item in tape.operations if item.name == "cast weight" for storage in item.makes}
+    lives = (
+        Part.ACTIVATIONS if own in kept and own not in copies else Part.TEMPORARIES for own in range(len(tape.storages))
+    )
+    return [
+        (part if part not in (Part.ACTIVATIONS, Part.TEMPORARIES) else life, quantity, size)
+        for (part, quantity, size), life in zip(tape.storages, lives, strict=True)
+    ]
 
 
 @dataclass(slots=True, eq=False)

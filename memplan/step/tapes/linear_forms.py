@@ -202,12 +202,6 @@ def fixed_form(form: Form, values: Sequence[int]) -> Form:
     return sum((constant_form(part, form.bytes(part, values)) for part in Part), ZERO)
 
 
-def scratch_pieces(size: int, piece: int) -> list[Storage]:
-    """Return scratch memory beside gradients as tensors of one size, and what is left of it."""
-    whole, rest = divmod(size, piece) if size > 0 < piece else (0, size)
-    return [(Part.GRADIENTS, Quantity.ONE, part) for part in (*[piece] * whole, rest) if part]
-
-
 def answered_tokens(batch: int, length: int, answer: int) -> int:
     """Return the tokens that have labels, ``answer`` of each of ``batch`` sequences; 0 for all that have a token before them."""
     return batch * min(answer or length, length - 1)

@@ -173,8 +173,11 @@ class Tape:
 
     def saved_form(self) -> Form:
         """Return what all operations together save for backward, each storage once."""
-        storages = dict.fromkeys(s for node in self.nodes for s in node.saved)
-        return sum((single_form(*self.storages[storage]) for storage in storages), ZERO)
+        return sum((single_form(*self.storages[storage]) for storage in self.saved_storages()), ZERO)
+
+    def saved_storages(self) -> dict[int, None]:
+        """Return the storages that operations save for backward, each once."""
+        return dict.fromkeys(storage for node in self.nodes for storage in node.saved)
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
         """Return (operation, quantity, coefficient, part) of every storage saved, by the first operation that saves it."""

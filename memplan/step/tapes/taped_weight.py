@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from memplan.step.tapes.linear_forms import Part, Quantity, Storage
+from memplan.step.tapes.linear_forms import Form, Part, Quantity, Storage, constant_form
 from memplan.values import dataclass
 
 DECODER_PIECE_BYTES = 2**19
@@ -38,6 +38,7 @@ class Weight:
         coded: Whether the weight is no float parameter; its gradient is stored while the
             operation that formed it still holds its inputs.
         delayed: Whether its gradient waits for another to be added (a tied head), whatever the mode.
+        joins_as_stored: Whether what waits, with the other gradient added in place, is then the gradient as it is stored.
         shared: Whether a gradient of it has been stored before, to which this one is added.
         handed_over: Whether the bundled optimizer has moved the gradient into its store, and the one
             that was formed is gone, before an update inside backward.
@@ -68,6 +69,7 @@ class Weight:
     coded: bool = False
     add_bytes: int = 0
     delayed: bool = False
+    joins_as_stored: bool = False
     shared: bool = False
     handed_over: bool = False
     update_bytes: int = 0
@@ -127,6 +129,24 @@ class Weight:
     def casts_gradient(self) -> bool:
         """Whether the gradient of autocast's copy is cast to the weight's own dtype."""
         return self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+
+    def stays(self, mode: Mode) -> bool:
+        """Tell whether the gradient that is formed is the one that is stored, or used at once as a stored one would be."""
+        return mode in ("first", "layer") and not self.converted and self.gradient_bytes == self.formed_bytes
+
+    def stays_summed(self, mode: Mode) -> bool:
+        """Tell the same of a gradient that several have been added up to."""
+        return self.joins_as_stored and mode in ("first", "layer") if self.delayed else self.stays(mode)
+
+    def made_bytes(self, mode: Mode) -> int:
+        """Return the gradient that storing makes of the one that is formed, to be kept or used at once."""
+        return self.gradient_bytes if mode in ("first", "layer") and not self.stays(mode) else 0
+
+    def storing_form(self, mode: Mode) -> Form:
+        """Return what storing takes (:meth:`storing_bytes`) by component."""
+        made = self.made_bytes(mode)
+        rest = self.storing_bytes(mode) - made
+        return constant_form(Part.GRADIENTS, made) + constant_form(Part.TEMPORARIES, rest)
 
     def storing_bytes(self, mode: Mode) -> int:
         """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.

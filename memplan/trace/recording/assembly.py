@@ -33,11 +33,15 @@ def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) 
 
 
 def _outliving(recorder: Recorder, births: dict[int, int], deaths: dict[int, int]) -> set[int]:
-    """Return the storages that were made in forward, or made again in backward, and outlived it."""
+    """Return the storages that were made in forward, or made again in backward, and outlived it.
+
+    What is computed again may end in the middle of a function, whose variables go after it and before anything else is made.
+    """
     end = len(recorder.events) + 1
     outliving: set[int] = set()
-    for begin, finish in recorder.forward_spans:
-        born = (index for allocates, index in recorder.events[begin:finish] if allocates)
+    for begin, ended in recorder.forward_spans:
+        born = [index for allocates, index in recorder.events[begin:ended] if allocates]
+        finish = next((place for place in range(ended, end - 1) if recorder.events[place][0]), end)
         outliving.update(index for index in born if deaths.get(index, end) >= finish)
     return outliving & births.keys()
 

@@ -47,7 +47,10 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.run.lowered(self.bias)
         if self.part.fp32_router and not self.stored.quantized and not self.run.options.autocast:
-            return F.linear(x.float(), self.stored.tensor.float())
+            wide = self.stored.tensor.float()
+            if wide is not self.stored.tensor:
+                self.run.probe.weight_copy(wide)
+            return F.linear(x.float(), wide)
         return self.stored.product(self.run.lowered(x), bias)
 
     def _chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:

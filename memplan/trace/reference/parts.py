@@ -107,7 +107,7 @@ class NormPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised over its last dimension; autocast does it in fp32."""
         x = self.run.full(x)
-        weight, bias = _like(self.weight, x), _like(self.bias, x)
+        weight, bias = self._like(self.weight, x), self._like(self.bias, x)
         if self.norm.kind == "layer":
             return F.layer_norm(x, (self.size,), weight, bias, self.norm.epsilon)
         if self.run.options.profile.norm == "composite":
@@ -115,6 +115,14 @@ class NormPart(nn.Module):
         if self.norm.unit_offset and weight is not None:
             weight = 1 + weight
         return rms_norm(x, weight, self.norm.epsilon, self.run.options.target)
+
+    def _like(self, tensor: Tensor | None, x: Tensor) -> Tensor | None:
+        """Return ``tensor`` in the dtype of ``x``: norms in fp32 between bf16 activations are cast."""
+        if tensor is None or tensor.dtype == x.dtype:
+            return tensor
+        copy = tensor.to(x.dtype)
+        self.run.probe.weight_copy(copy)
+        return copy
 
     def _composite(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the norm as Python code writes it, with the square in fp32."""
@@ -125,11 +133,6 @@ class NormPart(nn.Module):
         if self.norm.unit_offset:
             return (wide * (1.0 + weight.float())).to(x.dtype)
         return weight * wide.to(x.dtype)
-
-
-def _like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return ``tensor`` in the dtype of ``x``: norms in fp32 between bf16 activations are cast."""
-    return tensor if tensor is None else tensor.to(x.dtype)
 
 
 def rotary(x: Tensor, tables: Tables, width: int, run: Runtime) -> Tensor:

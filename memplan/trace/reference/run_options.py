@@ -151,7 +151,10 @@ class Runtime:
         if not self.options.autocast or tensor.dtype == self.options.compute_dtype:
             return tensor
         if not (tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32 and self._depth):
-            return tensor.to(self.options.compute_dtype)
+            copy = tensor.to(self.options.compute_dtype)
+            if isinstance(tensor, torch.nn.Parameter):
+                self.probe.weight_copy(copy)
+            return copy
         if id(tensor) not in self._casts:
             self._casts[id(tensor)] = tensor.to(self.options.compute_dtype)
             self.probe.weight_copy(self._casts[id(tensor)])
