@@ -59,6 +59,7 @@ class StackModels:
             are within none, which then make masks of their own: ``mixed``.
         adapted: Whether its own adapters on these models are modelled.
         dropout: Whether its models have the dropout that a model or a config says.
+        experts: Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
     """
 
     families: tuple[str, ...]
@@ -68,6 +69,7 @@ class StackModels:
     windows: Literal["released", "mixed"] = "released"
     adapted: bool = False
     dropout: bool = True
+    experts: Literal["released", "apart"] = "released"
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,11 @@ def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
     up, down = (rows, hidden), (hidden, inner)
     if part.transposed:
         up, down = (hidden, rows), (inner, hidden)
-    yield ParameterTensor(f"{prefix}.{name}", (experts, *up), "expert_matrix", experts_per_token=used)
+    if part.gated and not part.fused_gate_up:
+        for one in ("gate_proj", "up_proj"):
+            yield ParameterTensor(f"{prefix}.{one}", (experts, inner, hidden), "expert_matrix", experts_per_token=used)
+    else:
+        yield ParameterTensor(f"{prefix}.{name}", (experts, *up), "expert_matrix", experts_per_token=used)
     if part.expert_bias:
         yield ParameterTensor(f"{prefix}.{name}_bias", (experts, rows), "bias", experts_per_token=used)
     yield ParameterTensor(f"{prefix}.down_proj", (experts, *down), "expert_matrix", experts_per_token=used)

@@ -163,6 +163,7 @@ class MixtureOfExperts:
         fp32_router: The router's product is formed in fp32 (DeepSeek).
         fp32_scores: Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek).
         gated: Experts have two projections up, as in :class:`Mlp`; else one.
+        fused_gate_up: These two are one tensor.
     """
 
     num_experts: int
@@ -183,6 +184,7 @@ class MixtureOfExperts:
     fp32_router: bool = False
     fp32_scores: bool = False
     gated: bool = True
+    fused_gate_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,9 @@ def chunks_at_once(
     width = head.section.output.width
     if head.section.output.element_bytes < 4:
         formed = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient + 4 * width)
-        yield Instant("head backward", "gradient of a chunk's rows", later + logits + formed)
-        yield Instant("head backward", "gradient of the head's input", later + logits + _rows(head, Part.TEMPORARIES))
+        after = (later if several or summed is not None else around + constant_form(Part.GRADIENTS, stored)) + logits
+        yield Instant("head backward", "gradient of a chunk's rows", after + formed)
+        yield Instant("head backward", "gradient of the head's input", after + _rows(head, Part.TEMPORARIES))
 
 
 def throughout(inputs: StepInputs, head: Head) -> Form:

@@ -162,7 +162,9 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.config.method.stage == "kto":
         batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
     form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
-    form += constant_form(Part.ACTIVATIONS, _expert_offset_bytes(spec) + _table_bytes(inputs.states) + scale)
+    form += constant_form(
+        Part.ACTIVATIONS, _expert_offset_bytes(spec, apart=code.experts_apart) + _table_bytes(inputs.states) + scale
+    )
     if steps_through_scores(spec, setup) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex":
@@ -225,9 +227,11 @@ def _table_bytes(states: ModelStates) -> int:
     return sum(codec_scratch(layout).table_bytes for layout in layouts.values())
 
 
-def _expert_offset_bytes(spec: ModelSpec) -> int:
-    """Return the offsets that steer the choice of experts, one fp32 number each, which are no parameters."""
+def _expert_offset_bytes(spec: ModelSpec, *, apart: bool) -> int:
+    """Return the offsets that steer the choice of experts, one fp32 number each, which are no parameters; torchtitan counts tokens too."""
     parts = [(run.layer.feed_forward, run.count) for run in spec.runs]
     return sum(
-        4 * p.num_experts * count for p, count in parts if isinstance(p, MixtureOfExperts) and p.score_correction
+        4 * (2 if apart else p.score_correction) * p.num_experts * count
+        for p, count in parts
+        if isinstance(p, MixtureOfExperts)
     )

@@ -72,10 +72,40 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{setup.name}: stack: models of family {family} are not modelled for {stack.label}; {known} are"
         )
+    if rules.experts == "apart":
+        _refuse_experts(model.spec, setup)
     spec = _built_spec(model.spec, rules)
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Refuse mixtures of experts that are divided, or multiplied, in another way than is modelled.
+
+    Source:
+        ``GroupedExperts.forward`` in torchtitan/models/common/moe.py, whose products are in bf16 always;
+        ``apply_fsdp_to_decoder`` in distributed/fsdp.py (0.3.0), which shards experts that are fewer than ranks by their width.
+
+    Raises:
+        CannotAnswerError: They are.
+    """
+    counts = [part.num_experts for run in spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)]
+    config, where = setup.config, f"{setup.name}: model: experts of {spec.name}"
+    if not counts:
+        return
+    if config.parallel.tensor * config.parallel.pipeline > 1:
+        raise CannotAnswerError(
+            f"{where} over tensor parallelism or a pipeline are not modelled; use shards (parallel.data)"
+        )
+    if config.compute_dtype != "bf16":
+        raise CannotAnswerError(
+            f"{where} run in bf16, whatever else does, which is not modelled; use compute_dtype: bf16"
+        )
+    if config.parallel.zero_stage and config.parallel.data > min(counts):
+        raise CannotAnswerError(
+            f"{where} are {min(counts)}, and more GPUs share each by its width, which is not modelled; use at most as many GPUs"
+        )
 
 
 def _refuse_kept_graph(setup: TrainingSetup) -> None:
@@ -220,4 +250,7 @@ def _built_run(run: LayerRun, rules: StackModels) -> LayerRun:
         layer = replace(layer, attention=replace(part, fused_qkv=fused))
     if rules.fused_qkv in ("apart", "views") and isinstance(mlp, Mlp) and mlp.fused_gate_up:
         layer = replace(layer, feed_forward=replace(mlp, fused_gate_up=False))
+    if rules.experts == "apart" and isinstance(mlp, MixtureOfExperts):
+        apart = replace(mlp, fused_gate_up=False, fp32_router=True, fp32_scores=True)
+        layer = replace(layer, feed_forward=apart)
     return run if layer == run.layer else replace(run, layer=layer)

@@ -650,7 +650,12 @@ def test_every_layer_or_every_second_product_is_said_as_before(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "flavor", "parameters"),
-    [("llama3", "debugmodel", 6_163_712), ("llama3", "8B", 8_030_261_248), ("qwen3", "8B", 8_190_735_360)],
+    [
+        ("qwen3", "debugmodel_moe", 315_758_848),
+        ("llama3", "debugmodel", 6_163_712),
+        ("llama3", "8B", 8_030_261_248),
+        ("qwen3", "8B", 8_190_735_360),
+    ],
 )
 def test_a_flavor_of_torchtitan_has_the_shapes_of_its_registry(tmp_path, name, flavor, parameters):
     plan = titan_plan(tmp_path, name, flavor, "selective_ac_option = 'op'")

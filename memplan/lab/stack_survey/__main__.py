@@ -11,7 +11,14 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.stack_survey.drawn_grids import divided_job, flat_job, layered_job, piped_job, replicated_job
+from memplan.lab.stack_survey.drawn_grids import (
+    divided_job,
+    flat_job,
+    layered_job,
+    mixed_job,
+    piped_job,
+    replicated_job,
+)
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
     ALONE,
@@ -59,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [with_fullest(piped_job(job, options.seed, number), number, catalog) for number, job in enumerate(jobs)]
     if options.some_layers and not options.job:
         jobs = [layered_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.experts and not options.job:
+        jobs = [mixed_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.hsdp and not options.job:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.fsdp1 and not options.job:
@@ -127,6 +136,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--some-layers", action="store_true", help="jobs that checkpoint some layers only, which is drawn"
     )
+    parser.add_argument("--experts", action="store_true", help="jobs of mixtures of experts, which are drawn")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

@@ -52,6 +52,33 @@ def layered_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
+def mixed_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job of a mixture of experts in bf16, its experts drawn; two of three are over shards.
+
+    Args:
+        job: A job of torchtitan.
+        seed: Of the survey.
+        number: Of the job.
+    """
+    rng, model, training = Random(f"memplan experts {seed} {number}"), dict(job.job.model), dict(job.job.training)
+    experts = rng.choice((4, 8, 12, 16, 64))
+    model |= {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_hidden_layers": rng.choice((1, 2, 3)),
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice((1, 2, 3, 4)),
+        "moe_intermediate_size": rng.choice((32, 64, 96, 172, 256)),
+        "norm_topk_prob": rng.random() < 0.8,
+    }
+    training |= {"compute_dtype": "bf16", "weights": {"default": "bf16"}, "optimizer": {"default": "adamw-bf16"}}
+    if number % 3:
+        ranks = rng.choice([n for n in (2, 3, 4, 8, 16, 64) if n <= experts])
+        training["parallel"] = {"data": ranks, "zero_stage": 3}
+        training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    return replace(job, job=Job(model, training))
+
+
 def replicated_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose data parallel GPUs form several groups, their number and the GPUs of each drawn."""
     rng, training = Random(f"memplan groups {seed} {number}"), dict(job.job.training)

@@ -79,6 +79,7 @@ class FamilyCode:
             to the residual stream (``residual``), attention's weights, both or neither.
         turns_halves: Whether halves of a head, cast to fp32, turn by gathered rows of one table, where other families of the
             library have complex numbers.
+        experts_apart: Whether experts have a tensor for each projection, a router in fp32, a bias that steers the choice and a count.
     """
 
     functions: bool = False
@@ -135,6 +136,7 @@ class FamilyCode:
     drops_residual: bool = True
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
     turns_halves: bool = False
+    experts_apart: bool = False
 
 
 OWN = FamilyCode()
@@ -257,7 +259,10 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
 peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
 
 
-_TORCHTITAN: Mapping[str, FamilyCode] = {"qwen3": FamilyCode(rotates_together=True, turns_halves=True)}
+_TORCHTITAN: Mapping[str, FamilyCode] = {
+    "qwen3": FamilyCode(rotates_together=True, turns_halves=True),
+    "qwen3_moe": FamilyCode(rotates_together=True, turns_halves=True, experts_apart=True),
+}
 """``CosSinRoPE`` (models/common/rope.py) and ``GQAttention.forward`` (models/common/attention.py), torchtitan 0.3.0."""
 
 

@@ -12,10 +12,11 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
 from memplan.step.divided.divided_products import whole_rows
+from memplan.step.feed_forwards.feed_forward import mlp
+from memplan.step.feed_forwards.mixture_of_experts import mixture
+from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
 from memplan.step.layers.attention import attention
-from memplan.step.layers.feed_forward import mlp
 from memplan.step.layers.latent_attention import latent_attention
-from memplan.step.layers.mixture_of_experts import mixture
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight
@@ -201,5 +202,6 @@ def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
 
 def _feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     if isinstance(layer.feed_forward, MixtureOfExperts):
-        return mixture(builder, x, layer.feed_forward, builder.settings.names.mlp)
+        taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
+        return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
     return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from memplan.model.spec import Attention, Layer, Mlp, ModelSpec
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.training.resolved import TrainingSetup
 
 
@@ -37,7 +43,7 @@ class Family:
     shard: Callable[[Any, bool], None]
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama3",
         Llama3Model,
@@ -53,6 +59,7 @@ FAMILIES: Mapping[str, Family] = {
         lambda config, shared: set_qwen3_sharding_config(config, enable_sp=shared, enable_ep=False),
     ),
 }
+FAMILIES |= {"qwen3_moe": FAMILIES["qwen3"]}
 
 
 def model_config(spec: ModelSpec, setup: TrainingSetup) -> Any:
@@ -75,9 +82,8 @@ def model_config(spec: ModelSpec, setup: TrainingSetup) -> Any:
 
 
 def _layer(layer: Layer, family: Family, dim: int, setup: TrainingSetup) -> Any:
-    heads, mlp, flex = layer.attention, layer.feed_forward, setup.profile.attention == "flex"
+    heads, flex = layer.attention, setup.profile.attention == "flex"
     assert isinstance(heads, Attention)
-    assert isinstance(mlp, Mlp)
     attention = make_gqa_config(
         dim=dim,
         n_heads=heads.num_heads,
@@ -90,6 +96,37 @@ def _layer(layer: Layer, family: Family, dim: int, setup: TrainingSetup) -> Any:
         rope=family.rope.Config(dim=heads.head_dim, max_seq_len=setup.config.sequence_length),
         qk_norm=RMSNorm.Config(normalized_shape=heads.head_dim) if heads.query_key_norm else None,
     )
-    feed_forward = make_ffn_config(dim=dim, hidden_dim=mlp.intermediate_size, w1_param_init={}, w2w3_param_init={})
     norms = {name: RMSNorm.Config(normalized_shape=dim) for name in ("attention_norm", "ffn_norm")}
-    return family.block.Config(attention=attention, feed_forward=feed_forward, **norms)
+    return family.block.Config(attention=attention, **_feed_forward(layer.feed_forward, dim), **norms)
+
+
+def _feed_forward(part: Mlp | MixtureOfExperts, dim: int) -> dict[str, Any]:
+    """Return what a layer's feed-forward part is called, with its config."""
+    if isinstance(part, Mlp):
+        return {"feed_forward": _dense(part.intermediate_size, dim)}
+    count, used = part.num_experts, part.experts_per_token
+    router = make_router_config(
+        dim=dim,
+        num_experts=count,
+        gate_param_init={},
+        top_k=used,
+        score_func="sigmoid" if part.score_correction else "softmax",
+        route_norm=part.normalised,
+        route_scale=part.score_scale,
+        num_expert_groups=part.groups if part.groups > 1 else None,
+        num_limited_groups=part.groups_per_token if part.groups > 1 else None,
+    )
+    routed = make_routed_experts_config(
+        dim=dim,
+        hidden_dim=part.intermediate_size,
+        num_experts=count,
+        top_k=used,
+        param_init={},
+        comm_backend="standard",
+    )
+    shared = _dense(part.shared_intermediate_size, dim) if part.shared_intermediate_size else None
+    return {"moe": make_moe_config(num_experts=count, router=router, routed_experts=routed, shared_experts=shared)}
+
+
+def _dense(width: int, dim: int) -> Any:
+    return make_ffn_config(dim=dim, hidden_dim=width, w1_param_init={}, w2w3_param_init={})

@@ -28,7 +28,7 @@ from torchtitan.trainer import Trainer
 
 from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
-from memplan.model.spec import ModelSpec
+from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
@@ -52,6 +52,7 @@ NOTES = (
     "its CUDA graphs are left out",
     "flex attention is a Triton kernel; what it allocates is stated from torch/_inductor/kernel/flex/flex_attention.py",
 )
+SORTS = "what CUDA sorts the numbers of routed rows with, some tens of bytes a row, and the update of experts' biases are left out"
 META = torch.device("meta")
 BACKEND = "partial_dtensor"
 """``parallelism.spmd_backend``: the one that divides a model under torch 2.13.0, whose ``fully_shard`` refuses what others give it."""
@@ -74,6 +75,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
                 trainer.step()
     compiled = (COMPILED_NOTE,) if setup.config.compile == "layers" else ()
     notes = NOTES if isinstance(recorder, ShardedRecorder) else (ALONE, *NOTES)
+    if any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in inputs.model.spec.runs):
+        notes = (*notes, SORTS)
     vocabulary = ceil_div(inputs.model.spec.vocab_size, setup.config.parallel.tensor)
     return StackRun(f"torchtitan's {FAMILIES[inputs.model.spec.architecture].name}", vocabulary, (*compiled, *notes))
 

@@ -7,7 +7,7 @@ from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.folded_adapters import folded_weight
 from memplan.step.blocks.projections import plain_linear
-from memplan.step.layers.feed_forward import gated, mlp
+from memplan.step.feed_forwards.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
 from memplan.units import round_up
@@ -269,8 +269,8 @@ def _grouped(
     if weight.coded and not weight.trainable:
         saves = []
     used = experts.width
-    out = _aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
-    rows.gradient_coefficient = used * _row_bytes(rows, used)
+    out = aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
+    rows.gradient_coefficient = used * row_bytes(rows, used)
     reads = [(rows, NEW)]
     if f"{name}.lora_A.weight" in builder.weights:
         with tape.alive(rows, experts, offsets):
@@ -291,18 +291,19 @@ def _grouped(
         return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], traits=Traits(scratch=gathered))
 
 
-def _aligned(builder: Builder, rows: Value, used: int) -> Value:
+def aligned(builder: Builder, rows: Value, used: int) -> Value:
     """Return the result of a grouped product, whose rows begin at multiples of 16 bytes.
 
     Source:
         ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h (v2.13.0).
     """
     part, quantity, _ = builder.tape.storages[rows.storage]
-    builder.tape.storages[rows.storage] = (part, quantity, used * _row_bytes(rows, used))
+    builder.tape.storages[rows.storage] = (part, quantity, used * row_bytes(rows, used))
     return rows
 
 
-def _row_bytes(rows: Value, used: int) -> int:
+def row_bytes(rows: Value, used: int) -> int:
+    """Return the bytes of one of ``used`` rows for each token as a grouped product lays it out."""
     return round_up(rows.coefficient // used, GROUPED_ROW_BYTES)
 
 

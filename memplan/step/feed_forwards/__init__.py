@@ -1,0 +1,1 @@
+"""What does a feed-forward part, dense or of experts, do on a tape?"""

@@ -1,0 +1,155 @@
+"""torchtitan's mixtures of experts on a tape: a router in fp32, rows sorted by expert, grouped products, rows added up in place.
+
+Stacked experts have a tensor for gate, up and down each. Selective checkpointing keeps what the choice of experts returns, and
+neither the router's product nor grouped ones.
+
+Source:
+    ``TokenChoiceTopKRouter``, ``GroupedExperts``, ``RoutedExperts`` and ``MoE`` in torchtitan/models/common/moe.py,
+    ``LocalTokenDispatcher`` in token_dispatcher.py, ``SelectiveAC`` in distributed/activation_checkpoint.py (0.3.0).
+"""
+
+from __future__ import annotations
+
+from memplan.model.spec import MixtureOfExperts, Mlp
+from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.feed_forwards.feed_forward import activated, mlp
+from memplan.step.feed_forwards.mixture_of_experts import aligned, row_bytes
+from memplan.step.tapes.linear_forms import Part
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
+
+
+def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+    """Return what routed and shared experts add to the residual stream, as ``MoE.forward`` does."""
+    names, tape = builder.settings.names, builder.tape
+    with tape.alive(x):
+        scores, share, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
+        with tape.alive(scores, share, chosen):
+            places = tape.make("routing map", tape.value(TOKENS, part.num_experts, 1), scores, chosen)
+            counts = tape.make("tokens per expert", builder.constant(part.num_experts, 8), places)
+            with tape.alive(places, counts):
+                out = _experts(builder, x, share, chosen, counts, part, f"{prefix}.{names.experts}")
+                if not part.shared_intermediate_size:
+                    return out
+                with tape.alive(out):
+                    dense = Mlp(part.shared_intermediate_size, part.activation)
+                    return builder.add(out, mlp(builder, x, dense, f"{prefix}.{names.shared_experts}"))
+
+
+def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value, Value]:
+    """Return all scores in fp32, those of the chosen experts, and their numbers."""
+    tape, used = builder.tape, part.experts_per_token
+    logits = _logits(builder, x, part.num_experts, name)
+    scores = builder.fresh(logits)
+    tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
+    with tape.alive(scores):
+        choice = tape.make("add bias", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
+        if part.groups > 1:
+            choice = _limited(builder, choice, part)
+        best, chosen = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES), _indices(builder, used)
+        tape.make("topk", best, choice, product=True)
+        tape.make("topk", chosen, choice, product=True)
+        with tape.alive(choice, best, chosen):
+            share = tape.apply("gather", [(scores, NEW)], builder.fresh(scores, used), [chosen])
+            if part.normalised:
+                share = _normalised(builder, share)
+            return scores, builder.pointwise("scale", share), chosen
+
+
+def _logits(builder: Builder, x: Value, experts: int, name: str) -> Value:
+    """Return the router's product, which a region of autocast to fp32 forms of copies that it saves."""
+    tape, weight = builder.tape, builder.weight(f"{name}.weight")
+    wide = builder.cast(x, 4)
+    copies = []
+    if weight.element_bytes < 4:
+        copies = [tape.make("cast weight", builder.constant(experts * builder.settings.hidden_size, 4))]
+    out = tape.value(TOKENS, experts, 4)
+    tape.apply(f"linear {name}", [(wide, VIEW)], out, [wide, *copies], [weight], traits=Traits(packs=True))
+    tape.touch(*copies)
+    return out
+
+
+def _limited(builder: Builder, choice: Value, part: MixtureOfExperts) -> Value:
+    """Return scores with those of groups masked that take no part."""
+    tape = builder.tape
+
+    def topk(rows: int, of: Value) -> tuple[Value, Value]:
+        values, indices = tape.value(TOKENS, rows, 4, part=Part.TEMPORARIES), _indices(builder, rows)
+        tape.make("topk of groups", values, of, product=True)
+        tape.make("topk of groups", indices, of, product=True)
+        return values, indices
+
+    with tape.alive(choice):
+        best, numbers = topk(2 * part.groups, choice)
+        with tape.alive(best, numbers):
+            total = tape.make("sum", tape.value(TOKENS, part.groups, 4, part=Part.TEMPORARIES), best)
+            with tape.alive(total):
+                _, taking = topk(part.groups_per_token, total)
+                mask = tape.make("mask of groups", tape.value(TOKENS, part.groups, 1, part=Part.TEMPORARIES), taking)
+                masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
+                with tape.alive(taking, mask):
+                    return tape.make("groups that take part", masked, choice, mask)
+
+
+def _normalised(builder: Builder, share: Value) -> Value:
+    """Return the scores of a token's experts divided by their sum, to which a little is added."""
+    tape = builder.tape
+    with tape.alive(share):
+        total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), traits=SAVES_NOTHING)
+        divisor = tape.apply("add", [(total, SAME)], builder.fresh(total), traits=SAVES_NOTHING)
+        ways, scratch = [(share, NEW), (divisor, NEW)], [(TOKENS, share.coefficient)]
+        return tape.apply("div", ways, builder.fresh(share), [share, divisor], traits=Traits(workspace=scratch))
+
+
+def _indices(builder: Builder, width: int) -> Value:
+    return builder.tape.value(TOKENS, width, 8, needs_gradient=False)
+
+
+def _experts(
+    builder: Builder, x: Value, share: Value, chosen: Value, counts: Value, part: MixtureOfExperts, name: str
+) -> Value:
+    """Return the weighted sum of the chosen experts, as ``RoutedExperts.forward`` does."""
+    tape, used = builder.tape, part.experts_per_token
+    order = tape.make("sort", _indices(builder, used), chosen, scratch=[(TOKENS, chosen.coefficient)])
+    taken = tape.apply("gather weights", [(share, NEW)], builder.fresh(share), [order])
+    places = tape.make("order // used", _indices(builder, used), order)
+    rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [places])
+    with tape.alive(taken, places, rows):
+        offsets = tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
+        with tape.alive(offsets):
+            inner = part.intermediate_size * used
+            hidden = activated(builder, _grouped(builder, rows, f"{name}.gate_proj", inner, used, offsets))
+            with tape.alive(hidden):
+                up = _grouped(builder, rows, f"{name}.up_proj", inner, used, offsets)
+                hidden = builder.multiply(hidden, up)
+            with tape.alive(hidden):
+                out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, used, offsets)
+        with tape.alive(out):
+            return _combined(builder, out, taken, places, x)
+
+
+def _grouped(builder: Builder, rows: Value, name: str, width: int, used: int, offsets: Value) -> Value:
+    """Return each row times the matrix of its expert."""
+    tape, weight = builder.tape, builder.weight(name)
+    out = aligned(builder, tape.value(TOKENS, width, builder.compute), used)
+    rows.gradient_coefficient = used * row_bytes(rows, used)
+    return tape.apply(f"grouped {name}", [(rows, NEW)], out, [offsets, rows], [weight])
+
+
+def _combined(builder: Builder, out: Value, taken: Value, places: Value, x: Value) -> Value:
+    """Return the experts' rows, weighted in fp32 and cast back, added to zeros: a function written in Python.
+
+    It adds in a fixed order, for which CUDA sorts the rows' numbers and no more, since one number stands for a whole row.
+
+    Source:
+        ``deterministic_scatter_add`` in torchtitan/ops/scatter_add.py (0.3.0); ``_scatter_via_index_put`` in
+        aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
+    """
+    tape = builder.tape
+    zeros = tape.make("zeros", builder.fresh(x), x)
+    with tape.alive(zeros):
+        wide = builder.cast(out, 4)
+        scaled, ways = builder.fresh(wide), [(wide, NEW), (taken, NEW)]
+        tape.apply("mul", ways, scaled, [wide, taken], traits=Traits(workspace=[(TOKENS, wide.coefficient)]))
+        narrow = builder.cast(scaled, out.element_bytes)
+        with tape.alive(narrow):
+            return tape.apply("scatter add", [(narrow, NEW)], builder.fresh(x), [places], traits=Traits(custom=True))
