@@ -71,6 +71,51 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Freeze:
+    """Which parameters of a model train; where nothing is said, all do.
+
+    What ``parameters`` match is frozen, or all where it is empty; of that, what ``train`` matches trains, and what is of
+    the layers, parts and roles that are said, of all of these together.
+
+    Attributes:
+        parameters: Regular expressions, found anywhere in the names of parameters that are frozen.
+        train: Regular expressions, found likewise in names of those that train.
+        first_layers: How many layers train, counted from the first.
+        last_layers: How many layers train, counted from the last.
+        parts: Beginnings of what parameters that train are called within their layer, such as ``mlp``.
+        roles: Roles of parameters that train.
+        input_gradients: Whether a frozen embedding's output is made to need a gradient; None is as the stack does.
+    """
+
+    parameters: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    first_layers: int | None = None
+    last_layers: int | None = None
+    parts: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    input_gradients: bool | None = None
+
+    @property
+    def words(self) -> str:
+        """What trains, in words; nothing where all does.
+
+        Example:
+            >>> Freeze(last_layers=2, parts=("mlp",)).words, Freeze(train=("lm_head",)).words, Freeze().words
+            ('mlp of the last 2 layers', "what matches 'lm_head'", '')
+        """
+        ends = [f"the {end} {n} layers" for end, n in (("first", self.first_layers), ("last", self.last_layers)) if n]
+        inner = [", ".join(words) for words in (self.parts, self.roles) if words]
+        chosen = " of ".join([*inner[::-1], *([" and ".join(ends)] if ends else [])])
+        parts = [chosen] if chosen else []
+        parts += [f"what matches {', '.join(map(repr, self.train))}"] if self.train else []
+        parts += [f"all but what matches {', '.join(map(repr, self.parameters))}"] if self.parameters else []
+        return " and ".join(parts)
+
+
+ALL_TRAIN = Freeze()
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """The completions that a step learns from, and what generates them.
 
@@ -314,6 +359,7 @@ class TrainingConfig:
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         method: What a step learns from.
         adapter: Adapters; the other weights are frozen then.
+        freeze: Which of a model's own parameters train.
         dropout: Probability; None takes the model's own.
         clip_gradients: Clip by the norm of all gradients; None is as the stack does.
         zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
@@ -344,6 +390,7 @@ class TrainingConfig:
     kernels: Kernels = Kernels()
     method: Method = Method()
     adapter: Adapter | None = None
+    freeze: Freeze = ALL_TRAIN
     parallel: Parallel = Parallel()
     offload: Offload = Offload()
     dropout: float | None = None

@@ -11,7 +11,7 @@ from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
-from memplan.importer.sources.module_patterns import selected_linears
+from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
 COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank")
 """Results of which there is at least one."""
@@ -156,6 +156,8 @@ class _Step:
         if self.rule["to"] == MODEL and not isinstance(value, str):
             self._problem(key, "a model's name", value)
             return MISSING
+        if kind in PATTERN_KINDS:
+            return self._patterns(key, value, kind)
         if kind in ("list", "targets"):
             return self._list(key, value, kind)
         if kind in ("whole", "number"):
@@ -188,6 +190,13 @@ class _Step:
             return selected or MISSING
         names = [self.rule.get("names", {}).get(last := name.rsplit(".", 1)[-1], last) for name in names]
         return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
+
+    def _patterns(self, key: str, value: Any, kind: str) -> Any:
+        """Return what says which parameters train as regular expressions, behind those that other keys have said."""
+        items = [value] if kind == "regex" else self._list(key, value, "list")
+        for item in items:
+            self._append(self.rule["to"], parameter_pattern(str(item), kind), key)
+        return MISSING
 
     def _arithmetic(self, key: str | None) -> None:
         """Set a product, quotient or sum; a quotient or sum with a missing term is none."""

@@ -209,7 +209,8 @@ def config_path(job: Job) -> str:
 def model_key(model: Model) -> str:
     """Return a hash of a model's shapes, whatever it is called and wherever it was read."""
     shapes = {key: value for key, value in asdict(model.spec).items() if key not in ("name", "source")}
-    return _hash([shapes, [asdict(tensor) for tensor in model.inventory]])
+    tensors = [asdict(tensor) for tensor in model.inventory]
+    return _hash([shapes, [{key: value for key, value in one.items() if key != "frozen"} for one in tensors]])
 
 
 def _setup_key(setup: TrainingSetup) -> str:

@@ -25,8 +25,8 @@ from memplan.values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Kind = tuple[Role, tuple[int, ...], bool]
-"""A tensor's role, its shape, and whether it is used."""
+Kind = tuple[Role, tuple[int, ...], bool, bool]
+"""A tensor's role, its shape, whether it is used, and whether it is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class ParameterTensor:
         first: Index of the first of these layers.
         experts_per_token: For routed experts: how many of ``shape[0]`` a token uses; else 0.
         used: Whether rows of tokens pass through it: a vision tower gets no gradients from them.
+        frozen: Whether it does not train where other parameters of the model do.
     """
 
     name: str
@@ -50,11 +51,12 @@ class ParameterTensor:
     first: int = 0
     experts_per_token: int = 0
     used: bool = True
+    frozen: bool = False
 
     @property
     def kind(self) -> Kind:
         """What tensors with equal states have in common."""
-        return self.role, self.shape, self.used
+        return self.role, self.shape, self.used, self.frozen
 
     @property
     def elements(self) -> int:
@@ -88,7 +90,7 @@ def expanded(inventory: Inventory) -> Iterator[tuple[str, ParameterTensor]]:
 
 
 def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
-    """Return one tensor for all that share a role, a shape and whether they are used, with all their copies: what sums need.
+    """Return one tensor for all that share a role, a shape and whether they are used and frozen, with all their copies: what sums need.
 
     Example:
         >>> [tensor.count for tensor in merged([ParameterTensor("a", (2,), "norm", 3), ParameterTensor("b", (2,), "norm")])]
@@ -97,7 +99,10 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
     counts: dict[Kind, int] = {}
     for tensor in inventory:
         counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.count
-    return tuple(ParameterTensor("", shape, role, count, used=used) for (role, shape, used), count in counts.items())
+    return tuple(
+        ParameterTensor("", shape, role, count, used=used, frozen=frozen)
+        for (role, shape, used, frozen), count in counts.items()
+    )
 
 
 def parameter_count(inventory: Iterable[ParameterTensor]) -> int:

@@ -14,7 +14,9 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
 from memplan.values import dataclass
 
-Activation = Literal["silu", "gelu", "gelu-tanh", "gelu-new", "relu", "relu-squared", "clamped-swiglu", "quick-gelu"]
+Activation = Literal[
+    "silu", "gelu", "gelu-tanh", "gelu-new", "gelu-fast", "relu", "relu-squared", "clamped-swiglu", "quick-gelu"
+]
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import Rollout, TrainingConfig
+from memplan.model.inventory import parameter_count
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.kernels.family_code import dropouts
@@ -105,6 +106,9 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     if profile.muon_batch_bytes:
         yield _batches(plan)
     yield from _method(plan)
+    if words := config.freeze.words:
+        trained = parameter_count(tensor for tensor in plan.model.inventory if not tensor.frozen)
+        yield f"frozen but for {words}: {trained:,} of {parameter_count(plan.model.inventory):,} parameters train"
     if plan.model.spec.linear_attention:
         yield LINEAR_ATTENTION[profile.linear_attention]
     yield from plan.setup.card_notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.inventory import Role
 from memplan.step.states.parallel_shards import share
 from memplan.step.tensors.state_slots import slot_bytes
@@ -37,7 +38,7 @@ def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
     """
     role: Role = "hidden_matrix"
     layout = setup.formats[role]
-    if setup.config.adapter is not None:
+    if setup.config.adapter is not None or setup.config.freeze != ALL_TRAIN:
         return BytesPerParameter(layout.bytes_per_element, Fraction(0), Fraction(0), Fraction(0))
     own = FLOAT_BYTES.get(setup.format_names[role], setup.compute_bytes)
     gradient = setup.gradient.element_bytes if setup.gradient else own

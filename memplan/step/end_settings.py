@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.catalog.stacks import Metrics, PairKernel
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -80,8 +81,15 @@ class EndSettings:
         return 4 if self.block.autocast or self.loss != "bf16" else self.block.compute_bytes
 
 
-def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> EndSettings:
-    """Return what a model's ends depend on; equal ones give equal tapes."""
+def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *, frozen: bool) -> EndSettings:
+    """Return what a model's ends depend on; equal ones give equal tapes.
+
+    Args:
+        spec: The model.
+        block: What operations depend on.
+        setup: The training setup.
+        frozen: Whether its embedding is.
+    """
     drops = block.code.drops_embedding or setup.config.dropout is not None
     return EndSettings(
         block=block,
@@ -104,11 +112,13 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) ->
         metrics=setup.stack.loop.metrics,
         pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
         chosen_nll=bool(setup.config.method.chosen_nll),
-        arguments=_arguments(spec, block, setup),
+        arguments=_arguments(spec, block, setup, frozen=frozen),
     )
 
 
-def _arguments(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> tuple[tuple[Quantity, int], ...]:
+def _arguments(
+    spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *, frozen: bool
+) -> tuple[tuple[Quantity, int], ...]:
     """Return what layers were called with and checkpointing does not keep: bytes for each unit of some quantities."""
     masked = block.regime.masked
     form = layer_arguments(spec, setup, masked=masked)
@@ -116,7 +126,7 @@ def _arguments(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> t
         form -= layer_arguments(spec, setup, masked=masked, kept=True)
     if spec.learned_positions and block.code.forms_tables:  # names of embeddings whose sum the layers are given
         row = spec.hidden_size * setup.residual_bytes
-        leaf = _input_gradients(setup) and setup.config.adapter is not None
+        leaf = _input_gradients(setup) and frozen
         form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
         form += ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     return tuple([(Quantity(place), size) for place, size in enumerate(form.totals()) if size])
@@ -124,8 +134,11 @@ def _arguments(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup) -> t
 
 def _input_gradients(setup: TrainingSetup) -> bool:
     """Tell whether the output of a frozen embedding is made to need a gradient."""
+    if setup.config.freeze.input_gradients is not None:
+        return setup.config.freeze.input_gradients
     rule = setup.stack.input_gradients
-    return rule == "always" or (rule == "checkpointed" and setup.checkpointing != "none")
+    checkpoints = rule == "checkpointed" or (rule == "trained-layers" and setup.config.freeze == ALL_TRAIN)
+    return rule == "always" or (checkpoints and setup.checkpointing != "none")
 
 
 def head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:

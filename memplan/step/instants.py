@@ -168,21 +168,20 @@ def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
 
 
 def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return the output of a frozen embedding that needs a gradient, or nothing: a leaf, which its gradient stays with.
+    """Return what the first layer is given that a gradient comes to where what is below is frozen, or nothing: a leaf, which its gradient stays with.
 
     Source:
         ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0).
     """
-    table = taped.weight(inputs.spec.names.embedding)
-    if not taped.settings.input_gradients or table is None or table.trainable:
+    if taped.leaf is None:
         return ZERO
     width = inputs.spec.hidden_size * inputs.setup.residual_bytes
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
 
 
 def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
-    """Tell whether the first layer saves what it is given, and that is the embedding's output itself."""
-    first = taped.layer_of(0)
+    """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
+    first = taped.layer_of(taped.leaf or 0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
     return not taped.embedding.tape.nodes and (inputs.setup.checkpointing != "none" or saved)
 
@@ -192,14 +191,14 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     spec, setup = inputs.spec, inputs.setup
     if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
         return ZERO
-    if setup.checkpointing != "none" and not spec.learned_positions:
+    first = taped.layer_of(0)
+    if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    leaf = embedded_leaf(inputs, taped) is not ZERO  # counted already
+    leaf = taped.leaf == 0  # counted already
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
-    first = taped.layer_of(0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
     return ZERO if saved else tokens
 
@@ -244,7 +243,7 @@ def _called_again(inputs: StepInputs) -> Form:
     """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
     if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
         return ZERO
-    return kept_arguments(inputs) + tables_of_graph(inputs)
+    return _passed_on(inputs)
 
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
@@ -291,6 +290,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     played = taped.played(mode, inputs.recomputation)
     yield from forward_instants(inputs, taped, played, base)
     base, bare_base = backward_base(inputs, taped, base)
+    passed = base - bare_base
     compared = ZERO if inputs.setup.compares_pairs else played.head.saved  # its loss is formed of the copy
     yield from copied_outputs(inputs, taped.head, base + played.saved + compared)
     base += root_form(inputs, taped.settings)
@@ -304,7 +304,8 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         below = (played.layers[kind].saved * count for kind, count in place.below.items())
         gone = sum((played.layers[kind].escaped * count for kind, count in place.below.items()), ZERO)
         above = escaped - gone - played.layers[place.kind[0]].escaped
-        return sum(below, bare + above + constant_form(Part.GRADIENTS, place.formed))
+        gone = ZERO if place.tables else passed
+        return sum(below, bare + above - gone + constant_form(Part.GRADIENTS, place.formed))
 
     for place in ends(places, around_of):
         around, name = around_of(place), f"layer {place.layer} backward"
@@ -333,7 +334,13 @@ def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
 def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
     """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
     base += leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
-    return base + kept_arguments(inputs) + tables_of_graph(inputs), base + _called_again(inputs)
+    bare = base + _called_again(inputs)
+    return bare if taped.lowest_turned is None else base + _passed_on(inputs), bare
+
+
+def _passed_on(inputs: StepInputs) -> Form:
+    """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
+    return kept_arguments(inputs) + tables_of_graph(inputs)
 
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
@@ -372,6 +379,7 @@ def _forward(
         (played.layers[kind].carried * count for kind, count in taped.counts().items()), played.embedding.carried
     )
     around += kept_arguments(inputs) - arguments - named
+    around -= _passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from behind_forward(inputs, taped, around + played.head.saved - cast)
 
@@ -385,13 +393,14 @@ def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], i
         mode: What becomes of weight gradients.
     """
     places: list[Place] = []
-    below = taped.counts()
+    below, lowest = taped.counts(), taped.lowest_turned
     for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
         left = taped.layers[kind].left(mode)
         below[kind] -= run.count
         for position in dict.fromkeys((run.count, 1)):
             counts = {**below, kind: below[kind] + position - 1}
             above = formed + left * (run.count - position)
-            places.append(Place((kind, run.count, position), run.first + position, counts, above))
+            tables = lowest is not None and run.first + position > lowest
+            places.append(Place((kind, run.count, position), run.first + position, counts, above, tables))
         formed += left * run.count
     return places, formed

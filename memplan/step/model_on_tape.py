@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime, block_settings
 from memplan.step.end_settings import EndSettings, end_settings
@@ -16,7 +17,7 @@ from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
-from memplan.step.step_inputs import StepInputs, taped_weights
+from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.taped_weight import Mode, Weight
@@ -55,6 +56,7 @@ class ModelOnTape:
         kinds: For each run, which of ``layers`` its layers are.
         layers: One section for each kind of layer.
         again: Whether checkpointing is of that kind.
+        leaf: The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
     """
 
     settings: EndSettings
@@ -65,6 +67,7 @@ class ModelOnTape:
     layers: tuple[Section, ...]
     again: tuple[bool, ...]
     head: Head
+    leaf: int | None = None
 
     def weight(self, name: str) -> Weight | None:
         """Return the parameter of this name that no layer has, or None."""
@@ -73,6 +76,14 @@ class ModelOnTape:
     def layer_of(self, run: int) -> Section:
         """Return one layer of the run with this index."""
         return self.layers[self.kinds[run]]
+
+    @property
+    def lowest_turned(self) -> int | None:
+        """The lowest layer whose backward needs the tables that query and key are turned by, or None."""
+        kinds = [
+            (again and bool(part.tape.nodes)) or part.turns for part, again in zip(self.layers, self.again, strict=True)
+        ]
+        return next((run.first for kind, run in zip(self.kinds, self.runs, strict=True) if kinds[kind]), None)
 
     def counts(self) -> dict[int, int]:
         """Return how many layers there are of each kind."""
@@ -97,26 +108,29 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     """Return a model on tape; parts that it has in common with others are shared."""
     spec = inputs.spec
     block = block_settings(spec, inputs.setup, inputs.regime)
-    settings = end_settings(spec, block, inputs.setup)
     weights = taped_weights(inputs.setup, inputs.states)
+    settings = end_settings(spec, block, inputs.setup, frozen=(f"{spec.names.embedding}.weight", False) in weights)
     prefix = f"{spec.names.layer}."
-    root = tuple((name, weight) for name, weight in weights.items() if not name.startswith((prefix, REFERENCE)))
+    root = tuple((name, weight) for (name, _), weight in weights.items() if not name.startswith((prefix, REFERENCE)))
     embedding = embedding_section(settings, root)
-    names = _names_by_first(inputs.states, prefix)
+    names = _parameters_by_first(inputs.states, prefix)
     unmasked = block_settings(spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False))
-    known: dict[tuple[Layer, tuple[str, ...], Stream, bool, bool], int] = {}
+    known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
     sections: list[Section] = []
     again: list[bool] = []
+    # the library asks for gradients of inputs, and checkpoints, where layers train
+    trained_alone = inputs.setup.stack.input_gradients == "trained-layers" and inputs.setup.config.freeze != ALL_TRAIN
 
     def kind_of(run: LayerRun, stream: Stream) -> int:
         own = names.get(inventory_first(spec, run), ())
         masked = unmasked if inputs.regime.masked and run.first in spec.full_layers else block
-        computed_again = inputs.setup.computes_again(run.first)
+        trains = any(trainable for _, trainable in own)
+        computed_again = inputs.setup.computes_again(run.first) and (trains or not trained_alone)
         key = (run.layer, own, stream, masked is block, computed_again)
         if key not in known:
             again.append(computed_again)
             known[key] = len(sections)
-            relative = tuple((name.removeprefix(prefix), weights[name]) for name in own)
+            relative = tuple((parameter[0].removeprefix(prefix), weights[parameter]) for parameter in own)
             sections.append(layer_section(masked, run.layer, relative, *stream))
         return known[key]
 
@@ -127,7 +141,13 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     leaf = embedding.output.needs_gradient and not embedding.tape.nodes and spec.runs[0].layer.placement == "post"
     stream = (embedding.output.needs_gradient, block.residual_bytes, leaf)
     runs: list[tuple[LayerRun, int]] = []
+    given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in weights
+    leaves = [0] if given else []
     for run in _runs(spec, inputs.setup, inputs.regime):
+        trains = any(trainable for _, trainable in names.get(inventory_first(spec, run), ()))
+        if trained_alone and trains and not stream[0] and inputs.setup.computes_again(run.first):
+            leaves.append(len(runs))
+            stream = (True, stream[1], run.layer.placement == "post")
         first = kind_of(run, stream)
         if after(first) == stream or run.count == 1:
             runs.append((run, first))
@@ -137,7 +157,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         stream = after(runs[-1][1])
     head = head_on_tape(settings, root, *stream[:2])
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
-    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head)
+    lowest = leaves[0] if leaves else None
+    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head, lowest)
 
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:
@@ -157,10 +178,10 @@ def inventory_first(spec: ModelSpec, run: LayerRun) -> int:
     return max(other.first for other in spec.runs if other.first <= run.first)
 
 
-def _names_by_first(states: ModelStates, prefix: str) -> dict[int, tuple[str, ...]]:
-    """Return the names of each run's parameters, by its first layer."""
-    names: dict[int, list[str]] = {}
+def _parameters_by_first(states: ModelStates, prefix: str) -> dict[int, tuple[Parameter, ...]]:
+    """Return each run's parameters, by its first layer."""
+    names: dict[int, list[Parameter]] = {}
     for entry in states.tensors:
         if entry.tensor.name.startswith(prefix):
-            names.setdefault(entry.tensor.first, []).append(entry.tensor.name)
+            names.setdefault(entry.tensor.first, []).append((entry.tensor.name, entry.trainable))
     return {first: tuple(own) for first, own in names.items()}

@@ -52,12 +52,14 @@ class Place:
         layer: Its number.
         below: Layers of each kind that have not run backward yet.
         formed: Gradients that those above have left.
+        tables: Whether rotary tables are still there, which the layer or one below it needs.
     """
 
     kind: tuple[int, int, int]
     layer: int
     below: Mapping[int, int]
     formed: int
+    tables: bool = True
 
 
 def ends(places: Sequence[Place], around_of: Callable[[Place], Form]) -> Iterator[Place]:
@@ -66,9 +68,9 @@ def ends(places: Sequence[Place], around_of: Callable[[Place], Form]) -> Iterato
     One that lies midway between its neighbours of the same kind needs no more than the fuller of
     them, whatever the quantities are, since forms are linear. Layers that alternate are such.
     """
-    kinds: dict[tuple[int, int, int], list[Place]] = {}
+    kinds: dict[tuple[tuple[int, int, int], bool], list[Place]] = {}
     for place in places:
-        kinds.setdefault(place.kind, []).append(place)
+        kinds.setdefault((place.kind, place.tables), []).append(place)
 
     def is_midway(before: Place, here: Place, after: Place) -> bool:
         even = all(before.below[key] + after.below[key] == 2 * count for key, count in here.below.items())

@@ -67,11 +67,15 @@ class StepInputs:
         return Recomputation(self.setup.checkpointing, alternate, whole, rules.reentrant)
 
 
-def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[str, Weight]:
-    """Return every parameter tensor that is used as tapes see it, by name; one that several runs of layers have is alike in all."""
+Parameter = tuple[str, bool]
+"""A parameter's name, and whether it trains."""
+
+
+def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[Parameter, Weight]:
+    """Return every parameter tensor that is used as tapes see it; one that several runs of layers have is alike in all in which it trains."""
     emptied = emptied_names(setup, states.tensors)
-    by_name = {entry.tensor.name: entry for entry in states.tensors if entry.tensor.used}
-    return {name: _taped(setup, entry, name in emptied) for name, entry in by_name.items()}
+    distinct = {(entry.tensor.name, entry.trainable): entry for entry in states.tensors if entry.tensor.used}
+    return {key: _taped(setup, entry, key[0] in emptied) for key, entry in distinct.items()}
 
 
 def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:

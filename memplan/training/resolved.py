@@ -46,6 +46,7 @@ class TrainingSetup:
         unmodelled: What of the job the formula does not follow; it plans none of that.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
         masked_attention: Kernel of attention within a window on a card; None where there is no window to see to.
+        frozen_embedding: Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
         card_notes: What a card does in another way, one sentence each; none where there is no card.
     """
 
@@ -67,6 +68,7 @@ class TrainingSetup:
     unmodelled: tuple[str, ...] = ()
     masked_attention: AttentionKernel | None = None
     card_notes: tuple[str, ...] = ()
+    frozen_embedding: bool = False
 
     @property
     def label(self) -> str:
@@ -199,7 +201,7 @@ class TrainingSetup:
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream, which is as wide as the embedding and which autocast leaves so."""
         if self.format_names["hidden_matrix"] == "fp32":
-            return 4 if self.autocast else self.compute_bytes
+            return 4 if self.autocast and not self.frozen_embedding else self.compute_bytes
         return max(self.compute_bytes, FLOAT_BYTES.get(self.format_names["embedding"], 0))
 
     @property

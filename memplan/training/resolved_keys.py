@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.training_config import ALL_TRAIN, Parallel
 from memplan.model.inventory import ROLES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.role_names import format_name
@@ -19,6 +19,8 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
     data = asdict(setup.config)
     data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
+    if setup.config.freeze == ALL_TRAIN:
+        del data["freeze"]
     own = ("rollout", "chosen_nll", "labels")  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None

@@ -13,6 +13,7 @@ from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, Model
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.frozen_rules import with_frozen
 from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
@@ -24,7 +25,7 @@ TEXT_ALONE = "runs the text model alone: vision tower and projector are left out
 
 
 def built_by(model: Model, setup: TrainingSetup) -> Model:
-    """Return a model as the stack of a setup builds it.
+    """Return a model as the stack of a setup builds it, and as its parameters are frozen.
 
     Args:
         model: As it was released.
@@ -33,7 +34,24 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     Raises:
         CannotAnswerError: The stack has no code for its family, or puts adapters on it or narrows its weights in a way
             of its own.
+        InvalidFileError: No parameter of it trains.
     """
+    return with_frozen(_built(model, setup), setup.config.freeze, f"{setup.name}: freeze")
+
+
+def with_frozen_embedding(setup: TrainingSetup, model: Model) -> TrainingSetup:
+    """Return a setup that says whether a model's embedding, as it was built, stays in the dtype that it was loaded in.
+
+    Source:
+        ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which casts what trains to fp32.
+    """
+    table = f"{model.spec.names.embedding}.weight"
+    frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)
+    return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen" else setup
+
+
+def _built(model: Model, setup: TrainingSetup) -> Model:
+    """Return a model as the stack of a setup builds it, whatever of it trains."""
     stack = setup.stack
     if model.spec.tower is not None:
         model = _with_tower(model, setup)

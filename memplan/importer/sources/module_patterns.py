@@ -71,3 +71,30 @@ def _is_slow(pattern: str) -> bool:
     choices = prod(part.count("|") + 1 for part in re.split(r"[()]", pattern))
     many = repeats > MOST_REPEATS or choices > MOST_CHOICES
     return len(pattern) > MOST_CHARACTERS or many or re.search(r"\)[*+{]", pattern) is not None
+
+
+PATTERN_KINDS = ("layer-patterns", "prefixes", "parts-of-names", "regex")
+"""Ways in which trainers' keys name parameters."""
+
+
+def parameter_pattern(text: str, kind: str) -> str:
+    r"""Return what names parameters in a trainer's way as a regular expression that is found in their names.
+
+    Args:
+        text: As its key has it.
+        kind: ``layer-patterns`` are axolotl's: from the beginning of a name, dots being dots, rows in brackets behind them
+            having a gradient like the others; ``prefixes`` and ``parts-of-names`` are what names begin with and contain.
+
+    Example:
+        >>> parameter_pattern("model.layers.2[0-9]+", "layer-patterns"), parameter_pattern("model.embed_tokens", "prefixes")
+        ('^(?:model\\.layers\\.2[0-9]+)', '^model\\.embed_tokens')
+
+    Source:
+        ``LayerNamePattern`` in axolotl/utils/freeze.py (0.21.0); ``freeze_parameters`` in
+        swift/utils/transformers_utils.py (ms-swift 4.6.0); ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5).
+    """
+    if kind == "layer-patterns":
+        rows = re.fullmatch(r"(.+)\[[0-9]*(?::[0-9]*)?\]", text)
+        literal = re.sub(r"\.(?!\+)", r"\.", rows[1] if rows else text)
+        return f"^(?:{literal})"
+    return text if kind == "regex" else f"{'^' if kind == 'prefixes' else ''}{re.escape(text)}"

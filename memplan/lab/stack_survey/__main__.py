@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
+from memplan.lab.stack_survey.drawn_freezing import frozen_job
 from memplan.lab.stack_survey.drawn_grids import (
     divided_job,
     flat_job,
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [mixed_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.hsdp and not options.job:
         jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    if options.frozen and not options.job:
+        jobs = [frozen_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.fsdp1 and not options.job:
         adapted = options.adapters
         jobs = [flat_job(job, options.seed, number, adapted=adapted) for number, job in enumerate(jobs)]
@@ -132,6 +135,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
+    parser.add_argument("--frozen", action="store_true", help="jobs of which parts of the model train, which are drawn")
     parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
     parser.add_argument(
         "--some-layers", action="store_true", help="jobs that checkpoint some layers only, which is drawn"

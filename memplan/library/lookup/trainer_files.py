@@ -42,7 +42,7 @@ STAGES = {
     "simpo": "simpo",
 }
 """What trainers' files call a kind of training -> the stage of a training config."""
-TUNINGS = ("full", "lora", "qlora")
+TUNINGS = ("full", "lora", "qlora", "freeze")
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
 
 

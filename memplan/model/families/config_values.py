@@ -24,7 +24,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu-new",
-    "gelu_fast": "gelu-tanh",
+    "gelu_fast": "gelu-fast",
     "gelu_pytorch_tanh": "gelu-tanh",
     "quick_gelu": "quick-gelu",
     "relu": "relu",

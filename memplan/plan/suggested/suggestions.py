@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.training_config import Adapter, CheckpointedLayers, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
@@ -48,6 +48,8 @@ class Change:
         adapts = config.adapter is None
         for key, value in self.settings:
             config = _assigned(config, key.split("."), value)
+        if config.adapter is not None:
+            config = replace(config, freeze=ALL_TRAIN)  # all but the adapters is
         if adapts and config.adapter is not None and config.method.reference_model == "resident":
             config = replace(config, method=replace(config.method, reference_model=None))  # the model without adapters
         return config

@@ -34,6 +34,7 @@ from memplan.step.states.partitioned_weights import held_states
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.frozen_rules import with_frozen
 
 NO_UPDATE = Optimizer(
     "No update",
@@ -101,7 +102,7 @@ class Sizes:
         self._transient: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
-        self._inventory = merged(model.inventory)
+        self._inventory = merged(with_frozen(model, space.base.freeze, "freeze").inventory)
         self._adapters: Inventory | None = None
 
     # ---------------------------------------------------------------- persistent bytes

@@ -18,13 +18,12 @@ from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
-from memplan.step.instants import embedded_leaf
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
-from memplan.step.tapes.linear_forms import ZERO, Form
+from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.units import MIB
 from memplan.values import dataclass
@@ -98,7 +97,7 @@ class StepPlayer:
             inputs.setup.profile.loss in IN_PIECES
         )  # a new name is given to logits before the loss is formed
         self._held: list[int] = []
-        self._leaf = embedded_leaf(inputs, taped) is not ZERO and not taped.embedding.tape.nodes
+        self._leaf = _part_before_leaf(taped)
         self._graph: list[int] = []
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
@@ -171,6 +170,9 @@ class StepPlayer:
         for _, part in parts:
             part.region_end()
         self._hold(parts[-1][1])
+        lowest = taped.lowest_turned
+        if lowest is None and not self._called_again:
+            self.stream.free_all(arguments.staying)
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         losses = [loss_bytes] * (2 if self.config.gradient_accumulation_steps > 1 or self.config.loss_scaling else 1)
@@ -185,11 +187,11 @@ class StepPlayer:
             part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
             self._keep(part.kept, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
-            if place == len(parts) - 2 and not self._called_again:
+            if len(parts) - place - 2 == lowest and not self._called_again:
                 self.stream.free_all(arguments.staying)
         self._graph = [storage for _, part in reversed(parts) for storage in part.escaped]
         self._graph += arguments.staying if self._called_again else []
-        self._graph += [gradient, parts[0][1].output] if self._leaf else []
+        self._graph += [gradient, parts[self._leaf][1].output] if self._leaf is not None else []
         if not self.inputs.setup.stack.loop.holds:
             self._let_go()
         self.stream.free_all(roots)
@@ -222,7 +224,7 @@ class StepPlayer:
         self,
         parts: Iterable[tuple[str, SectionEvents]],
         *,
-        leaf: bool = False,
+        leaf: int | None = None,
         renames: bool = False,
         arguments: ModelArguments | None = None,
     ) -> list[tuple[str, PlayedSection]]:
@@ -239,7 +241,7 @@ class StepPlayer:
             if arguments is not None and not played:
                 arguments.make()
             played.append((number, part))
-            handed, owned = part.output, part.output_owned or (leaf and len(played) == 1)
+            handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
         return played
 
     def _sizes_of(self, events: SectionEvents) -> list[int]:
@@ -304,6 +306,13 @@ class StepPlayer:
             part.region_end()
         self.stream.free_all(named)
         self.values, self._sizes = own
+
+
+def _part_before_leaf(taped: ModelOnTape) -> int | None:
+    """Return the place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
+    if taped.leaf is None or taped.embedding.tape.nodes:
+        return None
+    return sum(run.count for run in taped.runs[: taped.leaf])
 
 
 def run_events(

@@ -48,6 +48,8 @@ def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
     """Return the activation of ``x``, which saves its input."""
     if kind == "gelu-new" and builder.settings.code.functions:
         return _gelu_new(builder, x)
+    if kind == "gelu-fast" and builder.settings.code.functions:
+        return _gelu_fast(builder, x)
     if kind == "relu-squared":
         return _relu_squared(builder, x)
     return builder.pointwise(ACTIVATION, x, (x,))
@@ -78,6 +80,25 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
             traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
             cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
             inner = builder.pointwise("scale", builder.add(x, builder.pointwise("scale", cube)))
+            bounded = builder.fresh(inner)
+            tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
+            shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)
+            with tape.alive(shifted):
+                return builder.product(half, shifted, ACTIVATION)
+
+
+def _gelu_fast(builder: Builder, x: Value) -> Value:
+    """Return ``0.5 x (1 + tanh(c x (1 + 0.044715 x x)))``, operation by operation (transformers, ``FastGELUActivation``)."""
+    tape = builder.tape
+    tape.entered[len(tape.operations)] = ACTIVATION
+    with tape.alive(x):
+        half = builder.pointwise("half", x)
+        with tape.alive(half):
+            scaled = builder.pointwise("scale", x)
+            with tape.alive(scaled):
+                square = builder.product(builder.pointwise("scale", x), x, "square")
+                sum_ = tape.apply("add one", [(square, SAME)], builder.fresh(square), traits=SAVES_NOTHING)
+                inner = builder.product(scaled, sum_, "mul")
             bounded = builder.fresh(inner)
             tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
             shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)

@@ -15,6 +15,9 @@ from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 
+TURNED = ("mul cos", "mul sin", "mul complex", "rotary")
+"""Beginnings of what operations are called that read rotary tables."""
+
 SavedTensor = tuple[str, Quantity, int, Part]
 """Operation that saves it first, and its size."""
 
@@ -80,6 +83,11 @@ class Section:
     def gradients(self) -> int:
         """Gradients of its weights."""
         return sum(w.gradient_bytes for node in self.tape.nodes for w in node.weights if w.trainable)
+
+    @property
+    def turns(self) -> bool:
+        """Whether its backward turns something by rotary tables, or a function of it is given them."""
+        return any(node.name.startswith(TURNED) for node in self.tape.nodes)
 
     def left(self, mode: Mode) -> int:
         """Return the gradients of its weights that backward adds to those that are there."""

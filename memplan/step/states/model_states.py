@@ -56,11 +56,13 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
-    steppers = {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used])
+    steppers = (
+        {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used and not tensor.frozen])
+    )
     alike: dict[Kind, TensorStates] = {}
     for tensor in kinds_of_own:
         together = steppers.get(setup.optimizer_names[tensor.role])
-        still = not tensor.used or (frozen and tensor.kind not in saved)
+        still = tensor.frozen or not tensor.used or (frozen and tensor.kind not in saved)
         alike[tensor.kind] = tensor_states(setup, tensor, still, together)
     alike_added = {tensor.kind: adapter_states(setup, tensor) for tensor in merged(added)}
     beside = [

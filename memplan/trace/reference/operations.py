@@ -207,6 +207,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "gelu-new": partial(F.gelu, approximate="tanh"),
+    "gelu-fast": partial(F.gelu, approximate="tanh"),
 }
 
 

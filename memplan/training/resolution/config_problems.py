@@ -12,6 +12,7 @@ from memplan.model.inventory import ROLES
 from memplan.training.config_refusals import number_problems, word_problems
 from memplan.training.parallelism import parallel_problems
 from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.rules.frozen_rules import freeze_problems
 from memplan.training.rules.method_rules import method_problems
 from memplan.training.rules.role_names import MATRIX_ROLES, filled, format_name
 from memplan.training.rules.stack_rules import never_run, stack_problems
@@ -23,6 +24,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     """Yield every unknown name, impossible number and contradiction of a config, with its path of keys."""
     yield from word_problems(config, ())
     yield from number_problems(config)
+    yield from freeze_problems(config.freeze)
     yield from _names(config, catalog)
     if problems := tuple(stack_problems(config, catalog)):
         yield from problems

@@ -18,6 +18,7 @@ from memplan.training.named_recipes import with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import Path, config_problems
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import kbit_formats, unmodelled, with_adapters
@@ -51,6 +52,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
     refuse_unmodelled(config, place)
+    for path, text in freeze_refusals(config, stack):
+        raise CannotAnswerError(f"{place(path)}: {text}")
     for path, text in method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")):
         raise CannotAnswerError(f"{place(path)}: {text}")
     format_names = {role: format_name(config, role) for role in ROLES}

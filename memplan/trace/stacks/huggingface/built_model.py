@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import bitsandbytes_options, quantised, quantises
 from memplan.trace.pretended_cuda.cut_loss import with_cut_cross_entropy
@@ -24,6 +25,7 @@ from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
 from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.frozen_rules import trained_names
 
 DROPOUT_KEYS = (
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout"
@@ -101,7 +103,7 @@ def loaded_model(inputs: StackInputs) -> Any:
     if setup.scores:
         config.num_labels, config.pad_token_id = setup.score_count, 0
     if not inputs.is_traced:
-        return _from_a_checkpoint(auto, config, dtype, inputs).train()
+        return frozen(_from_a_checkpoint(auto, config, dtype, inputs).train(), inputs)
     with without_memory():
         try:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -118,7 +120,17 @@ def loaded_model(inputs: StackInputs) -> Any:
     with_liger(model, setup)
     with_cut_cross_entropy(model, setup)
     with_linear_attention(model, setup)
-    return model.train()
+    return frozen(model.train(), inputs)
+
+
+def frozen(model: Any, inputs: StackInputs) -> Any:
+    """Return a model with those of its parameters frozen that the setup says."""
+    freeze = inputs.setup.config.freeze
+    if freeze != ALL_TRAIN:
+        trained = trained_names(inputs.model, freeze)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+    return model
 
 
 def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: StackInputs) -> Any:

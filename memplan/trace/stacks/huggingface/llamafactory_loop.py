@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 
+from memplan.catalog.training_config import ALL_TRAIN, Freeze
 from memplan.errors import CannotAnswerError
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -44,6 +45,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         _bind_layers(model)
         if setup.config.adapter is not None:
             model = with_adapters(model, inputs)
+        if setup.config.freeze != ALL_TRAIN:
+            _freeze_parts(model, inputs)
         # hparams leave Trainer's own gradient_checkpointing off: the model has it already
         arguments = {**training_arguments(inputs, Path(folder)), "gradient_checkpointing": False}
         if setup.config.method.stage != "sft":
@@ -119,6 +122,36 @@ def _freeze_tower(model: Any, inputs: StackInputs) -> None:
             parameter.requires_grad_(False)
             if setup.autocast and setup.config.adapter is None:
                 parameter.data = parameter.data.to(TORCH_DTYPES[setup.config.compute_dtype])
+
+
+def _freeze_parts(model: Any, inputs: StackInputs) -> None:
+    """Freeze what the setup says by ``_setup_freeze_tuning`` (model/adapter.py), which casts what trains to fp32.
+
+    Raises:
+        CannotAnswerError: LLaMA-Factory has no keys that say so.
+    """
+    setup, freeze = inputs.setup, inputs.setup.config.freeze
+    layers = freeze.last_layers or -(freeze.first_layers or 0)
+    said = Freeze(freeze.parameters, freeze.train, freeze.first_layers, freeze.last_layers, freeze.parts)
+    if said != freeze or freeze.parameters or not layers or (freeze.first_layers and freeze.last_layers):
+        raise CannotAnswerError(
+            "LLaMA-Factory freezes all but the first or last layers, parts of these, and modules beside them"
+        )
+    model.requires_grad_(True)
+    cast = setup.autocast and setup.loaded_float == "fp32"  # else it is pure_bf16
+    if cast:
+        model.to(TORCH_DTYPES[setup.config.compute_dtype])  # as it is loaded
+    arguments = SimpleNamespace(
+        use_llama_pro=False,
+        freeze_trainable_layers=layers,
+        freeze_trainable_modules=list(freeze.parts) or ["all"],
+        freeze_extra_modules=list(freeze.train) or None,
+        freeze_vision_tower=True,
+        freeze_multi_modal_projector=True,
+        freeze_language_model=False,
+    )
+    _checkpointing()
+    import_module("llamafactory.model.adapter")._setup_freeze_tuning(model, arguments, True, cast)
 
 
 def _bind_layers(model: Any) -> None:
