@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,7 +53,7 @@ def run_here(request: Request) -> Outcome:
     """Run a script in this process, and return what came of it."""
     started = time.monotonic()
     script = request.script if request.is_module else str(Path(request.script).resolve())
-    lines = ScriptLines(script)
+    lines = ScriptLines(script, _package_folder(script) if request.is_module else "")
     values = KnownValues(lines, "worst" if request.worst else "balanced")
     cuda = request.kernels == "cuda"
     recorder = _recorder_class(request)(
@@ -99,6 +100,13 @@ def run_here(request: Request) -> Outcome:
         notes=tuple(notes),
         told=calls.told,
     )
+
+
+def _package_folder(module: str) -> str:
+    """Return the folder of a module's package, where it is installed: its lines are told as a script's are."""
+    package = module.partition(".")[0]
+    spec = find_spec(package) if package != "torch" else None
+    return (spec.submodule_search_locations or [""])[0] if spec else ""
 
 
 def _recorder_class(request: Request) -> type[LiveRecorder]:

@@ -126,6 +126,38 @@ def test_fused_norms_and_default_devices_run():
             assert torch.nn.Linear(2, 2).weight.is_meta
 
 
+def test_loops_that_draw_or_ask_until_something_no_longer_holds_come_to_an_end():
+    recorder, values = recorder_of(GIB), KnownValues(LINES)
+    with pretended_machine(recorder, values, kernels="cpu"):
+        weight = torch.empty(512, 64, device="cuda")
+        before = recorder.allocator.requested_bytes
+        torch.nn.init.trunc_normal_(weight, std=0.02, a=-0.06, b=0.06)
+        peak = recorder.allocator.requested_peak_bytes - before
+        assert 3 * weight.nbytes + 512 * 64 <= peak <= 3 * weight.nbytes + 3 * 512 * 64
+        times = 0
+        while (weight > 0).any():
+            times += 1
+        assert times > 1
+    assert any(answer.question.endswith("again and again") for answer in values.answers.values())
+
+
+def test_an_operator_of_ones_own_runs_with_a_form_of_three_lines():
+    @torch.library.custom_op("mine::tripled", mutates_args=())
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("a kernel of CUDA")
+
+    @torch.library.register_fake("mine::tripled")
+    def _(x):
+        return torch.empty_like(x)
+
+    recorder = recorder_of(GIB)
+    with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"):
+        rows = torch.empty(16, 64, device="cuda")
+        before = recorder.allocator.requested_bytes
+        assert tripled(rows).is_cuda
+        assert recorder.allocator.requested_peak_bytes - before == rows.nbytes
+
+
 def test_threads_of_a_script_find_the_same_gpu():
     moved = []
     with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from memplan.dryrun.libraries.after_import import changed_when_imported
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.told_job import TrainerCalls
-from memplan.dryrun.machine.kept_files import KeptFiles
+from memplan.dryrun.machine.kept_files import KeptFiles, make_folders, prepared_rows
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.terms.answers_given import RefusedError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
@@ -98,7 +98,8 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def _in_one_process(module: Any, stack: ExitStack) -> None:
-    """Let ``datasets`` work on rows in the script's own process."""
+    """Let ``datasets`` work on rows in the script's own process, and write its cache."""
+    make_folders(prepared_rows())
 
     def alone(function: Any) -> Any:
         @wraps(function)

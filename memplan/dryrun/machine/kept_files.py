@@ -40,7 +40,7 @@ class KeptFiles:
 
     def __init__(self, scratch: str, lines: ScriptLines, *, allow_writes: bool) -> None:
         self._scratch, self._lines, self._allowed = scratch, lines, allow_writes
-        self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev")})
+        self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev", prepared_rows())})
         self.skipped: dict[str, int] = {}
 
     @contextmanager
@@ -66,7 +66,7 @@ class KeptFiles:
         yield builtins, {"open": opened}
         yield io, {"open": opened}
         yield os, {"open": self._descriptor(os.open)}
-        names = ("stat", "lstat", "listdir", "scandir", "access", "chmod", "utime")
+        names = ("stat", "lstat", "statvfs", "listdir", "scandir", "access", "chmod", "utime")
         yield os, {name: self._looked(getattr(os, name)) for name in names}
         yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
         yield os, {name: self._moved(getattr(os, name)) for name in ("rename", "replace", "link", "symlink")}
@@ -85,7 +85,7 @@ class KeptFiles:
             apart = self._apart(file)
             if apart is not None and _WRITES & set(mode):
                 self.skipped.setdefault(os.fsdecode(file), 0)
-                _makedirs(os.path.dirname(apart))
+                make_folders(os.path.dirname(apart))
                 return function(apart, mode, *args, **options)
             return function(apart if apart is not None and _exists(apart) else file, mode, *args, **options)
 
@@ -96,7 +96,7 @@ class KeptFiles:
             apart = None if dir_fd is not None else self._apart(path)
             if apart is not None and flags & _WRITING:
                 self.skipped.setdefault(os.fsdecode(path), 0)
-                _makedirs(os.path.dirname(apart))
+                make_folders(os.path.dirname(apart))
                 return function(apart, flags, mode)
             return function(apart if apart is not None and _exists(apart) else path, flags, mode, dir_fd=dir_fd)
 
@@ -126,7 +126,7 @@ class KeptFiles:
                 if _exists(os.fsdecode(path)):
                     raise FileExistsError(17, "File exists", os.fsdecode(path))
                 self.skipped.setdefault(os.fsdecode(path), 0)
-                _makedirs(os.path.dirname(apart))
+                make_folders(os.path.dirname(apart))
                 return function(apart, *args)
             self.skipped.setdefault(os.fsdecode(path), 0)
             return function(apart) if _exists(apart) else None
@@ -138,7 +138,7 @@ class KeptFiles:
             source, apart = self._apart(source) or source, self._apart(target) or target
             if not _exists(source):
                 return None
-            _makedirs(os.path.dirname(os.fsdecode(apart)))
+            make_folders(os.path.dirname(os.fsdecode(apart)))
             return function(source, apart, *args, **options)
 
         return moved
@@ -173,6 +173,14 @@ class KeptFiles:
         )
 
 
+def prepared_rows() -> str:
+    """Return where ``datasets`` keeps the rows that it has read, which it writes below Python (datasets/config.py, 5.2.0)."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets"))
+
+
 def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
     """Return the bytes of the tensors in a checkpoint."""
     seen = set() if seen is None else seen
@@ -200,9 +208,10 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _makedirs(path: str) -> None:
+def make_folders(path: str) -> None:
+    """Make a folder, and those that it lies in, where they are named."""
     if path and not _exists(path):
-        _makedirs(os.path.dirname(path))
+        make_folders(os.path.dirname(path))
         _MKDIR(path)
 
 

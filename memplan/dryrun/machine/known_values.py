@@ -23,6 +23,9 @@ KNOWN_FLOATS = 16
 MOST_EXPERTS = 1024
 """Columns up to which the chosen indices of ``topk`` are taken for experts of a router."""
 
+MOST_IN_A_ROW = 1000
+"""Times that one line is told that something holds while nothing else is asked: it may be a loop that ends when it does not."""
+
 Routing = Literal["balanced", "worst"]
 aten = torch.ops.aten
 
@@ -75,6 +78,7 @@ class KnownValues:
         self.lines, self.routing = lines, routing
         self.answers: dict[tuple[str, str], Answer] = {}
         self.losses = 0
+        self._asked = ("", 0)
 
     # What is known.
 
@@ -160,11 +164,21 @@ class KnownValues:
         if known is not None:
             return known.item()
         if tensor.dtype == torch.bool:
-            return self.told("whether something holds", True)
+            return self._holds()
         if not tensor.dtype.is_floating_point:
             return self.told("a whole number", 1)
         self.losses += 1
+        self._asked = ("", 0)
         return self.told("a number", round(2.0 / (1 + 0.05 * (self.losses - 1)), 4))
+
+    def _holds(self) -> bool:
+        """Return that a condition holds, until one line has asked for nothing else so often that it waits for the opposite."""
+        line = self.lines.current()
+        self._asked = (line, self._asked[1] + 1 if self._asked[0] == line else 1)
+        if self._asked[1] > MOST_IN_A_ROW:
+            self._asked = ("", 0)
+            return bool(self.told("whether something holds, again and again", False))
+        return bool(self.told("whether something holds", True))
 
     def told(self, question: str, value: Any) -> Any:
         """Return a value that is answered by rule, remembered with the line that asks."""

@@ -66,6 +66,7 @@ def pretended_machine(
         stack.enter_context(recorder)
         stack.enter_context(_in_threads((mode, recorder)))
         stack.enter_context(replaced(torch.jit, {"script": _unscripted}))
+        stack.enter_context(replaced(torch.nn.init, {"_no_grad_trunc_normal_": _truncated}))
         yield
 
 
@@ -81,6 +82,18 @@ def _in_threads(modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
 
     with replaced(threading.Thread, {"_bootstrap_inner": begun}):
         yield
+
+
+def _truncated(
+    tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw what lies within bounds as torch does, which draws again until all does: here twice (torch/nn/init.py, v2.13.0)."""
+    with torch.no_grad():
+        result = tensor.normal_(mean, std, generator=generator)
+        for _ in range(2):
+            mask = (result < a) | (result > b)
+            result = torch.where(mask, torch.empty_like(result).normal_(mean, std, generator=generator), result)
+        return tensor.copy_(result)
 
 
 def _unscripted(given: Any, *_: Any, **__: Any) -> Any:

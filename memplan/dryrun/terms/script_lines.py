@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import site
 import sys
 import sysconfig
@@ -37,10 +38,11 @@ class ScriptLines:
 
     Args:
         script: Path of the script, which counts wherever it lies.
+        folder: That of a package which is run as a script is, and counts likewise; or nothing.
     """
 
-    def __init__(self, script: str) -> None:
-        self._script = script
+    def __init__(self, script: str, folder: str = "") -> None:
+        self._script, self._folder = script, f"{folder}{os.sep}" if folder else ""
         self._own: dict[CodeType, bool] = {}
 
     def current(self) -> str:
@@ -69,7 +71,7 @@ class ScriptLines:
             and "site-packages" not in frame.f_code.co_filename
         ):
             frame = frame.f_back
-        if frame is None or not self._is_own(frame.f_code.co_filename):
+        if frame is None or not self._is_own(frame.f_code.co_filename, packages=False):
             return ""
         path = Path(frame.f_code.co_filename)
         return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
@@ -100,8 +102,8 @@ class ScriptLines:
             frame = frame.f_back
         return None
 
-    def _is_own(self, file: str) -> bool:
-        if file == self._script:
+    def _is_own(self, file: str, *, packages: bool = True) -> bool:
+        if file == self._script or (packages and self._folder and file.startswith(self._folder)):
             return True
         if file.startswith((*_LIBRARIES, _OWN, "<")):
             return False
