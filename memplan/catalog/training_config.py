@@ -294,8 +294,8 @@ class Offload:
     """What is kept in host memory.
 
     Attributes:
-        optimizer_states: ``cpu`` keeps them in pinned host memory; the bundled optimizer then steps.
-        weights: Refused until it is built.
+        optimizer_states: ``cpu`` keeps them in host memory; the bundled optimizer then steps, or FSDP's ranks do there.
+        weights: ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states.
         activations: Refused until it is built.
     """
 

@@ -173,6 +173,10 @@ class DeviceOptions:
             help="How many share the job, or '64x h100'.",
         ),
     ] = 1
+    host_memory: Annotated[
+        str | None,
+        option(DEVICE, "--host-memory", metavar="SIZE", help="Memory of a node's host, such as 512GiB."),
+    ] = None
     profile: Annotated[
         Path | None,
         option(

@@ -288,5 +288,6 @@ def job_options(
         options["beside"] = tuple(model.beside or ())
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
+        options["host_memory"] = device.host_memory
         options["gpus"] = int(device.gpus) if isinstance(device.gpus, CountedGpus) else None
     return options

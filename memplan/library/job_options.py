@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
 
@@ -25,6 +26,7 @@ from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.training.resolved import TrainingSetup
+from memplan.units import parse_bytes
 from memplan.values import dataclass
 
 FilePath = str | os.PathLike[str]
@@ -34,7 +36,7 @@ ModelGiven = FilePath | Shapes | Model | None
 DEFAULT_CONFIG = "bf16-adamw"
 SHORTHANDS = ("stack", "micro_batch_size", "sequence_length", "activation_checkpointing")
 """Keywords that are keys of a training config."""
-LIMITS = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gpus": MAXIMUM_GPUS}
+LIMITS = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gpus": MAXIMUM_GPUS, "gpus_per_node": MAXIMUM_GPUS}
 
 
 class JobOptions(TypedDict, total=False):
@@ -44,6 +46,9 @@ class JobOptions(TypedDict, total=False):
         gpu: Catalog name or alias, ``local``, or a device that was looked up before; else this machine's own.
         gpu_memory: Memory of a GPU that is in no catalog, such as ``"24GiB"``, in place of ``gpu``.
         gpus: GPUs that share the work.
+        gpus_per_node: GPUs of a node, which share its host memory; eight where it is not given.
+        host_memory: Memory of a node's host, such as ``"512GiB"``, that offloading has to fit; for ``suggest`` the most that
+            optimizer states may take.
         profile: Measured workspaces and context, a file that ``memplan validate --calibrate`` wrote.
         config: Training config: catalog name, file, or its keys and values.
         stack: Whose training loop runs the job, such as ``"trl"`` or ``"trl@1.14"``; else that of the config.
@@ -59,6 +64,8 @@ class JobOptions(TypedDict, total=False):
     gpu: str | Device | None
     gpu_memory: str | None
     gpus: int | None
+    gpus_per_node: int | None
+    host_memory: str | None
     profile: FilePath | None
     config: ConfigGiven | os.PathLike[str] | None
     stack: str | None
@@ -117,12 +124,18 @@ class JobInputs:
         profile = self.options.get("profile")
         if isinstance(gpu, Device) and memory is not None:
             raise InvalidFileError(["both gpu and gpu_memory given: give one of them"])
-        device = gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog)
+        device = self._on_node(gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog))
         if profile is None:
             return device
         from memplan.library.lookup.card_profile import with_profile
 
         return with_profile(device, Path(profile))
+
+    def _on_node(self, device: Device) -> Device:
+        """Return a device with the host memory of its node, and the GPUs that share it, where they are given."""
+        memory, gpus = self.options.get("host_memory"), self.options.get("gpus_per_node")
+        device = device if memory is None else replace(device, host_memory_bytes=parse_bytes(memory))
+        return device if gpus is None else replace(device, node_gpus=gpus)
 
     def devices(self, count: int = 1) -> list[Device]:
         """Return the GPU that was named, or every GPU of the catalog.

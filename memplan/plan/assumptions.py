@@ -20,6 +20,7 @@ from memplan.step.states.parallel_shards import (
     runs_engine,
 )
 from memplan.step.tensors.update_kernels import unproven_updates
+from memplan.step.units.host_memory import host_words
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
@@ -190,6 +191,12 @@ def _states(plan: MemoryPlan) -> Iterator[str]:
             f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "
             "and two chunks of a tensor's states at a time are on the device; torch rounds each pinned tensor up to a "
             "power of two, so the host may need up to twice as much (https://github.com/pytorch/pytorch/issues/150517)"
+        )
+    if plan.host.tensors:
+        yield (
+            f"host memory: {plan.host.taken_bytes:,} B for each rank ({host_words(plan.host.tensors)}), pinned tensors rounded up to "
+            f"powers of two as torch does, and {plan.node_host_bytes:,} B on a node of {plan.node_ranks}; what every process takes for "
+            "itself, and a checkpoint that is loaded or saved, come on top"
         )
 
 

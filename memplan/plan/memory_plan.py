@@ -13,6 +13,7 @@ from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parame
 from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
 from memplan.plan.components import Component, components
 from memplan.step.kernels.family_code import dropouts
+from memplan.step.units.host_memory import HostMemory
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 UNLISTED = "a GPU of "
 """What the name of a device that is in no catalog begins with; its memory follows."""
+
+GPUS_PER_NODE = 8
+"""GPUs of a node where nothing says how many."""
 
 Verdict = Literal["fits", "tight", "no"]
 
@@ -44,12 +48,16 @@ class Device:
         name: Its catalog name.
         count: Devices whose memory is pooled.
         profile: The card's own workspaces and context where they were measured.
+        host_memory_bytes: Memory of a node's host that jobs may take; None for any amount.
+        node_gpus: GPUs of a node, which share that.
     """
 
     gpu: Gpu
     name: str
     count: int = 1
     profile: MachineProfile | None = None
+    host_memory_bytes: int | None = None
+    node_gpus: int = GPUS_PER_NODE
 
     @property
     def counted_name(self) -> str:
@@ -192,6 +200,27 @@ class MemoryPlan:
     def gpu_count(self) -> int:
         """GPUs that the plan is about: those of its parallel setup, or those whose memory is pooled."""
         return max(self.device.count, self.setup.config.parallel.gpus)
+
+    @property
+    def host(self) -> HostMemory:
+        """What one rank keeps in host memory, where an engine of several GPUs keeps it there."""
+        return self.states.host
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of the job that run on one node."""
+        return min(self.gpu_count, self.device.node_gpus)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Host memory that the ranks of a node take together, pinned tensors rounded up as torch does."""
+        return self.node_ranks * (self.host.taken_bytes or self.host_bytes)
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether that is more than a node has."""
+        limit = self.device.host_memory_bytes
+        return limit is not None and self.node_host_bytes > limit
 
     @property
     def training(self) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class CompiledPlan:
         usable = device.usable_bytes(self.setup.reserve_bytes)
         parts = list(peak.form.part_bytes(values))
         parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
-        return MemoryPlan(
+        answer = MemoryPlan(
             model=self.model,
             setup=self.setup,
             device=device,
@@ -274,6 +274,7 @@ class CompiledPlan:
             least_bytes=total,
             lower_bytes=total,
         )
+        return replace(answer, verdict="no") if answer.exceeds_host else answer
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:

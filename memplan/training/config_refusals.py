@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
+from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.stack_rules import kernel_profile
 from memplan.units import parse_bytes
 
@@ -88,7 +89,8 @@ def refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
     """
     for name in Offload.__dataclass_fields__:
         given = getattr(config.offload, name)
-        if given != getattr(Offload(), name) and name != "optimizer_states":
+        beside = ("optimizer_states", "weights") if steps_beside(config.parallel) else ("optimizer_states",)
+        if given != getattr(Offload(), name) and (name not in beside or given != "cpu"):
             path = ("offload", name)
             raise CannotAnswerError(
                 f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
@@ -118,8 +120,6 @@ def refuse_offloading(config: TrainingConfig, optimizers: Iterable[str], catalog
         CannotAnswerError: Another optimizer would have to.
     """
     where = place(("offload", "optimizer_states"))
-    if config.parallel.engine == "deepspeed":
-        raise CannotAnswerError(f"{where}: DeepSpeed's offloading is not modelled; its stages of ZeRO are without it")
     used = {name: catalog.optimizers[name] for name in optimizers}
     for name, entry in used.items():
         if entry.bundled is None:

@@ -20,6 +20,7 @@ from memplan.catalog.training_config import (
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import flat_refusal
+from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
@@ -128,6 +129,10 @@ def parallel_refusals(
         text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
         yield ("parallel", "unused_parameters"), text
     yield from _pipeline_problems(parallel, stack)
+    if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
+        yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
+    elif config.offload != Offload() and (unmodelled := offload_refusal(config, stack))[0]:
+        yield ("offload", unmodelled[0]), unmodelled[1]
     if parallel.engine == "deepspeed" and not parallel.zero_stage:
         text = (
             "0 is not supported under DeepSpeed, whose own optimizer then keeps fp32 copies of all bf16 weights "
@@ -222,8 +227,6 @@ def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: 
     if config.gradients.dtype not in (None, trained):
         text = f"{config.gradients.dtype} is not supported on several GPUs, which reduce gradients in {trained}, the weights' dtype"
         yield ("gradients", "dtype"), text
-    if config.offload != Offload():
-        yield ("offload",), "offloading is not supported on several GPUs"
 
 
 def _when_flat(
@@ -247,8 +250,6 @@ def _when_flat(
         yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
     if config.parallel.zero_stage == 3 and set(formats.values()) - floats.keys():
         yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
-    if config.offload != Offload():
-        yield ("offload",), "DeepSpeed's offloading is not modelled yet"
     if len(optimizers) > 1:
         yield ("optimizer",), "DeepSpeed steps one optimizer for all parameters"
     for name, entry in optimizers.items():

@@ -13,6 +13,7 @@ from memplan.catalog.training_config import SCORED, Checkpointing, Rollout, Trai
 from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.inventory import Role
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
+from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 from memplan.values import dataclass
@@ -189,8 +190,18 @@ class TrainingSetup:
 
     @property
     def offloads_states(self) -> bool:
-        """Whether optimizer states lie in host memory, so that the bundled optimizer steps."""
-        return self.config.offload.optimizer_states == "cpu"
+        """Whether optimizer states lie in host memory, from where the bundled optimizer brings them to step on the device."""
+        return self.config.offload.optimizer_states == "cpu" and not self.steps_on_host
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether an engine of several GPUs keeps optimizer states in host memory, and steps there."""
+        return self.config.offload.optimizer_states == "cpu" and steps_beside(self.config.parallel)
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether pieces of weights lie in host memory, from where they are brought to be gathered."""
+        return self.config.offload.weights == "cpu" and self.steps_on_host
 
     @property
     def runs_flash_attn(self) -> bool:

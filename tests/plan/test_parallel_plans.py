@@ -232,7 +232,7 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
             "reduce gradients in bf16",
         ),
         ({"parallel": SHARDED, **CODED, "adapter": Adapter()}, "shards of codes"),
-        ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "offloading is not supported"),
+        ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "replicas that keep anything in host"),
         (
             {"parallel": SHARDED, "optimizer": {"hidden_matrix": "muon-bf16"}},
             "muon-bf16 is not supported with zero_stage 3",

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.thorough
 FOLDER = Path(__file__).parent
 FILES = sorted((FOLDER / "records").glob("*.json"))
 PEAK_SHARE, WORST_SHARE, INSTANT_SHARE = 0.001, 0.01, 0.02
+UNCOUNTED_BYTES = 600
+"""Rotary frequencies and a loop's scalars, which no plan counts: all that a step in host memory leaves on the device."""
 
 KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.pairs": {3},
@@ -40,6 +42,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.towers.shards": {15, 18},
     "torchtitan.hsdp.tensor.shards": {11},
     "transformers.zero-3.shards": {2, 14, 27},
+    "transformers.offload.shards": {0, 3, 8, 13, 18, 27, 28, 33},
     "trl.flash-attn": {42},
     "trl.frozen": {39},
     "trl.grpo": {17, 23, 33},
@@ -61,6 +64,8 @@ NEAR = {
     "transformers.deepspeed": 1.0,
     "transformers.hsdp.shards": 1.0,
     "transformers.fsdp1.shards": 1.0,
+    "transformers.offload.shards": 0.97,
+    "transformers.fsdp1-offload.shards": 0.97,
     "transformers.fsdp1-adapters.shards": 0.95,
     "transformers.towers.shards": 1.0,
     "torchtitan.hsdp.tensor.shards": 1.0,
@@ -149,6 +154,8 @@ ROWS = {
     "transformers.towers.shards": "FSDP2, vision towers, Trainer",
     "transformers.hsdp.shards": "HSDP, Trainer by accelerate 1.15",
     "torchtitan.hsdp.tensor.shards": "HSDP, with and without tensor parallelism, torchtitan",
+    "transformers.offload.shards": "FSDP2 with shards in host memory, HSDP too, Trainer",
+    "transformers.fsdp1-offload.shards": "FSDP1 with shards in host memory, adapters too, Trainer",
     "transformers.fsdp1.shards": "FSDP1, Trainer by accelerate 1.15",
     "transformers.fsdp1-adapters.shards": "FSDP1, LoRA and QLoRA, Trainer by accelerate 1.15",
     "torchtitan.tensor.shards": "tensor parallelism and FSDP2, torchtitan 0.3.0",
@@ -172,7 +179,10 @@ def follows(record) -> bool:
     return (
         abs(plan.requested_bytes - record.peak_bytes) <= WORST_SHARE * record.peak_bytes
         and plan.persistent_bytes == record.persistent_bytes
-        and all(abs(instants.get(name, size) - size) <= INSTANT_SHARE * size for name, size in record.instants.items())
+        and all(
+            abs(instants.get(name, size) - size) <= max(UNCOUNTED_BYTES, INSTANT_SHARE * size)
+            for name, size in record.instants.items()
+        )
     )
 
 

@@ -45,6 +45,7 @@ def fit_command(
             raise InvalidFileError(["--plot: serving has no picture; leave it out"])
         return _served(model, device, training, method, verdict, output)
     options = job_options(output, grid.over(training), model, device)
+    options["gpus_per_node"] = grid.gpus_per_node
     if method.method not in (None, "pretrain"):
         options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
     if grid.divides(model.model, options):

@@ -91,7 +91,7 @@ class SearchOptions:
 @command(example="memplan suggest llama-8b --gpu rtx4090 --save best.yaml")
 def suggest_command(
     model: ModelOptions,
-    device: Annotated[DeviceOptions, without("profile")],
+    device: Annotated[DeviceOptions, without("profile", "host_memory")],
     training: TrainingOptions,
     grid: Annotated[GridOptions, without("rank")],
     search: SearchOptions,

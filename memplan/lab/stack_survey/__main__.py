@@ -17,6 +17,7 @@ from memplan.lab.stack_survey.drawn_grids import (
     flat_job,
     layered_job,
     mixed_job,
+    offloaded_job,
     piped_job,
     replicated_job,
 )
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [flat_job(job, options.seed, number, adapted=adapted) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
+    if options.offload and not options.job:
+        jobs = [offloaded_job(job, options.seed, number) for number, job in enumerate(jobs)]
     chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
     jobs = [with_kernels(job, chosen) for job in jobs] if chosen else jobs
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
@@ -141,6 +144,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--some-layers", action="store_true", help="jobs that checkpoint some layers only, which is drawn"
     )
     parser.add_argument("--experts", action="store_true", help="jobs of mixtures of experts, which are drawn")
+    parser.add_argument("--offload", action="store_true", help="jobs whose engine keeps what it can in host memory")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

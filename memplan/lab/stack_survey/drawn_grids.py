@@ -156,3 +156,18 @@ def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) ->
         "flat": flat,
     }
     return replace(job, job=Job(job.job.model, training))
+
+
+def offloaded_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose weights, gradients and states lie in host memory; over ``fully_shard`` on ranks drawn, where it has none."""
+    rng, training = Random(f"memplan offload {seed} {number}"), dict(job.job.training)
+    if "parallel" not in training:
+        shards, groups = rng.choice((2, 3, 4, 8, 16, 64)), rng.choice((1, 1, 1, 2, 4))
+        training["parallel"] = {"data": shards * groups, "replicate": groups, "zero_stage": 3}
+        training.pop("loss_scaling", None)
+        if training["compute_dtype"] == "fp16":
+            training["compute_dtype"] = "bf16"
+        if "adapter" not in training and rng.random() < 0.5:  # what accelerate makes of weights in 16 bits
+            training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    training["offload"] = {"weights": "cpu", "optimizer_states": "cpu"}
+    return replace(job, job=Job(job.job.model, training))

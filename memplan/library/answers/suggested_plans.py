@@ -48,11 +48,9 @@ class SearchOptions(JobOptions, total=False):
         min_batch: Least micro-batch.
         min_step_batch: Least sequences of an optimizer step; the config's own where one is given.
         min_sequence: Least tokens per sequence.
-        host_memory: Most host memory for optimizer states, such as ``"32GiB"``.
         experimental: Whether experimental settings may be used.
         strict: Whether settings that only fit as expected are no answer.
         most: How many answers at most.
-        gpus_per_node: GPUs of a node; eight where it is not given.
         network: What joins nodes, such as ``"infiniband-400g"``, a port for each GPU; else that of the GPU's own systems.
     """
 
@@ -60,11 +58,9 @@ class SearchOptions(JobOptions, total=False):
     min_batch: int | None
     min_step_batch: int | None
     min_sequence: int | None
-    host_memory: str | None
     experimental: bool
     strict: bool
     most: int | None
-    gpus_per_node: int | None
     network: str | None
 
 

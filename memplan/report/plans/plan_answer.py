@@ -76,11 +76,29 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
             "reserve_by_share": plan.reserve_by_share,
         },
         "persistent_bytes": plan.persistent_bytes,
-        "host": {"bytes": plan.host_bytes},
+        "host": host_data(plan),
         "suggestions": [asdict(suggestion) for suggestion in plan.suggestions],
         "assumptions": list(plan.assumptions),
         "not_modelled": list(plan.not_modelled),
         **({"ranks": [asdict(row) for row in plan.ranks]} if plan.ranks else {}),
+    }
+
+
+def host_data(plan: MemoryPlan) -> dict[str, Any]:
+    """Return what lies in host memory: of one rank, and of all ranks of a node where an engine of several GPUs keeps it there."""
+    limit = plan.device.host_memory_bytes
+    data: dict[str, Any] = {"bytes": plan.host_bytes} | ({} if limit is None else {"limit_bytes": limit})
+    if not plan.host.tensors:
+        return data
+    components: dict[str, int] = {}
+    for part in plan.host.tensors:
+        components[part.component] = components.get(part.component, 0) + part.bytes
+    return data | {
+        "pinned_bytes": plan.host.pinned_bytes,
+        "taken_bytes": plan.host.taken_bytes,
+        "components": [{"name": name, "bytes": size} for name, size in components.items()],
+        "ranks_per_node": plan.node_ranks,
+        "node_bytes": plan.node_host_bytes,
     }
 
 
@@ -97,6 +115,10 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
     roomy = plan.upper_bytes <= plan.usable_bytes
     needs, usable = plan.device_bytes if roomy else plan.least_bytes, shown(plan.usable_bytes)
     head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
+    if plan.exceeds_host:
+        assert plan.device.host_memory_bytes is not None
+        host = f"{shown(plan.node_host_bytes)} of host memory on a node of {plan.node_ranks} GPUs"
+        return f"{head}, and {host}, which has {shown(plan.device.host_memory_bytes)}."
     if plan.verdict == "fits" and roomy:
         return f"{head}, {shown(plan.usable_bytes - plan.upper_bytes)} to spare even at the upper end of {shown(plan.upper_bytes)}."
     if plan.verdict == "fits":
@@ -225,6 +247,12 @@ def totals_table(plan: MemoryPlan, unit: str) -> Table:
     )
     if plan.setup.offloads_states:
         rows += (("host", format_bytes(plan.host_bytes, unit), "optimizer states in pinned host memory"),)
+    if plan.host.tensors:
+        pinned = format_bytes(plan.host.pinned_bytes, unit)
+        rows += (
+            ("host", format_bytes(plan.host.taken_bytes, unit), f"host memory of one rank, {pinned} of it pinned"),
+            ("host per node", format_bytes(plan.node_host_bytes, unit), f"of {plan.node_ranks} ranks"),
+        )
     return Table(("total", ">bytes", "meaning"), rows)
 
 

@@ -53,13 +53,20 @@ def plan_schema() -> t.Schema:
                 }
             ),
             "persistent_bytes": t.BYTES,
-            "host": t.object_schema({"bytes": t.BYTES}),
+            "host": _host(),
             "suggestions": t.array_schema(_suggestion()),
             "assumptions": t.array_schema(t.TEXT),
             "not_modelled": t.array_schema(t.TEXT),
         },
         {"ranks": t.array_schema(_rank())},
     )
+
+
+def _host() -> t.Schema:
+    """Return the schema of host memory: what a rank keeps there, and the ranks of a node where an engine keeps it there."""
+    part = t.object_schema({"name": t.TEXT, "bytes": t.BYTES})
+    sizes = t.same(t.BYTES, "pinned_bytes", "taken_bytes", "ranks_per_node", "node_bytes", "limit_bytes")
+    return t.object_schema({"bytes": t.BYTES}, {**sizes, "components": t.array_schema(part)})
 
 
 def _rank() -> t.Schema:

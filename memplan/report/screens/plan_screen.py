@@ -123,6 +123,10 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     host = (
         f"  besides: {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
     )
+    if plan.host.tensors:
+        pinned, node = format_bytes(plan.host.pinned_bytes, unit), format_bytes(plan.node_host_bytes, unit)
+        host = f"  besides: {node} of host memory per node of {plan.node_ranks} GPUs, {pinned} pinned by each"
+        host += f"; it has {format_bytes(limit, unit)}" if (limit := plan.device.host_memory_bytes) is not None else ""
     lines = [f"  {canvas.gauge(needed(plan), plan.upper_bytes, plan.usable_bytes, columns)} {share}", host]
     return [line for line in lines if line]
 

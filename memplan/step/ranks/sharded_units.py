@@ -12,7 +12,7 @@ from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
-from memplan.step.states.optimizer_scratch import sharded_clipping_bytes, step_temporaries
+from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_bytes, step_temporaries
 from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, reduced_width, unit
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, single_form
@@ -170,8 +170,8 @@ class ShardedStep:
     def unit_gradients(self) -> tuple[int, ...]:
         """The rank's gradients of each unit, which are one tensor: what a reduction puts out."""
         layers = zip(self.units, self.taped.runs, strict=True)
-        ends = {id(unit): unit.kept_bytes for unit in (self.first, self.tail, self.rest) if unit}
-        return (*ends.values(), *(unit.kept_bytes for unit, run in layers for _ in range(run.count)))
+        ends = {id(unit): unit.left_bytes for unit in (self.first, self.tail, self.rest) if unit}
+        return (*ends.values(), *(unit.left_bytes for unit, run in layers for _ in range(run.count)))
 
     def neighbour(self, index: int, position: int, step: int) -> Unit | None:
         """Return the unit of the layer that comes after (1) or before (-1) one of a run, or None."""
@@ -208,7 +208,7 @@ class Pass:
         if not self.reduces:
             return self.formed(whole)
         new = self.mode == "first" or self.beside
-        return unit.kept_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
+        return unit.left_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
 
 
 def positions(run: LayerRun) -> tuple[int, ...]:
@@ -220,6 +220,8 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     """Return the tapes of gathered weights, and their units."""
     whole = gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
+    if setup.steps_on_host:
+        optimizer, clipping = ON_HOST, 0
     adapters = adapter_tensors(model, setup)
     inventory = (*libraries_inventory(model.inventory, setup), *adapters)
     whole_states = model_states(whole, model.inventory, adapters)

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.training_config import Offload, Parallel
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, model_states
@@ -213,7 +213,9 @@ def flat_scratch(setup: TrainingSetup, elements: int) -> Temporaries:
 def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup of what the optimizer steps."""
     wide = StorageFormat("fp32", 1, 4, "", (), "float")
-    config = replace(setup.config, master_weights="none", adapter=None, compute_dtype="fp32", parallel=Parallel())
+    config = replace(
+        setup.config, master_weights="none", adapter=None, compute_dtype="fp32", parallel=Parallel(), offload=Offload()
+    )
     names, formats = dict.fromkeys(ROLES, "fp32"), dict.fromkeys(ROLES, wide)
     return replace(setup, config=config, format_names=names, formats=formats, gradient=None, compute_bytes=4)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.catalog.entries import Optimizer
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
-from memplan.step.states.parallel_shards import held, is_sharded, is_whole
+from memplan.step.states.parallel_shards import ADAPTER, held, is_sharded, is_whole
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
@@ -19,6 +19,7 @@ from memplan.step.tensors.tensor_states import (
     updated,
 )
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
+from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
 from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
@@ -31,6 +32,8 @@ class ModelStates:
 
     Attributes:
         tensors: One entry per distinct tensor, base model first, adapters after it.
+        host_bytes: Bytes of all that lies in host memory, which is in no other sum.
+        host: What that is, where an engine of several GPUs keeps it there.
     """
 
     tensors: tuple[TensorStates, ...]
@@ -40,6 +43,7 @@ class ModelStates:
     state_bytes: int
     host_bytes: int
     average_bytes: int
+    host: HostMemory = NOTHING_ON_HOST
 
 
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
@@ -71,7 +75,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     beside += _scales_beside_flats(inventory, setup)
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
-    return ModelStates(
+    states = ModelStates(
         tensors=(
             *(narrow.get(tensor.name) or alike[tensor.kind].of(tensor) for tensor in own),
             *beside,
@@ -84,6 +88,55 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
+    return _offloaded(setup, states) if is_sharded(setup.config.parallel) and setup.offloads_weights else states
+
+
+def _offloaded(setup: TrainingSetup, states: ModelStates) -> ModelStates:
+    """Return states whose shards, with their gradients and what the optimizer keeps of them, lie in host memory.
+
+    FSDP2 has a pinned tensor for each shard, and one for its gradient from backward to the step; FSDP1 two for each unit, be
+    it frozen or not, for good. Optimizers' states are not pinned. Codes that are whole on every rank, and their scales, stay.
+
+    Source:
+        ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py and ``foreach_reduce`` in
+        _fsdp_collectives.py; ``init_flat_param_attributes`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
+    """
+    flat = setup.config.parallel.engine == "fsdp1"
+    whole = [is_whole(entry.tensor, setup) for entry in states.tensors]
+    moved = [entry for entry, stays in zip(states.tensors, whole, strict=True) if not stays]
+    shards = _flat_shards(moved) if flat else [(e.weight_bytes, e.gradient_bytes, e.tensor.count) for e in moved]
+    host = host_memory(
+        HostTensors(component, size, count, pinned=True)
+        for weight, gradient, count in shards
+        for component, size in (("weights", weight), ("gradients", gradient))
+    )
+    own = HostMemory((*host.tensors, HostTensors("optimizer_states", states.state_bytes + states.host_bytes, 1, False)))
+    return replace(
+        states,
+        tensors=tuple([e if stays else _without_device(e) for e, stays in zip(states.tensors, whole, strict=True)]),
+        weight_bytes=states.weight_bytes - sum(entry.weight_bytes * entry.tensor.count for entry in moved),
+        gradient_bytes=0,
+        state_bytes=0,
+        host_bytes=own.bytes,
+        host=own,
+    )
+
+
+def _flat_shards(moved: Iterable[TensorStates]) -> list[tuple[int, int, int]]:
+    """Return the bytes of a unit's piece, those of what its gradient is copied into, and how many units are alike."""
+    units: dict[tuple[str, int], tuple[int, int]] = {}
+    for entry in moved:
+        tensor = entry.tensor
+        unit = tensor.name if ADAPTER in tensor.name else "layer" if "{}" in tensor.name else ""
+        before, count = units.get((unit, tensor.first), (0, tensor.count))
+        units[unit, tensor.first] = before + entry.weight_bytes, count
+    return [(size, size, count) for size, count in units.values()]
+
+
+def _without_device(entry: TensorStates) -> TensorStates:
+    """Return a tensor of which nothing stays on the device."""
+    host = entry.weight_bytes + entry.gradient_bytes + entry.state_bytes + entry.host_bytes
+    return replace(entry, weight_bytes=0, gradient_bytes=0, state_bytes=0, host_bytes=host)
 
 
 def _scales_beside_flats(inventory: Inventory, setup: TrainingSetup) -> list[TensorStates]:

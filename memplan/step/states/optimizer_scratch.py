@@ -35,6 +35,7 @@ class Temporaries:
 
 
 NOTHING = Temporaries(0, "0: in place")
+ON_HOST = Temporaries(0, "0: the optimizer steps in host memory")
 
 
 def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> Temporaries:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.training_config import Offload, Parallel
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -121,6 +121,7 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
         config=replace(
             config,
             parallel=replace(config.parallel, data=1, replicate=1, zero_stage=0),
+            offload=Offload(),
             evaluation=False,
             adapter=adapter,
         ),
@@ -157,11 +158,12 @@ class Unit:
         kept_bytes: The rank's share of these gradients, in the weights' dtype.
         narrow_bytes: The same as it comes out of the reduction, where that is in another dtype, or is formed by one rank
             alone; or 0.
-        cast_bytes: Its share of the weights, cast to the compute dtype before they are gathered; 0 for none.
+        cast_bytes: Its share of the weights, cast to the compute dtype or copied from host memory before they are gathered; 0 for none.
         last_bytes: The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds
             until the end of the reduction.
         waited_bytes: Its share of gradients as several groups reduce it among them, which it keeps until the end of backward,
             be it its gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
+        leaves: Whether its gradients leave for host memory as soon as they have been reduced.
     """
 
     gathered_bytes: int
@@ -173,10 +175,16 @@ class Unit:
     cast_bytes: int
     last_bytes: int
     waited_bytes: int = 0
+    leaves: bool = False
+
+    @property
+    def left_bytes(self) -> int:
+        """Its gradients once they have been reduced, as far as they are on the device."""
+        return 0 if self.leaves else self.kept_bytes
 
     def waiting_bytes(self, *, new: bool) -> int:
         """What it keeps of the reduction among groups: nothing where that is its ``new`` gradient itself."""
-        return 0 if new and not self.narrow_bytes else self.waited_bytes
+        return 0 if new and not self.narrow_bytes and not self.leaves else self.waited_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -198,7 +206,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         ``foreach_all_gather`` and ``foreach_reduce`` in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
     """
-    ranks, compute = setup.config.parallel.shards, setup.compute_bytes
+    ranks, compute, offloads = setup.config.parallel.shards, setup.compute_bytes, setup.offloads_weights
     if setup.config.parallel.engine == "fsdp1":
         return _flat_unit(tensors, setup)
     tensors = [tensor for tensor in tensors if not is_whole(tensor, setup)]
@@ -214,9 +222,10 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         reduced_bytes=ranks * trained * reduced,
         kept_bytes=trained * own,
         narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
-        cast_bytes=sum(elements for elements, width, _ in shards if width != compute) * compute * (ranks > 1),
+        cast_bytes=sum(n for n, width, _ in shards if width != compute or offloads) * compute * (ranks > 1),
         last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
         waited_bytes=trained * reduced if setup.config.parallel.replicate > 1 else 0,
+        leaves=offloads,
     )
 
 
@@ -224,10 +233,12 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
     """Return what a unit of FullyShardedDataParallel takes, which is gathered in place, from a copy in the compute dtype.
 
     Its gradients are put together in one tensor, which is copied where ranks do not divide it. Frozen weights have none, and
-    adapters among them are units of their own.
+    adapters among them are units of their own. A piece that comes from host memory and is not cast is there on the device as
+    long as the unit is gathered, where parameters stay apart: they are views of it meanwhile.
 
     Source:
-        ``_use_low_precision_shard`` in torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
+        ``_use_low_precision_shard``, ``flat_param_to`` and ``_use_unsharded_views`` in
+        torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
         ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
     """
     parallel, compute = setup.config.parallel, setup.compute_bytes
@@ -235,10 +246,12 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
     elements, (own, trained) = flat_elements(frozen, parallel, compute), _stored(frozen[0], setup)
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
+    moved = piece * compute if setup.offloads_weights and not narrow else 0
+    kept = moved if parallel.flat.use_orig_params else 0
     return Unit(
-        gathered_bytes=padded,
+        gathered_bytes=padded + kept,
         buffer_bytes=0,
-        copying_bytes=narrow,
+        copying_bytes=narrow + moved - kept,
         reduced_bytes=elements * compute * trained,
         kept_bytes=piece * own * trained,
         narrow_bytes=narrow + (padded if padded != elements * compute else 0),

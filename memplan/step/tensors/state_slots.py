@@ -54,7 +54,7 @@ def placed_bytes(
     """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
     fused = setup.profile.optimizer == "fused" and has_fused_kernel(optimizer, kind)
     device, host = state_bytes(optimizer, kind, shape, own_bytes, fused)
-    return (0, device + host) if setup.offloads_states else (device, host)
+    return (0, device + host) if setup.offloads_states or setup.steps_on_host else (device, host)
 
 
 def slot_bytes(slot: StateSlot, shape: tuple[int, ...], own_bytes: int) -> int:

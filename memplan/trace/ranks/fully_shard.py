@@ -23,9 +23,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from memplan.catalog.training_config import Parallel
 from memplan.trace.recording.recorder import Recorder
+from memplan.trace.recording.trace_result import Component
 
 META = torch.device("meta")
 
@@ -61,7 +63,16 @@ class Allocates:
 
 
 class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A recorder that also follows distributed tensors, and storages that are emptied and filled again."""
+    """A recorder that also follows distributed tensors, storages that are emptied and filled again, and those set apart.
+
+    What is set apart stands for host memory, and so does what operators make of it alone.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._apart: dict[int, torch.UntypedStorage] = {}
+        self._booked: dict[Component, dict[int, int]] = {}
+        self._told: bool | None = None
 
     def __torch_dispatch__(
         self,
@@ -75,10 +86,63 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is _WAIT or func is _WRAP:
             return args[0] if func is _WAIT else AsyncCollectiveTensor(args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if not self._apart or self._told is not None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        with self.setting_apart(bool(given) and all(self.is_apart(item) for item in given)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def next_step(self) -> None:
+        """Begin a step, whose gradients are others."""
+        super().next_step()
+        self._booked.pop("gradients", None)
+
+    def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
+        """Book the storage of ``tensor`` under ``component``, on the device or apart."""
+        if self.is_apart(tensor):
+            self.book_apart(tensor, component)
+        else:
+            super().mark(tensor, component, name)
+
+    def book_apart(self, tensor: Tensor, component: Component) -> None:
+        """Book a tensor where it stands for one in host memory."""
+        if self.is_apart(tensor):
+            storage = local(tensor).untyped_storage()
+            self._booked.setdefault(component, {})[storage._cdata] = storage.nbytes()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all that was booked in host memory."""
+        return super().host_bytes + sum(sum(sizes.values()) for sizes in self._booked.values())
+
+    def set_apart(self, tensor: Tensor) -> None:
+        """Let a tensor stand for one in host memory."""
+        storage = local(tensor).untyped_storage()
+        self._freed(storage._cdata)
+        self._apart[storage._cdata] = storage
+
+    def is_apart(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor stands for one in host memory."""
+        return bool(self._apart) and local(tensor).untyped_storage()._cdata in self._apart
+
+    @contextmanager
+    def setting_apart(self, apart: bool) -> Iterator[None]:
+        """Set apart whatever is made meanwhile, or nothing of it, whatever it is made of."""
+        before, self._told = self._told, apart
+        try:
+            yield
+        finally:
+            self._told = before
+
+    def _inside(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self._told:  # the CPU's kernels take none
+            super()._inside(name, args)
 
     def _see(self, tensor: Tensor, operation: str) -> int | None:
-        return None if self.suspended else super()._see(local(tensor), operation)
+        own = local(tensor)
+        if self._told and own.untyped_storage()._cdata not in self._alive:
+            self.set_apart(own)
+        return None if self.suspended or self.is_apart(own) else super()._see(own, operation)
 
     suspended = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
+from memplan.trace.ranks.host_tensors import host_tensors
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -30,7 +31,7 @@ def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iter
     if parallel.data == 1 or runs_engine(parallel):
         yield
     elif isinstance(recorder, ShardedRecorder):
-        with _shards(recorder, parallel, trainer):
+        with _shards(recorder, setup, trainer):
             yield
     else:
         with _replicas(recorder, parallel.data):
@@ -67,12 +68,14 @@ def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shards(recorder: ShardedRecorder, parallel: Parallel, trainer: Any) -> Iterator[None]:
+def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> Iterator[None]:
     """Let accelerate's FSDP shard a trainer's model, with its plugin's defaults, by collectives that move nothing."""
+    parallel = setup.config.parallel
     flat = parallel.engine == "fsdp1"
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1 if flat else 2,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        cpu_offload=setup.offloads_weights,
         **(_flat_options(parallel) if flat else {}),
     )
     state = trainer.accelerator.state
@@ -83,7 +86,9 @@ def _shards(recorder: ShardedRecorder, parallel: Parallel, trainer: Any) -> Iter
     _numbered(trainer.model)
     shared = flat_shards(parallel, recorder) if flat else None
     degrees = fully_shard.mesh_degrees(parallel)
-    with _distributed(DistributedType.FSDP), shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder):
+    host = host_tensors(recorder) if setup.offloads_weights else nullcontext()
+    sharding = shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder)
+    with _distributed(DistributedType.FSDP), sharding, host:
         yield
 
 

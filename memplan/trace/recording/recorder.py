@@ -128,6 +128,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.records[index].component = component
             self.records[index].name = name or self.records[index].name
 
+    def book_apart(self, tensor: Tensor, component: Component) -> None:
+        """Book a tensor where it stands for one in host memory, which no tensor does here."""
+
     def on_host(self, tensor: Tensor) -> None:
         """Leave the storage of ``tensor`` out: it stands for host memory, whatever its device is called.
 

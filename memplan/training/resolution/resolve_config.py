@@ -20,6 +20,7 @@ from memplan.training.resolution.config_problems import Path, config_problems
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules
+from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import kbit_formats, unmodelled, with_adapters
 from memplan.units import parse_bytes
@@ -61,7 +62,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if config.adapter is None:
         refuse_frozen_formats(format_names, catalog, place)
     optimizer_names = {role: optimizer_name(config, catalog, role) for role in ROLES}
-    if config.offload.optimizer_states == "cpu":
+    if config.offload.optimizer_states == "cpu" and not steps_beside(config.parallel):
         refuse_offloading(config, optimizer_names.values(), catalog, place)
     known_formats = kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():

@@ -268,8 +268,11 @@ class _Instants(transformers.TrainerCallback):
             self.recorder.instant("evaluation")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        del args, state, control, objects
+        del args, state, control
         self.recorder.instant("optimizer step")
+        for parameter in objects["model"].parameters():
+            if parameter.grad is not None and isinstance(self.recorder, Recorder):
+                self.recorder.book_apart(parameter.grad, "gradients")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control

@@ -1,0 +1,104 @@
+"""Host memory that one rank takes where an engine of several GPUs keeps its tensors there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memplan.units import format_bytes
+from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensors:
+    """Tensors alike that one rank has in host memory.
+
+    Attributes:
+        component: What they are: ``weights``, ``gradients``, ``optimizer_states`` ...
+        tensor_bytes: Bytes of one of them.
+        count: How many there are.
+        pinned: Whether they are pinned, so that the GPU copies them while it computes.
+    """
+
+    component: str
+    tensor_bytes: int
+    count: int
+    pinned: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.tensor_bytes * self.count
+
+    @property
+    def taken_bytes(self) -> int:
+        """What they take: torch rounds each pinned tensor up to a power of two.
+
+        Source:
+            ``CachingHostAllocatorImpl::allocate`` in aten/src/ATen/core/CachingHostAllocator.h (v2.13.0).
+
+        Example:
+            >>> HostTensors("weights", 5_000, 3, pinned=True).taken_bytes
+            24576
+        """
+        return (rounded_to_power(self.tensor_bytes) if self.pinned else self.tensor_bytes) * self.count
+
+
+def rounded_to_power(size: int) -> int:
+    """Return the least power of two that is at least ``size``; 0 stays 0.
+
+    Example:
+        >>> rounded_to_power(4_096), rounded_to_power(4_097)
+        (4096, 8192)
+    """
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What one rank has in host memory, beside what every process takes.
+
+    Attributes:
+        tensors: All tensors there.
+    """
+
+    tensors: tuple[HostTensors, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.bytes for part in self.tensors)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What pinned tensors take, rounded up."""
+        return sum(part.taken_bytes for part in self.tensors if part.pinned)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What all tensors take, pinned ones rounded up."""
+        return sum(part.taken_bytes for part in self.tensors)
+
+    def of(self, component: str) -> int:
+        """Return the bytes of one component."""
+        return sum(part.bytes for part in self.tensors if part.component == component)
+
+
+NOTHING_ON_HOST = HostMemory()
+
+
+def host_memory(parts: Iterable[HostTensors]) -> HostMemory:
+    """Return what a rank has in host memory, tensors alike once."""
+    counts: dict[tuple[str, int, bool], int] = {}
+    for part in parts:
+        if part.tensor_bytes:
+            key = part.component, part.tensor_bytes, part.pinned
+            counts[key] = counts.get(key, 0) + part.count
+    return HostMemory(tuple([HostTensors(name, size, n, pinned) for (name, size, pinned), n in counts.items()]))
+
+
+def host_words(parts: Sequence[HostTensors], unit: str = "") -> str:
+    """Return what lies in host memory, in words: each component with its bytes."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        sizes[part.component] = sizes.get(part.component, 0) + part.bytes
+    return ", ".join(f"{name} {format_bytes(size, unit)}" for name, size in sizes.items())

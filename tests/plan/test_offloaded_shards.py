@@ -1,0 +1,123 @@
+"""Shards in host memory: what stays on the device, what a node's host has to have, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError
+from memplan.step.units.host_memory import HostMemory, HostTensors, host_memory
+from memplan.units import GIB
+
+OFFLOADED = {"offload.weights": "cpu", "offload.optimizer_states": "cpu"}
+MIXED = {"parallel.zero_stage": 3, "weights.default": "fp32", "optimizer.default": "adamw-fp32"}
+FLAT = {"parallel.engine": "fsdp1"}
+
+
+def planned(gpus=4, host=None, **keys):
+    return memplan.plan(
+        "llama-3.2-1b",
+        gpu="rtx4090",
+        gpus=gpus,
+        stack="trl",
+        config="bf16-adamw",
+        set={**MIXED, **keys},
+        host_memory=host,
+    )
+
+
+@pytest.fixture(scope="module", params=[{}, FLAT], ids=["fsdp2", "fsdp1"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pair(engine):
+    return planned(**engine), planned(**engine, **OFFLOADED)
+
+
+def test_nothing_that_persists_stays_on_the_device(pair):
+    on_device, offloaded = pair
+    assert on_device.memory.persistent_bytes > 0
+    assert offloaded.memory.persistent_bytes == 0
+    assert offloaded.expected_bytes < on_device.expected_bytes
+    assert offloaded.instants["optimizer step"] < 2**20 < on_device.instants["optimizer step"]
+
+
+def test_host_memory_has_what_the_device_had(pair):
+    on_device, offloaded = pair
+    states, host = on_device.memory.states, offloaded.memory.host
+    assert host.of("weights") == states.weight_bytes
+    assert host.of("gradients") == states.gradient_bytes
+    assert host.of("optimizer_states") == states.state_bytes + states.host_bytes
+    assert offloaded.host_bytes == host.bytes == sum(part.bytes for part in host.tensors)
+
+
+def test_only_shards_and_gradients_are_pinned(pair):
+    _, offloaded = pair
+    assert {part.component for part in offloaded.memory.host.tensors if part.pinned} == {"weights", "gradients"}
+
+
+def test_flat_tensors_have_a_gradient_in_host_memory_though_they_are_frozen():
+    lora = {"adapter.kind": "lora", "adapter.rank": "8", "adapter.dtype": "fp32", "weights.default": "bf16"}
+    host = planned(**FLAT, **OFFLOADED, **lora).memory.host
+    assert host.of("gradients") == host.of("weights")
+    host = planned(**OFFLOADED, **lora).memory.host
+    assert 0 < 20 * host.of("gradients") < host.of("weights")
+
+
+def test_codes_that_every_rank_has_whole_stay_on_the_device():
+    plan = planned(
+        **{
+            **OFFLOADED,
+            "adapter.kind": "lora",
+            "adapter.dtype": "fp32",
+            "weights.default": "bf16",
+            "weights.hidden_matrix": "nf4-dq",
+        }
+    )
+    assert 2**28 < plan.memory.states.weight_bytes < 2**30
+    assert plan.memory.host.of("weights") > 0
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(4, 4), (8, 8), (64, 8)])
+def test_the_ranks_of_a_node_share_its_host(gpus, ranks):
+    data = planned(gpus, **OFFLOADED).to_dict()["host"]
+    assert data["ranks_per_node"] == ranks
+    assert data["node_bytes"] == ranks * data["taken_bytes"]
+    assert data["taken_bytes"] >= data["bytes"] == sum(part["bytes"] for part in data["components"])
+
+
+def test_a_host_that_is_too_small_is_no_and_one_that_is_not_changes_nothing():
+    need = planned(**OFFLOADED).memory.node_host_bytes
+    small, enough = (planned(host=f"{size / GIB:.6f}GiB", **OFFLOADED) for size in (need - 2**20, need + 2**20))
+    assert (small.verdict, enough.verdict) == ("no", "fits")
+    assert small.expected_bytes == enough.expected_bytes
+    assert "of host memory on a node of 4 GPUs" in small.sentence
+    assert small.to_dict()["host"]["limit_bytes"] < need
+
+
+def test_pinned_tensors_are_rounded_up_to_powers_of_two():
+    parts = [HostTensors("weights", 5_000, 2, pinned=True), HostTensors("optimizer_states", 5_000, 2, pinned=False)]
+    memory = host_memory([*parts, HostTensors("weights", 5_000, 1, pinned=True), HostTensors("weights", 0, 9, True)])
+    assert memory == HostMemory((HostTensors("weights", 5_000, 3, True), parts[1]))
+    assert (memory.bytes, memory.pinned_bytes, memory.taken_bytes) == (25_000, 24_576, 34_576)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"offload.weights": "cpu"}, "offload.optimizer_states: none is not how shards are offloaded"),
+        ({"offload.optimizer_states": "cpu"}, "offload.weights: none is not how shards are offloaded"),
+        ({**OFFLOADED, "stack": "torchtitan"}, "not under torchtitan; use --stack trl"),
+        ({**OFFLOADED, "parallel.zero_stage": 0}, "offloading weights to the host is not modelled"),
+        ({**OFFLOADED, "offload.activations": "cpu"}, "offloading activations to the host is not modelled"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_offloaded_so_is_refused(keys, reason):
+    stack = keys.get("stack", "trl")
+    settings = {**MIXED, **{key: value for key, value in keys.items() if key != "stack"}}
+    with pytest.raises(CannotAnswerError) as caught:
+        memplan.plan("llama-3.2-1b", gpu="rtx4090", gpus=4, stack=stack, config="bf16-adamw", set=settings)
+    assert reason in str(caught.value)
