@@ -35,7 +35,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "torchtitan.tensor.shards": {6, 25},
     "trl.shards": {1, 5, 9, 14, 17},
     "transformers.shards": {1, 3, 22},
-    "transformers.deepspeed": {2},
     "transformers.hsdp.shards": {17, 19, 24},
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},

@@ -37,7 +37,8 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             )  # transformers' ``expand_kv``: ``kv_nope.new_empty``
             key = tape.apply("cat", ways, builder.fresh(own, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             value.apart = True
-            with tape.alive(turned, latent, key_turned, query, risen, key):
+            named = (down,) if builder.settings.code.forms_tables else ()  # transformers' ``compressed_kv``
+            with tape.alive(turned, latent, key_turned, query, risen, key, *named):
                 return _output(builder, query, key, value, part, prefix)
 
 
