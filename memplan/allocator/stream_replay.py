@@ -30,6 +30,8 @@ _SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
     for size in (SMALL_BYTES, LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, MINIMUM_LARGE_BYTES, LARGE_ROUNDING_BYTES)
 )
 
+_PERIODS = (1, 2)
+"""Rounds after which everything may be where it was: where a loop keeps its last logits, they take turns at two places."""
 
 _Pool = tuple[list[int], dict[int, int], dict[int, int], int]
 
@@ -60,16 +62,26 @@ class Stream:
         alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages,
             whose order is alike too: once such a stretch leaves everything where it was, later ones do what it did, and
             are not played.
+        rounds: Within the code up to the first of those places, and within each stretch, where a first part ends and each
+            of several that are alike in the same way, if there are: the place, and the number of storages by then. They
+            too are played until one leaves everything where it was; what it leaves then has the names of the last.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
         StreamPeaks(allocated_bytes=2098176, reserved_bytes=23068672, survives=True, retries=0)
     """
 
-    def __init__(self, sizes: Sequence[int], codes: Sequence[int], alike_from: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        codes: Sequence[int],
+        alike_from: Sequence[int] = (),
+        rounds: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
         self._blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in sizes]
         self._codes = codes
         self._stretches = [*pairwise([0, *alike_from, len(codes)])]
+        self._rounds = rounds or [()] * len(self._stretches)
 
     def peaks(
         self, capacity_bytes: int | None = None, *, downwards: bool = False, expandable: bool = False
@@ -84,15 +96,33 @@ class Stream:
         assert not expandable or capacity_bytes is None
         state = _Allocator(capacity_bytes, downwards=downwards, expandable=expandable)
         shape = None
-        for start, end in self._stretches:
+        for (start, end), rounds in zip(self._stretches, self._rounds, strict=True):
             shape, before = state.shape(), shape
             if shape == before:
                 break
-            state.play(self._blocks, self._codes[start:end])
+            self._play(state, start, rounds, end)
             if not state.survives:
                 break
         allocated, reserved = (size * MINIMUM_BLOCK_BYTES for size in (state.allocated_peak, state.reserved_peak))
         return StreamPeaks(allocated, reserved, state.survives, state.retries)
+
+    def _play(self, state: _Allocator, start: int, rounds: Sequence[tuple[int, int]], end: int) -> None:
+        """Play a stretch: what comes before its rounds, these until they change nothing, and what comes after the last."""
+        shapes: list[object] = []
+        number = 0
+        while number < len(rounds):
+            shapes += [state.shape()] if number else []
+            period = next((ago for ago in _PERIODS if len(shapes) > ago and shapes[-1] == shapes[-1 - ago]), 0)
+            if period and (passed := (len(rounds) - number) // period * period):
+                number += passed
+                start, storages = rounds[number - 1]
+                state.rename(rounds[0][1], by=storages - rounds[number - passed - 1][1])
+                shapes.clear()
+                continue
+            state.play(self._blocks, self._codes[start : rounds[number][0]])
+            start = rounds[number][0]
+            number += 1
+        state.play(self._blocks, self._codes[start:end])
 
 
 class _Allocator:
@@ -132,7 +162,9 @@ class _Allocator:
         self._segments: dict[int, tuple[int, bool]] = {}
 
     def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
-        """Play codes, until a request is not satisfied."""
+        """Play codes, until a request is not satisfied; none after that."""
+        if not self.survives:
+            return
         live, pools, tails = self.live, self.pools, self.tails
         allocated, peak = self.allocated, self.allocated_peak
         for code in codes:
@@ -176,6 +208,10 @@ class _Allocator:
                 ends[start], starts[end] = end, start
                 insort(keys, end - start << _BITS | start)
         self.allocated, self.allocated_peak = allocated, peak
+
+    def rename(self, first: int, by: int) -> None:
+        """Give storages from ``first`` on names that are higher by so much."""
+        self.live = {name + by if name >= first else name: where for name, where in self.live.items()}
 
     def shape(self) -> tuple[object, ...]:
         """Return where everything is, whatever it is called: what codes do that are alike depends on nothing else."""

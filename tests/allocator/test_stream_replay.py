@@ -79,3 +79,32 @@ def test_stretches_that_are_alike_are_played_until_they_change_nothing(seed):
     whole = Stream(sizes * 6, codes).peaks()
     for ways in ({}, {"downwards": True}, {"expandable": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
         assert Stream(sizes * 6, codes, places).peaks(**ways) == Stream(sizes * 6, codes).peaks(**ways)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rounds_within_a_stretch_are_played_until_they_change_nothing(seed):
+    """A first part leaves more than the rounds do; what comes after them frees what the last has left."""
+    sizes, part = drawn(seed, 120)
+    left = sorted({code >> 1 for code in part} - {code >> 1 for code in part if code & 1})
+    all_sizes, codes, places, rounds, alive = [], [], [], [], []
+    for step in range(4):
+        places.append(len(codes))
+        rounds.append([])
+        for turn in range(7):
+            base, other = len(all_sizes), [*sizes, 600, 3 * 2**20] if turn == 0 else sizes
+            codes += [2 * storage + 1 for storage in alive]
+            codes += [code + 2 * base for code in part]
+            codes += [2 * (base + number) for number in range(len(sizes), len(other))]
+            alive = [base + storage for storage in left]
+            all_sizes += other
+            rounds[-1].append((len(codes), len(all_sizes)))
+        codes += [2 * storage + 1 for storage in alive[step:]]  # the first step leaves all, so that the second differs
+        alive = alive[:step]
+    whole, few = Stream(all_sizes, codes), Stream(all_sizes, codes, places[1:], rounds)
+    for ways in (
+        {},
+        {"downwards": True},
+        {"expandable": True},
+        {"capacity_bytes": whole.peaks().reserved_bytes - 2**21},
+    ):
+        assert few.peaks(**ways) == whole.peaks(**ways)

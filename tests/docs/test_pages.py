@@ -21,6 +21,8 @@ ALL = "\n".join(TEXTS.values())
 README_LINES = 200
 PYTHON_PAGES = ("docs/library.md", "docs/muon.md")
 """Whose examples are code, with tests of their own."""
+TRAINING = ("memplan lab train ", "memplan validate --")
+"""Commands that train for seconds: .ci/run runs them with the tests of many jobs."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ COMMANDS = list(
 OUTPUTS = [Shown(page, block) for page, text in TEXTS.items() for block in blocks(text) if "output" in block.markers]
 SHOWN = {bare(shown.what.markers["output"]) for shown in OUTPUTS}
 """Commands that run where their output is compared."""
+RUN = [
+    pytest.param(shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(TRAINING) else [], id=shown.what.text)
+    for shown in COMMANDS
+    if shown.what.text not in SHOWN
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def ends_as_the_page_says(shown, result) -> None:
     assert "Traceback" not in result.stderr, said
 
 
-@pytest.mark.parametrize("shown", [s for s in COMMANDS if s.what.text not in SHOWN], ids=lambda shown: shown.what.text)
+@pytest.mark.parametrize("shown", RUN)
 def test_command_ends_as_the_page_says(shown, run):
     if shown.what.needs:
         for module in shown.what.needs.split(", "):

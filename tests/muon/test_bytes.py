@@ -185,6 +185,7 @@ def test_what_is_not_modelled_is_refused(options):
         predict_bytes((8, 8), options)
 
 
+@pytest.mark.thorough
 def test_min_takes_a_quarter_of_torch_muon():
     shape, columns = (512, 512), 64
     ours, theirs = (nn.Parameter(torch.randn(shape).bfloat16()) for _ in range(2))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.allocator.stream_replay import Stream, _Allocator
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients
 from memplan.errors import MemplanError
@@ -80,6 +81,26 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
     assert in_step.count(tables) >= 2
     mask = 2 * 2 * 300 * 300
     assert (mask in in_step) == (attention == "eager")
+
+
+@pytest.mark.parametrize("steps", [7, 8])
+@pytest.mark.parametrize("stack", ["plain-loop", "transformers", "bundled"])
+@pytest.mark.parametrize("config", ["lora", "mixed-adamw", "fp16-adam"])
+def test_micro_steps_that_change_nothing_are_not_played_and_nothing_is_lost(config, stack, steps, monkeypatch):
+    plan = plan_of(config, stack=stack, gradient_accumulation_steps=steps)
+    events, played = events_of(plan), []
+    play = _Allocator.play
+    monkeypatch.setattr(_Allocator, "play", lambda self, *given: played.append(len(given[1])) or play(self, *given))
+    few = Stream(events.sizes, events.codes, events.steps[1:], events.passes)
+    whole = Stream(events.sizes, events.codes, events.steps[1:])
+    spare = whole.peaks()
+    middle = (spare.allocated_bytes + spare.reserved_bytes) // 2
+    for ways in ({}, {"downwards": True}, {"expandable": True}, {"capacity_bytes": middle}):
+        played.clear()
+        expected, all_codes = whole.peaks(**ways), sum(played)
+        played.clear()
+        assert few.peaks(**ways) == expected
+        assert sum(played) < all_codes or ways
 
 
 def test_a_simulated_plan_orders_its_figures():

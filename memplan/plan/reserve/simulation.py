@@ -67,7 +67,7 @@ class Simulation:
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
         self._events, self._expandable = events, expandable
-        self._stream = Stream(events.sizes, events.codes, events.steps[1:])
+        self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes)
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
 

@@ -48,6 +48,8 @@ class RunEvents:
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
         libraries: Storages that are workspaces of libraries.
         steps: Place of the first event of each step.
+        passes: For each step, where every micro-step but its first begins and the last ends: the place of the event, and
+            the number of storages by then.
         stream: What they were written to, which tells what each storage is of, and what the step does when.
     """
 
@@ -55,6 +57,7 @@ class RunEvents:
     codes: Sequence[int]
     libraries: frozenset[int]
     steps: tuple[int, ...]
+    passes: tuple[tuple[tuple[int, int], ...], ...]
     stream: EventStream
 
     @property
@@ -107,11 +110,12 @@ class StepPlayer:
     def run(self, steps: int = STEPS) -> RunEvents:
         """Return the events of what is made first, and of so many steps."""
         self._make_persistent()
-        starts, stream = [], self.stream
+        starts, passes, stream = [], [], self.stream
         for step in range(steps):
             starts.append(len(stream.codes))
-            self._step(first=step == 0)
-        return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), tuple(starts), stream)
+            passes.append(self._step(first=step == 0))
+        libraries = frozenset(stream.libraries)
+        return RunEvents(stream.sizes, stream.codes, libraries, tuple(starts), tuple(passes), stream)
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
@@ -127,12 +131,14 @@ class StepPlayer:
             self.stream.allocate_all(sizes)
         self.updates.make_early_states()
 
-    def _step(self, *, first: bool) -> None:
-        config = self.config
+    def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
+        """Play a step; return where each micro-step but its first begins, and where the last ends."""
+        config, ends = self.config, []
         fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
         mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
         for micro_step in range(config.gradient_accumulation_steps):
             self._pass("again" if micro_step else mode)
+            ends.append((len(self.stream.codes), len(self.stream.sizes)))
         if config.gradients.lifetime == "step":
             self.stream.of("temporaries")
             if config.clip_gradients:
@@ -151,6 +157,7 @@ class StepPlayer:
             self.updates.average()
         if config.evaluation:
             self._evaluate()
+        return tuple(ends)
 
     # ---------------------------------------------------------------- forward and backward
     def _pass(self, mode: Mode) -> None:
