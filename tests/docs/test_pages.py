@@ -40,7 +40,9 @@ OUTPUTS = [Shown(page, block) for page, text in TEXTS.items() for block in block
 SHOWN = {bare(shown.what.markers["output"]) for shown in OUTPUTS}
 """Commands that run where their output is compared."""
 RUN = [
-    pytest.param(shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(TRAINING) else [], id=shown.what.text)
+    pytest.param(
+        shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(TRAINING) else [], id=shown.what.text
+    )
     for shown in COMMANDS
     if shown.what.text not in SHOWN
 ]
