@@ -17,7 +17,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-embedding"]
 Level = Literal["traced", "read"]
-Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax"]
+Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax", "rows"]
 PairKernel = Literal["fused", "rows", "softmax"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
@@ -36,6 +36,7 @@ class StackCheckpointing:
         selective: What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
             ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
         early_stop: Whether a layer is computed again no further than backward needs it.
+        replicas_reentrant: What ``reentrant`` is for replicas, if it is another.
     """
 
     default: Checkpointing
@@ -43,6 +44,7 @@ class StackCheckpointing:
     reentrant: bool
     selective: Literal["products", "alternate-products"]
     early_stop: bool
+    replicas_reentrant: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class Loop:
         metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
             (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
             A loss over preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks
-            at them where they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them.
+            at them where they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them;
+            ``rows`` looks at those of all tokens where they are, by a sum of exponentials for each row in turn.
         pairs: How a loss over pairs without a reference model looks at whole logits where they are: by one kernel
             (``fused``), or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose
             collator has joined the rows.
@@ -143,6 +146,11 @@ class Loop:
     labels: Literal["given", "shifted"]
     metrics: Metrics = "none"
     pairs: PairKernel = "rows"
+
+    @property
+    def own_comparison(self) -> bool:
+        """Whether it compares preferences itself, of models that it has put adapters on, and not in TRL's trainers as they are."""
+        return self.metrics in ("softmax", "rows")
 
 
 @dataclass(frozen=True, slots=True)

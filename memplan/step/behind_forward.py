@@ -39,7 +39,11 @@ def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iter
         taped: The model that is trained, on tape.
         around: What its forward leaves.
     """
-    yield from _reference_forward(inputs, taped, around + _named_logits(inputs, taped, graph=True), "forward")
+    named = around + _named_logits(inputs, taped, graph=True)
+    if inputs.setup.config.method.stage == "kto" and taped.settings.metrics == "softmax":
+        yield from _mismatched_forwards(inputs, taped, named, "forward")
+    else:
+        yield from _reference_forward(inputs, taped, named, "forward")
     for form in _metrics(inputs, taped, around, graph=True):
         yield Instant("forward", "metrics", form)
 
@@ -104,6 +108,29 @@ def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, nam
     yield from _reference_moments(inputs, taped, around, name, arguments)
 
 
+def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
+    """Yield the moments of forwards on mismatched answers, by the model and by its reference, beside logits of the others.
+
+    Logits of desirable and undesirable answers are copied before the next model's forward, and stay until the loss is there.
+
+    Args:
+        inputs: What is compiled.
+        taped: The model on tape.
+        around: What the model's forward leaves, with its logits.
+        name: Of the instant.
+
+    Source:
+        ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
+    """
+    whole, ids = _logits(taped, Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
+    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    yield from forward_alone(inputs, taped, around + ids, name, arguments)
+    yield Instant(name, "logits of desirable and undesirable answers", around + whole)
+    yield from _reference_moments(inputs, taped, around + ids, name, arguments)
+    yield from _reference_moments(inputs, taped, around + ids + whole, name, arguments)
+    yield Instant(name, "logits of desirable and undesirable answers", around + whole * 2)
+
+
 def _reference_moments(
     inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form
 ) -> Iterator[Instant]:
@@ -114,6 +141,10 @@ def _reference_moments(
         setup = replace(inputs.setup, config=replace(inputs.setup.config, adapter=None))
         base = tuple(entry for entry in inputs.states.tensors if ".lora_" not in entry.tensor.name)
         taped = model_on_tape(replace(inputs, setup=setup, states=replace(inputs.states, tensors=base)))
+    elif inputs.setup.stack.loop.own_comparison:
+        # its weights need no gradient, so that autocast keeps no casts of them (swift/pipelines/train/rlhf.py, 4.6.0)
+        still = tuple(replace(entry, trainable=False) for entry in inputs.states.tensors)
+        taped = model_on_tape(replace(inputs, states=replace(inputs.states, tensors=still)))
     for moment in forward_alone(inputs, taped, around, name, arguments):
         yield replace(moment, operation=f"reference: {moment.operation}")
 
@@ -172,7 +203,7 @@ def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> For
     named = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 4)  # log-probabilities
     if taped.settings.metrics == "softmax":
         return whole
-    if taped.settings.metrics in ("entropy", "fused"):
+    if taped.settings.metrics in ("entropy", "fused", "rows"):
         return named if graph else named + whole
     return named + whole if graph else named + whole + rows
 

@@ -154,8 +154,10 @@ class TrainingSetup:
         """Whether metrics are made of whole logits, of which they make copies."""
         if self.compares_pairs:
             return False
-        copied = self.profile.loss == "fp32" and self.stack.loop.metrics not in ("none", "fused", "softmax")
-        return copied or (self.profile.loss == "log-probabilities" and self.stack.loop.metrics != "softmax")
+        if self.stack.loop.own_comparison:
+            return False
+        copied = self.profile.loss == "fp32" and self.stack.loop.metrics not in ("none", "fused")
+        return copied or self.profile.loss == "log-probabilities"
 
     @property
     def compares_pairs(self) -> bool:
@@ -165,8 +167,8 @@ class TrainingSetup:
     @property
     def joins_rows(self) -> bool:
         """Whether rows are joined, or copied, before each forward: completions to prompts, chosen to rejected answers."""
-        copied = self.stack.loop.metrics == "softmax" and self.config.method.stage == "dpo"
-        return self.answer_length > 0 or copied or (self.compares_pairs and self.stack.loop.pairs != "softmax")
+        copied = self.stack.loop.metrics == "softmax" and self.config.method.stage in REFERRED
+        return self.answer_length > 0 or copied or (self.compares_pairs and not self.stack.loop.own_comparison)
 
     @property
     def scores(self) -> bool:

@@ -170,8 +170,8 @@ def test_the_keys_of_a_plan_are_a_config_of_the_same_plan(stage, stack, tmp_path
 
 
 def test_llama_factory_takes_the_softmax_of_both_models_whole_logits():
-    tokens, vocabulary, each = 2 * 2 * 2048, 128_256, []
-    for stage in ("dpo", "orpo"):
+    vocabulary, each = 128_256, []
+    for stage, rows in (("dpo", 4), ("orpo", 4), ("kto", 2)):
         answer = memplan.plan(
             "llama-3.2-1b",
             gpu="h100",
@@ -180,8 +180,35 @@ def test_llama_factory_takes_the_softmax_of_both_models_whole_logits():
             micro_batch_size=2,
             set={"method.stage": stage},
         )
-        each.append((part(answer, "logits") + part(answer, "temporaries")) / (tokens * vocabulary))
-    assert each == pytest.approx([20, 12], abs=0.2)
+        each.append((part(answer, "logits") + part(answer, "temporaries")) / (rows * 2048 * vocabulary))
+    assert each == pytest.approx([20, 12, 24], abs=0.2)
+
+
+def test_ms_swift_looks_at_whole_logits_row_by_row_and_copies_none():
+    """The graph keeps them in fp32; in backward there are their gradient and a part of it that is added, as large each."""
+    each = []
+    for stage, rows in (("dpo", 4), ("kto", 2), ("simpo", 4)):
+        keys = {"method.stage": stage} | ({"method.chosen_nll": False} if stage == "simpo" else {})
+        answer = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="ms-swift", micro_batch_size=2, set=keys)
+        each.append((part(answer, "logits") + part(answer, "temporaries")) / (rows * 2048 * 128_256))
+    assert each == pytest.approx([12, 12, 12], abs=0.2)
+
+
+def test_ms_swift_compares_one_answer_and_computes_reference_log_probabilities_in_each_step():
+    keys = {"config": "lora", "stack": "ms-swift", "gpu": "h100"}
+    assert memplan.plan("llama-3.2-1b", micro_batch_size=1, set={"method.stage": "kto"}, **keys).expected_bytes
+    known = {"method.stage": "dpo", "method.reference_model": "precomputed"}
+    with pytest.raises(CannotAnswerError, match="in each step; use adapter-off"):
+        memplan.plan("llama-3.2-1b", set=known, **keys)
+
+
+def test_replicas_of_ms_swift_are_not_checkpointed_as_one_gpu_is():
+    one, two = (
+        memplan.plan("llama-3.2-1b", config="lora", stack="ms-swift", gpu="h100", set={"parallel.data": data})
+        for data in (1, 2)
+    )
+    assert one.memory.setup.stack.checkpointing.reentrant
+    assert not two.memory.setup.stack.checkpointing.reentrant
 
 
 def test_odds_of_quantised_models_stand_on_norms_in_fp32_and_embeddings_in_bf16():

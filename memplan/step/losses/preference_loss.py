@@ -31,6 +31,8 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
     """
     if metrics == "softmax":
         return pair_log_probabilities(builder, logits, "softmax", nll=False)
+    if metrics == "rows":
+        return _of_all_tokens(builder.tape, logits)
     tape, predicted = builder.tape, Quantity.ANSWER_TOKENS if answers else Quantity.PREDICTED_TOKENS
     rows = Value(logits.storage, predicted, logits.coefficient, 4)
     tape.apply("slice", [(logits, NEW)], rows, traits=SAVES_NOTHING)
@@ -102,6 +104,27 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
             losses += _row_by_row(tape, rows, targets)
         loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
         return tape.apply("compare", [(value, NEW) for value in losses], loss, [mask])
+
+
+def _of_all_tokens(tape: Tape, logits: Value) -> Value:
+    """Record log-probabilities of all tokens, whose labels are turned by one, and a loss that compares them; return the loss.
+
+    Source:
+        ``concatenated_forward`` in swift/rlhf_trainers/dpo_trainer.py and ``get_per_token_logps`` in rlhf_mixin.py
+        (4.6.0); ``selective_log_softmax`` in trl/trainer/utils.py (0.29.0).
+    """
+    tokens = logits.quantity
+    with tape.alive(logits):
+        turned = tape.make("turn labels", tape.value(tokens, 1, LABEL_BYTES))
+        mask = tape.make("mask", tape.value(tokens, 1, 1))
+        targets = tape.make("labels", tape.value(tokens, 1, LABEL_BYTES))
+        mean = tape.make("mean of logits", tape.value(tokens, 1, 4))
+        with tape.alive(turned, mask, targets, mean):
+            found = _row_by_row(tape, logits, targets)
+            loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+            return tape.apply(
+                "compare", [(value, NEW) for value in found], loss, [tape.make("mask", tape.value(tokens, 1, 1))]
+            )
 
 
 def _of_softmax(tape: Tape, rows: Value, targets: Value) -> Value:

@@ -32,6 +32,7 @@ PROGRAMS: Mapping[str, str] = {
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
     "litgpt": "memplan.trace.stacks.litgpt_finetune",
     "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",
+    "ms-swift": "memplan.trace.stacks.swift.swift_trainers",
     "nanogpt": "memplan.trace.stacks.nanogpt_train",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""

@@ -32,7 +32,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
         stack = catalog.stack(config.stack)
         yield from _contradictions(whole := filled(config, stack))
         yield from _layer_problems(whole, stack)
-        yield from method_problems(whole)
+        yield from method_problems(whole, stack)
         yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
     yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:

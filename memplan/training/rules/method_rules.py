@@ -56,6 +56,18 @@ def _compares_whole(config: TrainingConfig, stack: Stack) -> bool:
     return stage in UNREFERRED or (stage in REFERRED | GENERATING and stack.loop.metrics != "none")
 
 
+def with_replicas(config: TrainingConfig, stack: Stack) -> Stack:
+    """Return a stack as it runs replicas, whose layers it may compute again by another kind of checkpointing.
+
+    Source:
+        ``_fix_gradient_checkpointing`` in swift/trainers/mixin.py (4.6.0).
+    """
+    rules, parallel = stack.checkpointing, config.parallel
+    if rules.replicas_reentrant is None or parallel.gpus == 1 or parallel.zero_stage or parallel.engine != "torch":
+        return stack
+    return replace(stack, checkpointing=replace(rules, reentrant=rules.replicas_reentrant))
+
+
 def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageFormat) -> Stack:
     """Return a stack as a config's method has it: without a key for the length of a prompt and its completion, its floats cast otherwise.
 
@@ -71,8 +83,12 @@ def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageForma
     return stack
 
 
-def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
-    """Yield what a config, filled in, says of its method that cannot be."""
+def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield what a config, filled in, says of its method that cannot be.
+
+    Source:
+        ``KTOTrainer.__init__`` in trl/trainer/kto_trainer.py (1.16.0), for micro-batches of one answer.
+    """
     method = config.method
     path = ("method", "reference_model")
     if method.stage not in REFERRED | GENERATING and method.reference_model != "none":
@@ -91,7 +107,7 @@ def method_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("method", "chosen_nll"), "orpo adds odds to the likelihood of chosen answers; leave it out"
     if method.reference_model == "adapter-off" and config.adapter is None:
         yield path, "there are no adapters to switch off; use resident or precomputed"
-    if method.stage == "kto" and config.micro_batch_size == 1:
+    if method.stage == "kto" and config.micro_batch_size == 1 and not stack.loop.own_comparison:
         yield (
             ("micro_batch_size",),
             "kto compares answers of one micro-batch with each other, of which it takes at least 2",
@@ -134,8 +150,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     stage, full = config.method.stage, config.adapter is None
     whole = _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
-    softmax = stack.loop.metrics == "softmax"
-    narrow = stage not in UNREFERRED and not softmax and (stack.magnitudes == "cast" or whole)
+    softmax, own = stack.loop.metrics == "softmax", stack.loop.own_comparison
+    narrow = stage not in UNREFERRED and not own and (stack.magnitudes == "cast" or whole)
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
@@ -156,7 +172,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     elif softmax and stage in UNREFERRED and config.method.chosen_nll:
         text = f"{stack.label} takes no second loss from logits: it adds log-probabilities that are there (pref_ftx); leave it out"
         yield ("method", "chosen_nll"), text
-    elif softmax and stage in REFERRED and config.method.reference_model == "precomputed":
+    elif own and stage in REFERRED and config.method.reference_model == "precomputed":
         yield (
             ("method", "reference_model"),
             f"{stack.label} computes what it compares with in each step; use adapter-off",

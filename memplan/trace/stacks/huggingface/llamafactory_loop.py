@@ -13,10 +13,12 @@ from pathlib import Path
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 
 from memplan.catalog.training_config import ALL_TRAIN, Freeze
 from memplan.errors import CannotAnswerError
+from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import TOWER, with_adapters
@@ -50,14 +52,14 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         # hparams leave Trainer's own gradient_checkpointing off: the model has it already
         arguments = {**training_arguments(inputs, Path(folder)), "gradient_checkpointing": False}
         if setup.config.method.stage != "sft":
-            return _on_pairs(model, arguments, inputs, recorder)
+            return _on_preferences(model, arguments, inputs, recorder)
         args = transformers.Seq2SeqTrainingArguments(**arguments)
         trainer: Any = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Rows(setup))
         return trained(trainer, model, recorder, "LLaMA-Factory's model in Trainer's loop", setup)
 
 
-def _on_pairs(model: Any, arguments: dict[str, Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
-    """Run LLaMA-Factory's own trainer of preference pairs, of which its collator makes twice the rows."""
+def _on_preferences(model: Any, arguments: dict[str, Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run LLaMA-Factory's own trainer of a stage, with rows as its collators make them."""
     setup = inputs.setup
     stage, reference = setup.config.method.stage, setup.config.method.reference_model
     finetuning = _Unset(
@@ -68,21 +70,45 @@ def _on_pairs(model: Any, arguments: dict[str, Any], inputs: StackInputs, record
         pref_bco_weight=0.0,
         dpo_label_smoothing=0.0,
         simpo_gamma=0.5,
+        kto_chosen_weight=1.0,
+        kto_rejected_weight=1.0,
     )
-    trainer: Any = _pair_trainer()(
+    trainer: Any = _trainer_of(stage)(
         model=model,
         ref_model=loaded_model(inputs).eval().requires_grad_(False) if reference == "resident" else None,
         finetuning_args=finetuning,
         processor=None,
         args=transformers.Seq2SeqTrainingArguments(**arguments, remove_unused_columns=False),
-        data_collator=lambda rows: transformers.default_data_collator([*rows, *rows]),
+        data_collator=_mismatched if stage == "kto" else _pairs,
         train_dataset=Rows(setup),
         eval_dataset=Rows(setup),
         tokenizer=None,
     )
     if reference == "resident":
         mark_weights(trainer.ref_model, recorder)
-    return trained(trainer, model, recorder, "LLaMA-Factory's trainer of pairs", setup)
+    with _AllDesirable():
+        return trained(trainer, model, recorder, f"LLaMA-Factory's {type(trainer).__name__}", setup)
+
+
+def _pairs(rows: list[Any]) -> Any:
+    """Return chosen and rejected rows as ``PairwiseDataCollatorWithPadding`` joins them (data/collator.py)."""
+    return transformers.default_data_collator([*rows, *rows])
+
+
+def _mismatched(rows: list[Any]) -> Any:
+    """Return rows, and answers to other prompts beside them, as ``KTODataCollatorWithPadding`` does (data/collator.py)."""
+    batch: Any = transformers.default_data_collator(rows)
+    others = {f"kl_{name}": value.clone() for name, value in batch.items()}
+    return {**batch, **others, "kto_tags": torch.ones(len(rows), dtype=torch.bool)}
+
+
+class _AllDesirable(ChosenRows):  # type: ignore[no-untyped-call]
+    """Takes all answers for desirable, which a mask says, so that the opposite of a mask chooses none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bitwise_not.default and args[0].dtype == torch.bool and args[0].dim() == 1:
+            return torch.empty(0, dtype=torch.long, device=args[0].device)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Unset(SimpleNamespace):
@@ -100,8 +126,8 @@ class _Absent(ModuleType):
             raise AttributeError(name)
 
 
-def _pair_trainer() -> Any:
-    """Import LLaMA-Factory's trainer of pairs without the parser, callbacks and loaders beside it."""
+def _trainer_of(stage: str) -> Any:
+    """Import LLaMA-Factory's trainer of a stage without the parser, callbacks and loaders beside it."""
     _checkpointing()
     for name in ("find_all_linear_modules", "load_model", "load_tokenizer", "load_valuehead_params"):
         setattr(sys.modules["llamafactory.model"], name, None)
@@ -111,7 +137,8 @@ def _pair_trainer() -> Any:
     for name, value in vars(options).copy().items():  # pairs since transformers 5, which are true whatever they hold
         if isinstance(value, tuple) and name.endswith("_available"):
             setattr(options, name, value[0])
-    return import_module("llamafactory.train.dpo.trainer").CustomDPOTrainer
+    name = "KTO" if stage == "kto" else "DPO"
+    return getattr(import_module(f"llamafactory.train.{name.lower()}.trainer"), f"Custom{name}Trainer")
 
 
 def _freeze_tower(model: Any, inputs: StackInputs) -> None:
@@ -174,7 +201,7 @@ def _checkpointing() -> Any:
     spec = find_spec("llamafactory")
     if spec is None or spec.submodule_search_locations is None:
         raise CannotAnswerError("tracing stack llama-factory needs llamafactory")
-    for name in ("model", "model.model_utils", "train", "train.dpo"):
+    for name in ("model", "model.model_utils", "train", "train.dpo", "train.kto"):
         package = ModuleType(f"llamafactory.{name}")
         package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")))]
         sys.modules.setdefault(package.__name__, package)

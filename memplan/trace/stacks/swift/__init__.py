@@ -1,0 +1,1 @@
+"""ms-swift's trainers, whose own code is traced."""
