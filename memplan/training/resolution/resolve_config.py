@@ -19,9 +19,8 @@ from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import Path, config_problems
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.frozen_rules import freeze_refusals
-from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules
-from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules, with_replicas
+from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import kbit_formats, unmodelled, with_adapters
 from memplan.units import parse_bytes
