@@ -32,6 +32,8 @@ def test_a_starting_file_for_torchtitan_is_toml(tmp_path):
     path.write_text(memplan.emit("llama-3-8b", "torchtitan", **options))
     assert memplan.import_file(path).to_dict()["model"]["given"] == "llama3-8B"
     assert memplan.plan(str(path), gpu="h200").training["stack"] == "torchtitan@0.2.2"
+    path.write_text(memplan.emit("qwen3-0.6b", "torchtitan", **options))
+    assert memplan.plan(str(path), gpu="h200").memory.setup.profile.loss == "fp32"
     with pytest.raises(CannotAnswerError, match="torchtitan has llama-3-8b"):
         memplan.emit("llama-3.2-1b", "torchtitan", **options)
 

@@ -51,8 +51,11 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     name = f"emitted.{'toml' if toml else 'yaml'}"
     text = _text(_keys(plan, str(model), writes), toml=toml)
     data = _read(text, name, plan, wanted)
-    if data["stack"] != plan.training["stack"]:  # an older version is what reads such a file
+    loss = data.get("kernels", {}).get("loss", plan.memory.setup.profile.loss)
+    other = loss != plan.memory.setup.profile.loss and plan.memory.setup.config.kernels.loss is None
+    if data["stack"] != plan.training["stack"] or other:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
+        wanted["set"] = [*(options.get("set") or ()), *([f"kernels.loss={loss}"] if other else [])]
         plan = planned(model, **wanted)
         text = _text(_keys(plan, str(model), writes), toml=toml)
         data = _read(text, name, plan, wanted)
