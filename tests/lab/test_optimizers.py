@@ -128,7 +128,7 @@ def survey(optimizer, seed, count, catalog):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_states_and_update_of_every_optimizer_are_traced_to_the_byte(optimizer, catalog):
     survey(optimizer, 0, DRAWN_FOR_EACH, catalog)
 

@@ -92,6 +92,7 @@ def config_of(parallel, keys, size):
 
 
 @pytest.mark.parametrize(("shape", "ranks", "keys", "size"), SHARDED)
+@pytest.mark.one_in(3)
 def test_fully_sharded_every_instant_is_equal_to_the_byte(catalog, shape, ranks, keys, size):
     plan, trace = both(catalog, model_from_shapes(**SHAPES[shape]), config_of(Parallel(ranks, 3), keys, size))
     formula = dict(plan.instants)

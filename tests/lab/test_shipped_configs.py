@@ -42,7 +42,7 @@ FAMILIES = sorted({entry.architecture for entry in CATALOG.models.entries.values
 TOLERANCE = 0.001
 """Of the requested peak: scores of sinks under adapters, and lengths that do not divide."""
 
-SAMPLED = 4
+SAMPLED = 2
 """Configs that the default run takes for each family."""
 
 

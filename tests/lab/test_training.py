@@ -110,6 +110,7 @@ def differing(text, name, *settings, shapes=TINY, **options):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:'int2-notes' diverges")
 def test_every_config_that_can_be_trained_holds_the_planned_bytes(text, name):
     assert differing(text, name, shapes=WIDE if name.startswith(("iq", "tier3")) else TINY) == []
@@ -126,6 +127,7 @@ def test_an_optimizer_is_called_validated_where_training_holds_its_bytes(text):
 
 
 @pytest.mark.parametrize("momentum", ["bf16", "int8", "int4", "gauss4", "gauss3", "gauss2", "ternary"])
+@pytest.mark.one_in(3)
 def test_another_format_of_momentum_is_planned_with_its_own_bytes(text, momentum):
     assert differing(text, "tier1", momentum_format=momentum) == []
 

@@ -29,6 +29,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("status", ENDINGS)
+@pytest.mark.one_in(3)
 def test_a_process_that_ends_without_figures_is_reported_with_its_reason(status, catalog, tmp_path, monkeypatch):
     (tmp_path / "ending.py").write_text(f"import sys; sys.stdin.buffer.read(1); {ENDINGS[status]}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -50,7 +50,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "master-weights": {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}},
     "averaged-weights": {"weight_average": "fp32"},
 }
-FAST = ("fp32", "bf16", "bf16-checkpointed", "autocast", "lora")
+FAST = ("fp32", "bf16-checkpointed", "lora")
 
 MIXTURES = ("deepseek-v2-lite", "mixtral-8x7b-v0.1")
 FAMILIES = (

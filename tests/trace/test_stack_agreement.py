@@ -72,7 +72,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["none", "full", "reentrant"])
 @pytest.mark.parametrize("job", JOBS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_every_instant_is_that_of_the_libraries_own_code(catalog, job, kind):
     checkpointing = "none" if kind == "none" else "full"
     found = differences(catalog, reentrant=kind == "reentrant", activation_checkpointing=checkpointing, **JOBS[job])
@@ -83,7 +83,7 @@ def test_every_instant_is_that_of_the_libraries_own_code(catalog, job, kind):
 @pytest.mark.parametrize("kind", ["none", "full"])
 @pytest.mark.parametrize("adapter", [Adapter(rank=4), None], ids=["adapters", "all weights"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_head_and_loss_of_trl_are_one_function_over_tiles(catalog, kind, adapter, tied):
     pytest.importorskip("trl")
     keys = {**KEYS, "tie_word_embeddings": tied}
@@ -113,7 +113,7 @@ def test_modules_that_are_trained_whole_are_copies_beside_their_originals(catalo
 @pytest.mark.parametrize("stack", ["transformers", "trl"])
 @pytest.mark.parametrize("loaded", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["none", "full"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_four_bits_under_autocast_are_decoded_in_the_dtype_that_they_were_loaded_in(catalog, stack, loaded, kind):
     pytest.importorskip("trl")
     weights = {"hidden_matrix": "nf4-dq", "default": loaded}
