@@ -157,6 +157,27 @@ class Method:
     labels: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images in the rows that a vision-language model learns from: as many in each row, all of one size.
+
+    Attributes:
+        per_row: Images in each row; 0 for rows of text.
+        height: Pixels of each as its processor hands it on, after it has resized it: whole patches that are merged.
+        width: The same.
+        pixels: In their place: the most pixels that its processor leaves an image, of which the largest grid is planned.
+        tower: Whether the vision tower is trained or frozen; None is as the stack does, and frozen beside adapters.
+        projector: The same of what merges patches and hands them to the text model.
+    """
+
+    per_row: int = 0
+    height: int | None = None
+    width: int | None = None
+    pixels: int | None = None
+    tower: Literal["trained", "frozen"] | None = None
+    projector: Literal["trained", "frozen"] | None = None
+
+
 Engine = Literal["torch", "fsdp1", "deepspeed"]
 TransformerImplementation = Literal["transformer_engine", "local"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
@@ -358,6 +379,7 @@ class TrainingConfig:
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         method: What a step learns from.
+        images: Images in its rows, of a vision-language model.
         adapter: Adapters; the other weights are frozen then.
         freeze: Which of a model's own parameters train.
         dropout: Probability; None takes the model's own.
@@ -389,6 +411,7 @@ class TrainingConfig:
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     kernels: Kernels = Kernels()
     method: Method = Method()
+    images: Images = Images()
     adapter: Adapter | None = None
     freeze: Freeze = ALL_TRAIN
     parallel: Parallel = Parallel()

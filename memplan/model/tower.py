@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Literal
 
+from memplan.units import ceil_div
 from memplan.values import dataclass
 
 LANGUAGE = "model.language_model."
@@ -25,13 +27,97 @@ class TowerTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageGrid:
+    """The patches of one image.
+
+    Attributes:
+        patches: How many there are.
+        merged: How many tokens of the text model they become.
+        windows: Patches of each window that attention of most blocks keeps to.
+    """
+
+    patches: int
+    merged: int
+    windows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """Sizes of a tower that patches of images pass through.
+
+    Attributes:
+        hidden_size: Width of its residual stream.
+        intermediate_size: Width inside its feed-forward parts.
+        blocks: How many there are.
+        heads: Heads of attention.
+        patch_size: Pixels of a patch, each way.
+        patch_values: Numbers that a patch is made of: channels, frames and pixels.
+        merge: Patches, each way, that become one token.
+        window: Tokens of a window of attention, each way.
+        full_blocks: Blocks whose attention is over the whole image.
+        output_size: Width of a token for the text model.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    blocks: int
+    heads: int
+    patch_size: int
+    patch_values: int
+    merge: int
+    window: int
+    full_blocks: tuple[int, ...]
+    output_size: int
+
+    @property
+    def step(self) -> int:
+        """Pixels that an image's height and width are multiples of."""
+        return self.patch_size * self.merge
+
+    def sides(self, height: int | None, width: int | None, pixels: int | None) -> tuple[int, int]:
+        """Return an image's height and width: those that are said, or those of most tokens that ``pixels`` leave, near a square.
+
+        Example:
+            >>> TowerShape(1280, 3420, 32, 16, 14, 1176, 2, 4, (7,), 3584).sides(None, None, 1_003_520)
+            (896, 1120)
+        """
+        if height is not None and width is not None:
+            return height, width
+        most = (pixels or 0) // self.step**2
+        rows = max(range(max(1, isqrt(most) // 2), isqrt(most) + 1), key=lambda n: (most // n * n, n), default=1)
+        return rows * self.step, max(1, most // rows) * self.step
+
+    def grid(self, height: int, width: int) -> ImageGrid:
+        """Return the patches of an image of so many pixels.
+
+        Source:
+            ``get_vision_window_index`` in transformers/vision_utils.py (5.23.0).
+
+        Example:
+            >>> TowerShape(1280, 3420, 32, 16, 14, 1176, 2, 4, (7,), 3584).grid(140, 84)
+            ImageGrid(patches=60, merged=15, windows=(48, 12))
+        """
+        rows, columns, unit = height // self.step, width // self.step, self.merge**2
+        sides = [
+            [min(self.window, length - self.window * index) for index in range(ceil_div(length, self.window))]
+            for length in (rows, columns)
+        ]
+        windows = tuple([unit * high * wide for high in sides[0] for wide in sides[1]])
+        return ImageGrid(unit * rows * columns, rows * columns, windows)
+
+
+@dataclass(frozen=True, slots=True)
 class Tower:
     """The parts of a vision-language model that rows of text do not pass through.
 
     Attributes:
         tensors: Their parameters, in the order of the model, before the text model's.
         text_family: Family of the text model where it stands alone.
+        shape: What rows with images pass through; None where that is not modelled.
+        projector: What the names of the projector's parameters begin with.
     """
 
     tensors: tuple[TowerTensor, ...]
     text_family: str
+    shape: TowerShape | None = None
+    projector: str = ""

@@ -76,7 +76,7 @@ def experts_format(plan: MemoryPlan) -> str:
 
 def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
-    towers = any(plan.model.spec.tower is not None for plan in plans)
+    towers = any(plan.model.spec.tower is not None and not plan.setup.config.images.per_row for plan in plans)
     alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
     kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
     return (

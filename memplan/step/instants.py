@@ -39,7 +39,7 @@ from memplan.step.kernels.refused_code import (
 from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
-from memplan.step.places import Place, ends, last_places
+from memplan.step.playing.places import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
@@ -183,7 +183,8 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
-    return not taped.embedding.tape.nodes and (inputs.setup.checkpointing != "none" or saved)
+    direct = not taped.embedding.tape.nodes and taped.tower is None
+    return direct and (inputs.setup.checkpointing != "none" or saved)
 
 
 def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
@@ -195,7 +196,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    leaf = taped.leaf == 0  # counted already
+    leaf = taped.leaf == 0 and taped.tower is None  # counted already
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
@@ -217,7 +218,8 @@ def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
 def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
     escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
-    return embedded_leaf(inputs, taped) * 2 + _called_again(inputs) + escaped + _left_stretch(inputs, taped)
+    leaves = embedded_leaf(inputs, taped) + (ZERO if taped.tower is None else taped.tower.leaf)
+    return leaves * 2 + _called_again(inputs) + escaped + _left_stretch(inputs, taped)
 
 
 def _left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
@@ -297,7 +299,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     waiting = waiting_form(inputs, taped, mode)
-    bare = base + played.embedding.saved + _left_stretch(inputs, taped) + waiting
+    bare = base + played.embedded + _left_stretch(inputs, taped) + waiting
     escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:
@@ -313,6 +315,10 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
             yield moment.around(around, name)
     around = bare_base + escaped + constant_form(Part.GRADIENTS, formed) + waiting
     around += root_form(inputs, taped.settings)
+    if taped.tower is not None and played.tower is not None:
+        for moment in played.tower.backward(around + played.embedding.saved):
+            yield moment.around(ZERO, "end of backward")
+        around += constant_form(Part.GRADIENTS, taped.tower.left(mode)) + taped.tower.leaf * 2
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
         yield moment.around(around, "end of backward")
@@ -366,18 +372,21 @@ def _forward(
     around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:
         yield moment.around(around, "forward")
+    if played.tower is not None:
+        ahead = arguments + tables_of_graph(inputs)
+        for moment in played.tower.forward(around - ahead + played.embedding.saved + played.embedding.carried):
+            yield moment.around(ZERO, "forward")
     around += apart + named
     left = {kind: part.saved + part.carried for kind, part in enumerate(played.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
-    places, around = last_places(runs, left, around + played.embedding.saved + played.embedding.carried)
+    places, around = last_places(runs, left, around + played.embedded + played.carried)
     own = _enters_alone(inputs, taped)
+    given = named if taped.tower is not None else apart + named
     for kind, below in places:
-        entered = apart + named if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
+        entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
-    cast = sum(
-        (played.layers[kind].carried * count for kind, count in taped.counts().items()), played.embedding.carried
-    )
+    cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
     around += kept_arguments(inputs) - arguments - named
     around -= _passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)

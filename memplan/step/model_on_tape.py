@@ -12,7 +12,7 @@ from memplan.step.blocks.block_settings import Regime, block_settings
 from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
-from memplan.step.places import layer_counts
+from memplan.step.playing.places import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
@@ -21,6 +21,8 @@ from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.played import Played
 from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
+from memplan.step.tower.tower_settings import is_of_tower, tower_settings
 from memplan.training.adapters import REFERENCE
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -36,13 +38,25 @@ class PlayedModel:
 
     Attributes:
         layers: One layer of each kind.
-        saved: What embedding and layers leave for backward.
+        saved: What embedding, tower and layers leave for backward.
+        tower: The tower that images pass through.
     """
 
     embedding: Played
     layers: tuple[Played, ...]
     head: Played
     saved: Form
+    tower: PlayedTower | None = None
+
+    @property
+    def embedded(self) -> Form:
+        """What the embedding, and a tower, have saved for backward."""
+        return self.embedding.saved if self.tower is None else self.embedding.saved + self.tower.saved
+
+    @property
+    def carried(self) -> Form:
+        """What both have cast until the whole forward ends."""
+        return self.embedding.carried if self.tower is None else self.embedding.carried + self.tower.carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class ModelOnTape:
         layers: One section for each kind of layer.
         again: Whether checkpointing is of that kind.
         leaf: The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
+        tower: The tower that images pass through; None for rows of text.
     """
 
     settings: EndSettings
@@ -68,6 +83,7 @@ class ModelOnTape:
     again: tuple[bool, ...]
     head: Head
     leaf: int | None = None
+    tower: TowerOnTape | None = None
 
     def weight(self, name: str) -> Weight | None:
         """Return the parameter of this name that no layer has, or None."""
@@ -100,8 +116,10 @@ class ModelOnTape:
         embedding, head = self.embedding.played(mode), self.head.section.played(mode)
         ways = [recomputation if again else NOTHING_AGAIN for again in self.again]
         layers = tuple([section.played(mode, way) for section, way in zip(self.layers, ways, strict=True)])
-        saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), embedding.saved)
-        return PlayedModel(embedding, layers, head, saved)
+        tower = None if self.tower is None else self.tower.played(mode, recomputation)
+        before = embedding.saved if tower is None else embedding.saved + tower.saved
+        saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), before)
+        return PlayedModel(embedding, layers, head, saved, tower)
 
 
 def model_on_tape(inputs: StepInputs) -> ModelOnTape:
@@ -111,8 +129,19 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     weights = taped_weights(inputs.setup, inputs.states)
     settings = end_settings(spec, block, inputs.setup, frozen=(f"{spec.names.embedding}.weight", False) in weights)
     prefix = f"{spec.names.layer}."
-    root = tuple((name, weight) for (name, _), weight in weights.items() if not name.startswith((prefix, REFERENCE)))
+    visual = {name: weight for (name, _), weight in weights.items() if spec.tower is not None and is_of_tower(name)}
+    root = tuple(
+        (name, weight)
+        for (name, _), weight in weights.items()
+        if not name.startswith((prefix, REFERENCE)) and name not in visual
+    )
     embedding = embedding_section(settings, root)
+    reads = embedding.output.needs_gradient
+    tower = tower_on_tape(
+        tower_settings(spec, inputs.setup, block, inputs.states, reads_tokens=reads),
+        {name.removeprefix("model.visual."): weight for name, weight in visual.items()},
+    )
+    needs = reads if tower is None else tower.closing.output.needs_gradient
     names = _parameters_by_first(inputs.states, prefix)
     unmasked = block_settings(spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False))
     known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
@@ -138,8 +167,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         output = sections[kind].output
         return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes, False
 
-    leaf = embedding.output.needs_gradient and not embedding.tape.nodes and spec.runs[0].layer.placement == "post"
-    stream = (embedding.output.needs_gradient, block.residual_bytes, leaf)
+    leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
+    stream = (needs, block.residual_bytes, leaf)
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in weights
     leaves = [0] if given else []
@@ -158,7 +187,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     head = head_on_tape(settings, root, *stream[:2])
     layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
     lowest = leaves[0] if leaves else None
-    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head, lowest)
+    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head, lowest, tower)
 
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:

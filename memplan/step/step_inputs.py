@@ -5,6 +5,7 @@ from __future__ import annotations
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.image_rows import image_batch
 from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.states.model_states import ModelStates
@@ -174,6 +175,7 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
+    form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)
     return (
         form
         if tables_of_graph(inputs) is not ZERO

@@ -48,8 +48,9 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
     tensors: list[ParameterTensor] = []
+    tower = {t.name for t in model.spec.tower.tensors} if model.spec.tower is not None else set()
     for tensor in libraries_inventory(model.inventory, setup):
-        idle = not (tensor.used or adapter.vision)
+        idle = tensor.name in tower and not adapter.vision
         adapted_head = tensor.role == "head" and tensor.name == f"{head}.weight" and head in adapter.targets
         projection = tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)
         if idle or not (projection or adapted_head):
@@ -59,7 +60,9 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
         parts: dict[str, tuple[int, ...]] = {"lora_A": (adapter.rank, columns), "lora_B": (rows, adapter.rank)}
         if adapter.kind == "dora":
             parts["lora_magnitude_vector"] = (rows,)
-        tensors += [replace(tensor, name=f"{stem}.{part}.weight", shape=shape) for part, shape in parts.items()]
+        tensors += [
+            replace(tensor, name=f"{stem}.{part}.weight", shape=shape, frozen=False) for part, shape in parts.items()
+        ]
     return (*tensors, *_adapters_of_parameters(model, setup))
 
 

@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
+from memplan.training.rules.image_rules import image_problems
 from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.stack_rules import kernel_profile
 from memplan.units import parse_bytes
@@ -27,7 +28,7 @@ def word_problems(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
             hint = match_hint(str(given), [word for word in allowed if word])
             yield (*path, name), f"expected one of {known}, got {given!r}{hint}"
     if not path:
-        for name in ("gradients", "kernels", "method", "adapter", "offload"):
+        for name in ("gradients", "kernels", "method", "images", "adapter", "offload"):
             if (part := getattr(value, name)) is not None:
                 yield from word_problems(part, (name,))
 
@@ -66,6 +67,7 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         layers = getattr(config.checkpointed_layers, name)
         if layers is not None and not 1 <= layers <= 2**16:
             yield ("checkpointed_layers", name), f"expected a whole number from 1 to 65,536, got {layers}"
+    yield from image_problems(config.images)
     if config.adapter is not None and config.adapter.dropout is not None and not 0 <= config.adapter.dropout < 1:
         yield ("adapter", "dropout"), f"expected a probability from 0 to below 1, got {config.adapter.dropout}"
     if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:

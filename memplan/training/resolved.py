@@ -68,6 +68,7 @@ class TrainingSetup:
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
     unmodelled: tuple[str, ...] = ()
     masked_attention: AttentionKernel | None = None
+    tower_attention: AttentionKernel | None = None
     card_notes: tuple[str, ...] = ()
     frozen_embedding: bool = False
 

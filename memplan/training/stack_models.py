@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from memplan.catalog.stacks import StackModels
-from memplan.errors import CannotAnswerError
+from memplan.catalog.training_config import ALL_TRAIN, Images, Parallel
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
@@ -18,6 +20,8 @@ from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 """Embeddings that TRL casts back to bf16, by name (``peft_module_casting_to_bf16`` in trl/experimental/utils.py, 1.16.0)."""
+WITH_IMAGES = ("plain-loop", "transformers", "trl")
+"""Stacks whose own code was traced on rows with images."""
 UNWRAPPED = ("gemma3",)
 """Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
 
@@ -83,6 +87,10 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{setup.name}: parallel.engine: fsdp1 runs {model.spec.name}'s layer norms by autocast, in fp32 beside what is "
             "gathered in 16 bits, which is not modelled; use engine: torch (FSDP2)"
+        )
+    if model.spec.tower is None and setup.config.images.per_row:
+        raise CannotAnswerError(
+            f"{setup.name}: images: {model.spec.name} has no vision tower, or {stack.label} runs the text model alone"
         )
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
@@ -166,6 +174,8 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
         )
+    if setup.config.images.per_row:
+        return _with_images(model, setup)
     tower = [tensor for tensor in model.inventory if not tensor.used]
     if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, setup) for tensor in tower):
         instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
@@ -176,9 +186,83 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
     )
+    if model.spec.tower is not None and model.spec.tower.shape is not None:
+        note += " (images.per_row: 1 plans them)"
     if parallel.zero_stage:
         note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
     return replace(model, notes=(*model.notes, note))
+
+
+def _with_images(model: Model, setup: TrainingSetup) -> Model:
+    """Return a vision-language model as a stack trains it on rows with images.
+
+    Raises:
+        InvalidFileError: Images are no whole patches, or leave a row no text.
+        CannotAnswerError: They pass through a tower, or in a way, that is not modelled.
+    """
+    tower, images, config = model.spec.tower, setup.config.images, setup.config
+    assert tower is not None
+    where, shape = f"{setup.name}: images:", tower.shape
+    if shape is None:
+        raise CannotAnswerError(
+            f"{where} what images pass through of family {model.spec.architecture} is not modelled; of qwen2_5_vl it is"
+        )
+    for text in _unmodelled_images(setup):
+        raise CannotAnswerError(f"{where} {text}")
+    height, width = shape.sides(images.height, images.width, images.pixels)
+    if wrong := [side for side in (height, width) if side % shape.step]:
+        below = max(shape.step, wrong[0] // shape.step * shape.step)
+        text = (
+            f"{wrong[0]} is no multiple of {shape.step} pixels, as {model.spec.name}'s processor makes it; {below} is"
+        )
+        raise InvalidFileError([f"{where} {text}"])
+    tokens = shape.grid(height, width).merged * images.per_row
+    said = f"{images.per_row} of {height} x {width} pixels"
+    if tokens >= config.sequence_length:
+        text = f"{said} become {tokens:,} tokens, and a row has {config.sequence_length:,} (sequence_length)"
+        raise InvalidFileError([f"{where} {text}"])
+    frozen = config.adapter is None
+    inventory = tuple(
+        tensor
+        if tensor.used
+        else replace(tensor, used=True, frozen=frozen and _is_frozen(tensor, tower.projector, images))
+        for tensor in model.inventory
+    )
+    note = (
+        f"images in each row: {said}, {tokens:,} of its {config.sequence_length:,} tokens; cuDNN's workspace for the patches' "
+        "convolution is not counted"
+    )
+    return replace(model, inventory=inventory, notes=(*model.notes, note))
+
+
+def _is_frozen(tensor: ParameterTensor, projector: str, images: Images) -> bool:
+    """Tell whether a tensor of a tower or its projector is frozen."""
+    return (images.projector if tensor.name.startswith(projector) else images.tower) == "frozen"
+
+
+def _unmodelled_images(setup: TrainingSetup) -> Iterator[str]:
+    """Yield what of a job with images is not modelled."""
+    config, stack = setup.config, setup.stack
+    if stack.name not in WITH_IMAGES:
+        yield f"not modelled for stack {stack.name}; {', '.join(WITH_IMAGES)} are; or plan rows of text (images.per_row: 0)"
+    if config.parallel != Parallel():
+        yield "not modelled on several GPUs; plan one (parallel.data: 1), or rows of text"
+    if config.method.stage != "sft":
+        yield f"not modelled for method.stage {config.method.stage}; sft is"
+    if config.freeze != ALL_TRAIN:
+        yield "not modelled with freeze; images.tower and images.projector say what of theirs is frozen"
+    if config.evaluation:
+        yield "a forward that evaluates is not modelled with images; leave evaluation out"
+    if config.compile != "none":
+        yield "not modelled for compiled models; use compile: none"
+    if setup.attention_choice in ("eager", "math", "flex"):
+        yield f"attention of patches by {setup.attention_choice} is not modelled; use kernels.attention: auto"
+    if setup.formats["hidden_matrix"].product == "integers":
+        yield "LLM.int8 of a tower that images pass through is not modelled; use nf4"
+    if any(getattr(setup.profile, key) == "in-place" for key in ("norm", "rotary", "activation")):
+        yield "Liger's kernels in a tower are not modelled; leave them out"
+    if setup.checkpointing == "selective":
+        yield "selective checkpointing of a tower is not modelled; use full or none"
 
 
 def _trains_idle(tensor: ParameterTensor, setup: TrainingSetup) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig
-from memplan.errors import CannotAnswerError
+from memplan.catalog.training_config import Adapter, Images, Method, Parallel, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import parameter_count
 from memplan.plan.memory_plan import Device
@@ -108,3 +108,95 @@ def test_a_search_for_settings_has_what_the_stack_trains():
         ]
         whole, text = (parameter_count(search.model.inventory) for search in searches)
         assert 2 * (whole - text) == weights
+
+
+# -------------------------------------------------------------------- rows with images
+IMAGES = Images(per_row=2, height=448, width=672)
+SEEN = replace(FULL, images=IMAGES, sequence_length=1024)
+H100 = Device(CATALOG.gpus["h100-sxm-80gb"], "h100")
+
+
+def peak(config, model="qwen2.5-vl-7b"):
+    return compiled(config, model).evaluate(H100).requested_bytes
+
+
+def with_images(**changes):
+    return replace(SEEN, images=replace(IMAGES, **changes))
+
+
+def test_images_are_patches_that_windows_of_attention_keep_together():
+    spec = catalog_model("qwen2.5-vl-7b", CATALOG).spec
+    grid = spec.tower.shape.grid(448, 672)
+    assert (grid.patches, grid.merged, len(grid.windows)) == (32 * 48, 16 * 24, 4 * 6)
+    assert set(grid.windows) == {64}
+    assert sum(spec.tower.shape.grid(252, 140).windows) == 18 * 10
+
+
+def test_a_tower_that_images_pass_through_is_trained_but_where_it_is_frozen():
+    tower = sum(t.elements * t.count for t in compiled(SEEN).model.inventory if t.name.startswith("model.visual"))
+    projector = 2 * 5120 * 5120 - 5120 * (5120 - 3584) + 5120 + 3584 + 1280
+    assert tower == TOWER
+    trained = compiled(SEEN).states.gradient_bytes
+    assert trained - compiled(with_images(tower="frozen")).states.gradient_bytes == 2 * (TOWER - projector)
+    frozen = compiled(with_images(tower="frozen", projector="frozen")).states
+    assert trained - frozen.gradient_bytes == 2 * TOWER
+    assert frozen.weight_bytes == compiled(SEEN).states.weight_bytes
+
+
+def test_adapters_on_the_tower_are_trained_where_images_pass_through_it():
+    config = replace(LORA, images=IMAGES, sequence_length=1024)
+    language = replace(config, adapter=replace(LORA.adapter, vision=False))
+    added = compiled(config).states.gradient_bytes - compiled(language).states.gradient_bytes
+    assert added == compiled(config).states.weight_bytes - compiled(language).states.weight_bytes > 0
+
+
+def test_more_images_and_larger_ones_need_more():
+    text, one, two = (peak(replace(SEEN, images=images)) for images in (Images(), replace(IMAGES, per_row=1), IMAGES))
+    assert text < one < two < peak(replace(with_images(height=672), sequence_length=1024 + 400))
+    assert peak(with_images(tower="frozen", projector="frozen")) < two
+
+
+def test_pixels_are_planned_as_the_image_of_most_tokens():
+    shape = catalog_model("qwen2.5-vl-7b", CATALOG).spec.tower.shape
+    for pixels in (784, 50_000, 262_144, 1_003_520):
+        height, width = shape.sides(None, None, pixels)
+        assert 0.9 * pixels < height * width <= pixels or pixels < 60_000
+        assert height % 28 == width % 28 == 0
+    at_most = replace(SEEN, images=Images(per_row=1, pixels=262_144))
+    assert peak(at_most) == peak(replace(SEEN, images=Images(per_row=1, height=252, width=1036)))
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "reason"),
+    [
+        (SEEN, "qwen3-vl-8b", "family qwen3_vl"),
+        (SEEN, "qwen2.5-7b", "has no vision tower"),
+        (replace(SEEN, stack="llama-factory"), "qwen2.5-vl-7b", "stack llama-factory"),
+        (replace(SEEN, parallel=Parallel(data=8)), "qwen2.5-vl-7b", "several GPUs"),
+        (replace(SEEN, evaluation=True), "qwen2.5-vl-7b", "evaluation"),
+        (replace(SEEN, method=Method("dpo"), stack="trl"), "qwen2.5-vl-7b", "dpo"),
+        (replace(SEEN, kernels=Kernels(attention="eager")), "qwen2.5-vl-7b", "by eager"),
+        (replace(SEEN, kernels=Kernels(norm="in-place")), "qwen2.5-vl-7b", "Liger"),
+        (replace(LORA, images=IMAGES, weights=EIGHT_BIT), "qwen2.5-vl-7b", "LLM.int8"),
+    ],
+)
+def test_images_that_are_not_modelled_are_refused_by_name(config, model, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        compiled(config, model)
+
+
+@pytest.mark.parametrize(
+    ("images", "reason"),
+    [
+        (Images(per_row=1, height=450, width=448), "448 is"),
+        (Images(per_row=3, height=672, width=672), "1,728 tokens"),
+        (Images(per_row=1), "height and width"),
+        (Images(per_row=1, height=448), "height and width"),
+        (Images(height=448, width=448), "images.per_row"),
+        (Images(per_row=1, height=448, width=448, pixels=4), "leave it out"),
+        (Images(per_row=-1), "from 0 to"),
+    ],
+)
+def test_images_that_cannot_be_are_told(images, reason):
+    with pytest.raises(InvalidFileError, match=reason):
+        compiled(replace(SEEN, images=images))

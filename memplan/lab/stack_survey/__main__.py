@@ -33,6 +33,7 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     stack_verdict,
     under_deepspeed,
     with_fullest,
+    with_images,
     with_kernels,
     with_stage,
 )
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear, version=at) for n in numbers]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
+    if options.images and not options.job:
+        jobs = [with_images(job, options.seed, number, catalog) for number, job in enumerate(jobs)]
     if options.deepspeed and not options.job:
         stages = (options.zero,) if options.zero else DEEPSPEED_STAGES
         jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
@@ -140,6 +143,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--frozen", action="store_true", help="jobs of which parts of the model train, which are drawn")
     parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
+    parser.add_argument("--images", action="store_true", help="jobs whose rows hold images, drawn with their models")
     parser.add_argument(
         "--some-layers", action="store_true", help="jobs that checkpoint some layers only, which is drawn"
     )

@@ -13,7 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, reserved, resolved
-from memplan.lab.survey.drawn_models import TOWERS, model_values
+from memplan.lab.survey.drawn_models import TOWERS, image_model, model_values
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
@@ -154,6 +154,30 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     if training["micro_batch_size"] * rollout.get("micro_batches", training["gradient_accumulation_steps"]) < 2:
         training["micro_batch_size"] = 2
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
+
+
+SIDES = (28, 56, 140, 224, 252, 448, 644, 1008)
+"""Pixels of an image, each way."""
+
+
+def with_images(job: StackJob, seed: int, number: int, catalog: Catalog) -> StackJob:
+    """Return a job whose rows hold images, drawn with the model that they are for, and whether its tower is trained."""
+    rng, training = Random(f"memplan images {seed} {number}"), dict(job.job.training)
+    values = image_model(rng, catalog)
+    training.pop("kernels", None)
+    count, height, width = rng.choice((1, 1, 2, 3)), rng.choice(SIDES), rng.choice(SIDES)
+    tokens = count * (height // 28) * (width // 28)
+    training["sequence_length"] = max(training["sequence_length"], tokens + rng.choice((7, 100)))
+    images: dict[str, Any] = {"per_row": count, "height": height, "width": width}
+    if "adapter" not in training:
+        images |= rng.choice(({}, {}, {"tower": "frozen"}, {"tower": "frozen", "projector": "frozen"}))
+    elif rng.random() < 0.4:
+        training["adapter"] = {**training["adapter"], "targets": ["all-linear"], "vision": False}
+    else:
+        training["adapter"] = {**training["adapter"], "targets": ["all-linear"]}
+    if training["compute_dtype"] != "fp32" and job.card != "7.5" and rng.random() < 0.3:
+        training["kernels"] = {"attention": "flash"}
+    return replace(job, job=Job(values, {**training, "images": images}))
 
 
 def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:

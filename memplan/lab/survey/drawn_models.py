@@ -78,6 +78,20 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
     return _released(rng, family, entries) if entries and rng.random() < 0.6 else _odd(rng, family)
 
 
+IMAGE_FAMILIES = ("qwen2_5_vl",)
+"""Families of which rows with images are modelled."""
+
+
+def image_model(rng: Random, catalog: Catalog) -> Values:
+    """Return a model of a family whose tower images pass through, some with blocks of a released width."""
+    values = _with_tower(rng, rng.choice(IMAGE_FAMILIES), catalog)
+    vision: Values = values["vision_config"]
+    if rng.random() < 0.4:
+        vision |= {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+    blocks = range(vision["depth"])
+    return {**values, "vision_config": {**vision, "fullatt_block_indexes": [n for n in blocks if rng.random() < 0.4]}}
+
+
 def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
     """Return a vision-language model: a drawn text model behind a small tower, which no release has."""
     text = _text_model(rng, rng.choice(TOWERS[family]), catalog)

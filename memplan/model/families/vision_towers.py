@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS
 from memplan.model.spec import ModelSpec
-from memplan.model.tower import LANGUAGE, Tower, TowerTensor
+from memplan.model.tower import LANGUAGE, Tower, TowerShape, TowerTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +79,9 @@ def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigVa
     return replace(spec, names=type(spec.names)(*inside))
 
 
-def with_tower(config: ConfigValues, text: ModelSpec, parts: TowerParts) -> ModelSpec:
+def with_tower(
+    config: ConfigValues, text: ModelSpec, parts: TowerParts, shape: TowerShape | None = None, projector: str = ""
+) -> ModelSpec:
     """Return a text model with a tower in front of it."""
-    return replace(text, architecture=config.family, tower=Tower(tuple(parts.tensors), text.architecture))
+    tower = Tower(tuple(parts.tensors), text.architecture, shape, projector)
+    return replace(text, architecture=config.family, tower=tower)

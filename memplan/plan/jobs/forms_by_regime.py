@@ -10,6 +10,7 @@ from memplan.model.model import Model
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
+from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.losses.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
@@ -63,11 +64,15 @@ class FormsByRegime:
             length: Tokens per sequence.
 
         Raises:
-            InvalidFileError: Generated completions leave no room for a prompt.
+            InvalidFileError: Generated completions leave no room for a prompt, or images for text.
         """
         if length <= self.setup.answer_length:
             told = f"completions of {self.setup.answer_length} tokens leave no prompt; see method.rollout.completion_length"
             raise InvalidFileError([f"sequence_length: {length}: {told}"])
+        if 0 < length <= (seen := image_sizes(self.own.spec, self.setup)[1]):
+            raise InvalidFileError(
+                [f"sequence_length: {length}: a row's images alone become {seen:,} tokens; see images"]
+            )
         apart = (
             length if self.setup.evaluates_apart or self.setup.generates else 0,
             batch if self.setup.generates else 0,
@@ -167,7 +172,8 @@ class FormsByRegime:
             chunk = min(PIECE_TOKENS, batch * answered)
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
         answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
-        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks)
+        images = image_sizes(spec, self.setup)
+        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks, images)
 
 
 def refuse_unlearned(model: Model, length: int) -> None:

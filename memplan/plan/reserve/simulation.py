@@ -131,6 +131,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
     if plan.setup.profile.loss == "chunked-backward":
         return "a loss whose chunks run backward one by one is not told as events"
+    if plan.setup.config.images.per_row:
+        return "what images pass through is not told as events"
     if plan.setup.scores:
         return "a head that yields scores is not told as events"
     if plan.setup.answer_length:

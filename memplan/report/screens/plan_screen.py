@@ -190,6 +190,15 @@ def card_notes(plan: MemoryPlan) -> list[str]:
     return [f"Note: {note}" for note in plan.setup.card_notes if not note.startswith(usual)]
 
 
+def _seen(plan: MemoryPlan) -> str:
+    """Return what images rows hold, where the model could see any."""
+    if plan.model.spec.tower is None:
+        return ""
+    images = plan.setup.config.images
+    several = "image" if images.per_row == 1 else "images"
+    return f" with {images.per_row} {several} each" if images.per_row else " of text without images"
+
+
 def _assumed(plan: MemoryPlan) -> str:
     """Return in a line what the answer takes for granted."""
     profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
@@ -199,7 +208,7 @@ def _assumed(plan: MemoryPlan) -> str:
         f"{profile.attention} attention",
         f"linear attention by {profile.linear_attention}{installed}" if plan.model.spec.linear_attention else "",
         f"{profile.loss} loss",
-        "full sequences" if plan.model.spec.tower is None else "full sequences of text without images",
+        f"full sequences{_seen(plan)}",
         "the text model alone" if runs_text_alone(plan) else "",
         f"experts in {experts}, as bitsandbytes quantises linear layers alone" if experts else "",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",

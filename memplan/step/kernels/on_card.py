@@ -13,6 +13,7 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
 from memplan.step.kernels.family_code import dropouts, family_code
+from memplan.step.kernels.image_rows import has_images
 from memplan.training.resolved import TrainingSetup
 
 TORCH_CHOOSES = "auto"
@@ -52,11 +53,11 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     kernel, reason = _attention(setup, model, gpu)
     if reason:
         notes = (*notes, reason)
-    masked = _masked_kernel(setup, model, gpu)
-    if not notes and kernel == setup.profile.attention and masked is None:
+    masked, tower = _masked_kernel(setup, model, gpu), _tower_kernel(setup, model, gpu)
+    if not notes and kernel == setup.profile.attention and masked is None and tower is None:
         return setup
     profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
-    return replace(setup, profile=profile, masked_attention=masked, card_notes=notes)
+    return replace(setup, profile=profile, masked_attention=masked, tower_attention=tower, card_notes=notes)
 
 
 def emulated_dtype(setup: TrainingSetup, gpu: Gpu) -> bool:
@@ -195,6 +196,34 @@ def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKer
     return _least_able(kernel_on(call, gpu, setup.hardware) for call in calls) if calls else None
 
 
+def _tower_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
+    """Return the kernel of attention of images' patches, whose heads have a width of their own; None for rows of text.
+
+    Raises:
+        CannotAnswerError: torch takes steps of products for them.
+    """
+    tower = model.spec.tower
+    unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
+    if not has_images(model.spec, setup) or tower is None or tower.shape is None or unknown:
+        return None
+    if setup.attention_choice != TORCH_CHOOSES:
+        return None
+    width = tower.shape.hidden_size // tower.shape.heads
+    kernel = kernel_on(AttentionCall(_attended_dtype(setup), width, width), gpu, setup.hardware)
+    if kernel == "math":
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.attention: torch has no kernel for patches in {setup.config.compute_dtype} on {card_label(gpu)}, "
+            "and attention of images step by step is not modelled; use rows of text (images.per_row: 0)"
+        )
+    return kernel
+
+
+def _attended_dtype(setup: TrainingSetup) -> str:
+    """Return the dtype of query, key and value."""
+    wide = setup.wide_floats and setup.stack.projections.codes_result == "input"
+    return "fp32" if wide else setup.config.compute_dtype
+
+
 ABILITY: tuple[ChosenKernel, ...] = ("math", "efficient", "flash", "cudnn")
 """Kernels, the one that takes the most first: where layers differ, the plan is that of the first."""
 
@@ -206,8 +235,7 @@ def _least_able(kernels: Iterable[ChosenKernel]) -> ChosenKernel:
 def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCall]:
     """Yield what each kind of attention of a model asks of scaled-dot-product attention; soft caps and sinks ask nothing."""
     _, dropout = dropouts(model.spec, setup)
-    wide = setup.wide_floats and setup.stack.projections.codes_result == "input"
-    dtype = "fp32" if wide else setup.config.compute_dtype
+    dtype = _attended_dtype(setup)
     for part in dict.fromkeys(run.layer.attention for run in model.spec.runs):
         widths = _widths(part)
         if widths is not None:

@@ -45,6 +45,8 @@ class Quantity(IntEnum):
     ANSWERED_TOKENS = 24
     SHARD_TOKENS = 25
     NEXT_TILE_TOKENS = 26
+    PATCHES = 27
+    IMAGE_TOKENS = 28
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -75,11 +77,14 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.ANSWERED_TOKENS: "b*(c+1)",
     Quantity.SHARD_TOKENS: "b*t/tp",
     Quantity.NEXT_TILE_TOKENS: "min(max(b*(t-1) - 4096, 0), 4096)",
+    Quantity.PATCHES: "b*p",
+    Quantity.IMAGE_TOKENS: "b*i",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
 tp is the number of GPUs that share matrices. m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
+p is the number of patches of a row's images, i that of the tokens which they become.
 """
 
 EMBEDDING_DIRECT_INDICES = 3072
@@ -216,6 +221,7 @@ def quantities(
     row: int = 0,
     answer: int = 0,
     ranks: int = 1,
+    images: tuple[int, int] = (0, 0),
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -228,6 +234,7 @@ def quantities(
         row: Tokens of one sequence in a chunk, likewise.
         answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
         ranks: GPUs that share each sequence between the matrices that they share.
+        images: Patches of a sequence's images, and the tokens that they become.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -270,4 +277,6 @@ def quantities(
         answered + batch,
         tokens // ranks,
         min(answered - tile, TILE_TOKENS),
+        batch * images[0],
+        batch * images[1],
     )

@@ -1,7 +1,7 @@
 """The kernels of flash-attn 2 without memory, and transformers' way to them for ``attn_implementation: flash_attention_2``.
 
-In a trace rows are full: no token is padding, and each row is one document, so that transformers calls no kernel for lengths
-that vary.
+In a trace rows are full: no token is padding, and each row is one document, so that transformers calls the kernel for lengths
+that vary for the patches of images alone.
 
 Source:
     flash_attn/flash_attn_interface.py (``FlashAttnFunc`` and its like for packed tensors and lengths that vary) and
@@ -156,10 +156,12 @@ def attended(lengths: AttentionLengths, given: tuple[Tensor, ...], *, determinis
 
 def _of_lengths(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
                 max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-                window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False) -> Tensor:  # fmt: skip
-    raise NotImplementedError(
-        "rows are full and of one document each, which no kernel for lengths that vary is called for"
-    )
+                window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False) -> Any:  # fmt: skip
+    """Return attention of images' patches, each window or image of which is a sequence; rows of text are full, and none of these."""
+    del softmax_scale, causal, window_size, softcap
+    longest = (int(max_seqlen_q), int(max_seqlen_k))
+    lengths = AttentionLengths((cu_seqlens_q, cu_seqlens_k), longest, dropout_p > 0)
+    return attended(lengths, (q, k, v), deterministic=deterministic)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
@@ -147,6 +148,30 @@ def flex_bytes(args: tuple[Any, ...]) -> list[int]:
     return [4 * (query.numel() // query.shape[-1])]
 
 
+def scatter_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return the sums of 64 bits, and the mask as wide as what it is scattered into, that ``masked_scatter`` forms.
+
+    Source:
+        ``masked_scatter__cuda`` in aten/src/ATen/native/cuda/IndexKernel.cpp, ``launch_masked_scatter_kernel`` in IndexKernel.cu (v2.13.0).
+    """
+    numbers = args[0].numel()
+    return [8 * numbers, numbers]
+
+
+def scatter_backward_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return what choosing a gradient's numbers by a mask takes beside the result: the mask's width, and an index for each dimension.
+
+    The mask is gone when the result is formed.
+
+    Source:
+        ``masked_select_out_cuda_impl`` in aten/src/ATen/native/cuda/IndexKernel.cpp, ``expandTensors`` in IndexingUtils.h,
+        ``nonzero_cuda_out_impl`` in Nonzero.cu (v2.13.0).
+    """
+    gradient, numbers = args[0], prod(args[2])
+    indices = 8 * gradient.dim() * numbers
+    return [indices + max(0, gradient.numel() - numbers * gradient.element_size())]
+
+
 _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward.default": flash_backward_bytes,
     "embedding_dense_backward.default": embedding_backward_bytes,
@@ -155,6 +180,8 @@ _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_softmax_backward_data.default": softmax_backward_bytes,
     "_log_softmax.default": log_softmax_bytes,
     "flex_attention.default": flex_bytes,
+    "masked_scatter.default": scatter_bytes,
+    "masked_scatter_backward.default": scatter_backward_bytes,
     "flex_attention_backward.default": flex_bytes,
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Literal, cast
 
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Images, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 
@@ -35,7 +35,17 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         adapter=adapter,
+        images=_images(config, stack),
     )
+
+
+def _images(config: TrainingConfig, stack: Stack) -> Images:
+    """Return a config's images, with whether what they pass through is trained filled in."""
+    images = config.images
+    if not images.per_row:
+        return images
+    still: Literal["trained", "frozen"] = "frozen" if config.adapter or stack.vision == "frozen" else "trained"
+    return replace(images, tower=images.tower or still, projector=images.projector or still)
 
 
 def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> Checkpointing:

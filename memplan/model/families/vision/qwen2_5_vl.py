@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from memplan.model.families.llama_like import qwen2
 from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
+from memplan.model.tower import TowerShape
 
 if TYPE_CHECKING:
     from memplan.model.families.config_values import ConfigValues
     from memplan.model.spec import ModelSpec
 
 BLOCK = "model.visual.blocks.{}"
+FULL_BLOCKS = (7, 15, 23, 31)
+"""Blocks whose attention is over the whole image where a config names none (configuration_qwen2_5_vl.py, 5.23.0)."""
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:
@@ -37,5 +40,19 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     parts.add("model.visual.merger.ln_q", hidden, role="norm")
     parts.add("model.visual.merger.mlp.0", width, width, bias=True)
     parts.add("model.visual.merger.mlp.2", vision.integer("out_hidden_size", default=3584), width, bias=True)
+    full = vision.integers("fullatt_block_indexes")
+    shape = TowerShape(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        blocks=blocks,
+        heads=parts.heads,
+        patch_size=parts.patch,
+        patch_values=parts.channels * frames * parts.patch**2,
+        merge=merged,
+        window=max(1, vision.integer("window_size", default=112) // merged // parts.patch),
+        full_blocks=FULL_BLOCKS if full is None else tuple(full),
+        output_size=vision.integer("out_hidden_size", default=3584),
+    )
     config.take(vision)
-    return with_tower(config, text_inside(config, "qwen2", qwen2.model_spec), parts)
+    text = text_inside(config, "qwen2", qwen2.model_spec)
+    return with_tower(config, text, parts, shape, "model.visual.merger.")

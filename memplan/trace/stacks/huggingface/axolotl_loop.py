@@ -42,12 +42,12 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model as axolotl's loader leaves it."""
     setup = inputs.setup
     if setup.config.method.stage != "sft":
-        with pretended_machine(inputs.compute_capability):
+        with pretended_machine(inputs):
             preferences = import_module("memplan.trace.stacks.huggingface.sft_loop")  # TRL, which SFT does not take
             adapted = setup.compares_pairs  # by axolotl (``rl_trainer_builds_adapter`` in loaders/patch_manager.py)
             run: StackRun = preferences.run_on(_adapted if adapted else _prepared, inputs, recorder, adapted=adapted)
             return replace(run, title=f"axolotl's model in {run.title}")
-    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
+    with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
         model = _prepared(inputs)
         if setup.config.adapter is not None:
             model = with_adapters(model, inputs)

@@ -18,6 +18,7 @@ from transformers import (
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.errors import CannotAnswerError
+from memplan.step.tower.tower_settings import is_of_tower
 from memplan.trace.pretended_cuda.bitsandbytes_layers import bitsandbytes_options, quantised, quantises
 from memplan.trace.pretended_cuda.cut_loss import with_cut_cross_entropy
 from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
@@ -117,6 +118,7 @@ def loaded_model(inputs: StackInputs) -> Any:
         model.tie_weights()  # 5.0 leaves that to loading where nothing has memory
         if quantises(setup):
             model = quantised(model, setup)
+    _freeze_tower(model, inputs)
     with_liger(model, setup)
     with_cut_cross_entropy(model, setup)
     with_linear_attention(model, setup)
@@ -131,6 +133,17 @@ def frozen(model: Any, inputs: StackInputs) -> Any:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
     return model
+
+
+def _freeze_tower(model: Any, inputs: StackInputs) -> None:
+    """Freeze what of a vision tower and its projector is not trained, as a script does before it makes an optimizer."""
+    tower, images = inputs.model.spec.tower, inputs.setup.config.images
+    if tower is None or not images.per_row or inputs.setup.config.adapter is not None:
+        return
+    for name, parameter in model.named_parameters():
+        rule = images.projector if name.startswith(tower.projector) else images.tower
+        if is_of_tower(name) and rule == "frozen":
+            parameter.requires_grad_(False)
 
 
 def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: StackInputs) -> Any:

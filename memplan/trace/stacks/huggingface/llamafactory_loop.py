@@ -33,7 +33,7 @@ PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes"
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model as ``prepare_model_for_training`` and ``init_adapter`` leave it."""
     setup = inputs.setup
-    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder:
+    with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
         _freeze_tower(model, inputs)
         options = SimpleNamespace(

@@ -15,6 +15,7 @@ from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
+from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -63,6 +64,7 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
         cuda_backend(capability),
         cuda_optimizer_paths(),
         flash_attention_2(),
+        known_images(inputs.model.spec, inputs.setup),
     ):
         yield
 
@@ -78,6 +80,10 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
             recorder.instant(later or "forward")
             recorder.forward_begins()
             batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
+            batch |= {
+                name: part.to(inputs.device)
+                for name, part in image_columns(inputs.model.spec, inputs.setup, shape[0]).items()
+            }
             with autocast_of(inputs):
                 out = model(**batch)
             recorder.forward_ends()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
+from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -105,6 +106,8 @@ def run_on(
                 peft_config=adapters,
                 **beside,
             )
+        own = trainer.data_collator
+        trainer.data_collator = lambda rows: {**own(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
         if adapters is not None:
             _in_the_setups_dtype(trainer.model, inputs)
         if reference == "resident":

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
+from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, told, zero_config
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
@@ -67,18 +69,25 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             model = with_adapters(model, inputs)
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
         rows = Rows(inputs.setup)
-        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer: Any = transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            data_collator=partial(collated, inputs),
+        )
         return trained(trainer, model, recorder, "transformers' Trainer", inputs.setup)
 
 
 def machine_of(inputs: StackInputs) -> AbstractContextManager[None]:
     """Return what libraries take for the machine: a card that is pretended, or this one."""
-    return pretended_machine(inputs.compute_capability) if inputs.is_traced else nullcontext()
+    return pretended_machine(inputs) if inputs.is_traced else nullcontext()
 
 
 @contextmanager
-def pretended_machine(compute_capability: str) -> Iterator[None]:
-    """Let libraries take ``meta`` for a card of that compute capability."""
+def pretended_machine(inputs: StackInputs) -> Iterator[None]:
+    """Let libraries take ``meta`` for the card of a job."""
+    compute_capability = inputs.compute_capability
     answers: list[tuple[Any, str, Any]] = [
         (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
         (accelerate.accelerator, "is_bf16_available", lambda _=False: True),
@@ -93,6 +102,7 @@ def pretended_machine(compute_capability: str) -> Iterator[None]:
             liger_backend(compute_capability),
             cuda_optimizer_paths(),
             flash_attention_2(),
+            known_images(inputs.model.spec, inputs.setup),
         ):
             stack.enter_context(one)
         for owner, name, answer in answers:
@@ -150,6 +160,11 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         **({"eval_strategy": "steps", "eval_steps": 1} if config.evaluation else {}),
         "per_device_eval_batch_size": config.evaluation_batch_size or config.micro_batch_size,
     }
+
+
+def collated(inputs: StackInputs, rows: list[dict[str, Tensor]]) -> Any:
+    """Return rows as a collator makes a micro-batch of them, with the pixels of their images one behind another."""
+    return {**transformers.default_data_collator(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
 
 
 def row_count(setup: TrainingSetup) -> int:

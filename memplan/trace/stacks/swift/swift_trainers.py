@@ -51,7 +51,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run the trainer of the setup's stage on the model as ``prepare_model`` leaves it (swift/pipelines/train/tuner.py)."""
     setup = inputs.setup
     own, arguments_class = (_named(path) for path in TRAINERS[setup.config.method.stage])
-    with pretended_machine(inputs.compute_capability), tempfile.TemporaryDirectory() as folder, _own_checkpointing():
+    with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder, _own_checkpointing():
         model = _described(loaded_model(inputs))
         if setup.config.adapter is not None:
             model = with_adapters(model, inputs)

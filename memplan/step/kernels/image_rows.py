@@ -1,0 +1,68 @@
+"""Rows with images: how many patches they have, and what a model has names for while its layers run."""
+
+from __future__ import annotations
+
+from memplan.model.spec import ModelSpec
+from memplan.model.tower import ImageGrid
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.training.resolved import TrainingSetup
+
+AXES_BYTES = 24
+"""Of a token: its time, row and column, in 64 bits each (``get_rope_index`` in modeling_qwen2_5_vl.py, transformers 5.23.0)."""
+
+KIND_BYTES = OFFSET_BYTES = 8
+"""Of a token: whether it is text or of an image; of a row: by how much its positions are fewer than its tokens. In 64 bits each."""
+
+PIXEL_BYTES = 4
+"""Of a number of a patch as a processor makes it, in fp32."""
+
+
+def has_images(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether rows hold images that pass through a tower."""
+    return spec.tower is not None and setup.config.images.per_row > 0
+
+
+def image_grid(spec: ModelSpec, setup: TrainingSetup) -> ImageGrid | None:
+    """Return the patches of one image; None for rows of text."""
+    if spec.tower is None or spec.tower.shape is None or not setup.config.images.per_row:
+        return None
+    images = setup.config.images
+    return spec.tower.shape.grid(*spec.tower.shape.sides(images.height, images.width, images.pixels))
+
+
+def image_sizes(spec: ModelSpec, setup: TrainingSetup) -> tuple[int, int]:
+    """Return how many patches a row has, and how many of its tokens they become."""
+    grid, images = image_grid(spec, setup), setup.config.images.per_row
+    return (0, 0) if grid is None else (images * grid.patches, images * grid.merged)
+
+
+def named_features(spec: ModelSpec, setup: TrainingSetup, *, graph: bool = False) -> Form:
+    """Return what a model has names for of images until its layers have run: what the tower returned, and what that became.
+
+    Source:
+        ``Qwen2_5_VLModel.forward`` in transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py (5.23.0): ``mm_encoder_outputs``,
+        ``image_embeds``, ``image_mask``.
+    """
+    if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup):
+        return ZERO
+    shape = spec.tower.shape
+    stream = setup.compute_bytes if setup.autocast else setup.residual_bytes
+    last = 0 if graph and stream == 4 else shape.hidden_size * stream
+    features = shape.output_size * (stream + setup.residual_bytes)
+    form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, last)
+    return form + single_form(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS, features)
+
+
+def image_batch(spec: ModelSpec, setup: TrainingSetup, batches: int) -> Form:
+    """Return pixels, sizes of images and kinds of tokens that so many micro-batches have, and the offsets that a model keeps.
+
+    Source:
+        ``Qwen2_5_VLProcessor`` in transformers/models/qwen2_5_vl/processing_qwen2_5_vl.py, ``rope_deltas`` in modeling_qwen2_5_vl.py
+        (5.23.0).
+    """
+    if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup):
+        return ZERO
+    form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, PIXEL_BYTES * spec.tower.shape.patch_values)
+    form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, KIND_BYTES)
+    form += single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, AXES_BYTES * setup.config.images.per_row)
+    return form * batches + single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, OFFSET_BYTES)

@@ -1,0 +1,194 @@
+"""A vision tower on tape: what opens it, every kind of block once, and what closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memplan.step.playing.places import last_places
+from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.section import Section
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.played import Instant, Played
+from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tower.tower_sections import cast_pixels, closing_section, opening_section, tower_block
+from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TowerSettings
+
+Kinds = tuple[tuple[int, int], ...]
+"""Runs of equal blocks: which of the kinds they are of, and how many they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerOnTape:
+    """The parts of a tower on tape.
+
+    Attributes:
+        settings: What they depend on.
+        opening: Patches made of pixels.
+        blocks: One block of each kind.
+        runs: Runs of equal blocks, in order.
+        closing: The projector, and what puts its result among tokens.
+    """
+
+    settings: TowerSettings
+    opening: Section
+    blocks: tuple[Section, ...]
+    runs: Kinds
+    closing: Section
+
+    @property
+    def graph(self) -> bool:
+        """Whether what the blocks return needs a gradient."""
+        return self.closing.entry.needs_gradient
+
+    @property
+    def tables(self) -> Form:
+        """The tables of cosines and sines."""
+        return single_form(Part.ACTIVATIONS, Quantity.PATCHES, self.settings.table_bytes)
+
+    @property
+    def tokens(self) -> Form:
+        """What tokens become, or its gradient."""
+        width = self.settings.text_width * self.settings.text_bytes
+        return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
+
+    @property
+    def leaf(self) -> Form:
+        """What patches become where that is made to need a gradient, and nothing trains it: a leaf, which its gradient stays with."""
+        if not self.settings.leaf:
+            return ZERO
+        width = self.settings.shape.hidden_size * self.settings.stream_bytes
+        return single_form(Part.ACTIVATIONS, Quantity.PATCHES, width)
+
+    def held(self) -> Form:
+        """Return what the tower has names for, or its caller, while its blocks run."""
+        positions = single_form(Part.ACTIVATIONS, Quantity.PATCHES, ROW_AND_COLUMN_BYTES)
+        saved = {storage for node in self.opening.tape.nodes for storage in node.saved}
+        pixels = ZERO if self.opening.entry.storage in saved else single_form(*cast_pixels(self.settings))
+        return positions + pixels + self.tables
+
+    def left(self, mode: Mode) -> int:
+        """Return the gradients that its backward leaves."""
+        blocks = sum(self.blocks[kind].left(mode) * count for kind, count in self.runs)
+        return self.opening.left(mode) + blocks + self.closing.left(mode)
+
+    def played(self, mode: Mode, recomputation: Recomputation) -> PlayedTower:
+        """Return what is alive while all parts run forward and backward."""
+        blocks = tuple([block.played(mode, recomputation) for block in self.blocks])
+        return PlayedTower(self, self.opening.played(mode), blocks, self.closing.played(mode), mode)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTower:
+    """What the parts of a tower have alive in forward and backward."""
+
+    tape: TowerOnTape
+    opening: Played
+    blocks: tuple[Played, ...]
+    closing: Played
+    mode: Mode
+
+    @property
+    def saved(self) -> Form:
+        """What forward leaves for backward, tables included."""
+        tower = self.tape
+        inside = sum((self.blocks[kind].saved * count for kind, count in tower.runs), self.opening.saved)
+        graph = tower.tables + tower.leaf if tower.graph else ZERO
+        return inside + graph + self.closing.saved
+
+    @property
+    def carried(self) -> Form:
+        """What stays besides until the whole forward ends."""
+        blocks = sum((self.blocks[kind].carried * count for kind, count in self.tape.runs), self.opening.carried)
+        return blocks + self.closing.carried
+
+    def forward(self, around: Form) -> list[Instant]:
+        """Return the moments of forward.
+
+        Args:
+            around: What is there besides what tokens become.
+        """
+        tower = self.tape
+        leaf = tower.leaf if tower.graph else ZERO
+        before = around + tower.tokens
+        moments = [moment.around(before) for moment in self.opening.forward]
+        before += tower.held() + leaf + self.opening.saved + self.opening.carried
+        left = {kind: part.saved + part.carried for kind, part in enumerate(self.blocks)}
+        places, after = last_places(tower.runs, left, before)
+        for kind, below in places:
+            moments += [moment.around(below) for moment in self.blocks[kind].forward]
+        after -= tower.tokens + tower.held() - (tower.tables if tower.graph else ZERO)
+        return moments + [moment.around(after) for moment in self.closing.forward]
+
+    def backward(self, around: Form) -> list[Instant]:
+        """Return the moments of backward.
+
+        Args:
+            around: What is there throughout: gradients that the layers have left, and what the embedding has saved.
+        """
+        tower, formed = self.tape, self.tape.closing.left(self.mode)
+        if not tower.closing.tape.nodes:
+            return []
+        below = dict[int, int]()
+        for kind, count in tower.runs:
+            below[kind] = below.get(kind, 0) + count
+        graph = tower.tables + tower.leaf if tower.graph else ZERO
+        bare = around + self.opening.saved + graph
+        moments = [moment.around(self._inside(below, bare)) for moment in self.closing.backward]
+        if not tower.graph:
+            return moments
+        bare += tower.tokens if tower.settings.reads_tokens else ZERO
+        for kind, count in reversed(tower.runs):
+            left = tower.blocks[kind].left(self.mode)
+            below[kind] -= count
+            for position in dict.fromkeys((count, 1)):
+                counts = {**below, kind: below[kind] + position - 1}
+                gradients = constant_form(Part.GRADIENTS, formed + left * (count - position))
+                inside = self._inside(counts, bare) + gradients
+                moments += [moment.around(inside) for moment in self.blocks[kind].backward]
+            formed += left * count
+        last = bare - self.opening.saved + constant_form(Part.GRADIENTS, formed)
+        return moments + [moment.around(last) for moment in self.opening.backward]
+
+    def _inside(self, counts: Mapping[int, int], bare: Form) -> Form:
+        """Return what so many blocks of each kind have saved, beside ``bare``."""
+        return sum((self.blocks[kind].saved * count for kind, count in counts.items()), bare)
+
+
+def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight]) -> TowerOnTape | None:
+    """Return a tower on tape, its parts the same ones each time; None for rows of text.
+
+    Args:
+        settings: What its parts depend on.
+        weights: Its parameters, by name relative to it.
+    """
+    if settings is None:
+        return None
+    opening = opening_section(settings, _under(weights, "patch_embed", whole=True))
+    own = _under(weights, "blocks.{}")
+    kinds: list[tuple[bool, bool, int]] = []
+    sections: list[Section] = []
+    runs: list[tuple[int, int]] = []
+    needs, width = opening.output.needs_gradient, opening.output.element_bytes
+    for number in range(settings.shape.blocks):
+        key = (number in settings.shape.full_blocks, needs, width)
+        if key not in kinds:
+            kinds.append(key)
+            sections.append(tower_block(settings, own, *key))
+        kind = kinds.index(key)
+        if runs and runs[-1][0] == kind:
+            runs[-1] = (kind, runs[-1][1] + 1)
+        else:
+            runs.append((kind, 1))
+        needs, width = sections[kind].output.needs_gradient, sections[kind].output.element_bytes
+    tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening)
+    held = tower.held() - (tower.tables if needs else ZERO)
+    size = held.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
+    closing = closing_section(settings, _under(weights, "merger"), needs, width, size)
+    return TowerOnTape(settings, opening, tuple(sections), tuple(runs), closing)
+
+
+def _under(weights: Mapping[str, Weight], prefix: str, *, whole: bool = False) -> tuple[tuple[str, Weight], ...]:
+    """Return the parameters below a module, by name relative to it, or by their ``whole`` name."""
+    own = ((name, weight) for name, weight in weights.items() if name.startswith(f"{prefix}."))
+    return tuple((name if whole else name.removeprefix(f"{prefix}."), weight) for name, weight in own)

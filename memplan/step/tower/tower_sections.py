@@ -1,0 +1,192 @@
+"""The parts of a vision tower on tape: patches made of pixels, a block, and the projector with what puts its result among tokens.
+
+Source:
+    ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen2_5_VLModel`` in
+    transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py (5.23.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from memplan.model.spec import Mlp, Norm
+from memplan.step.blocks.adapted_projections import linear
+from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.norms import normalised
+from memplan.step.feed_forwards.feed_forward import mlp
+from memplan.step.layers.rotation import turned_whole
+from memplan.step.playing.section import Section
+from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tower.patch_attention import attended_patches
+from memplan.step.tower.tower_settings import MASK_BYTES, ROW_AND_COLUMN_BYTES, TowerSettings
+
+PATCHES, IMAGE_TOKENS = Quantity.PATCHES, Quantity.IMAGE_TOKENS
+MOST_PARTS = 64
+"""Parts of towers that are remembered."""
+
+Named = tuple[tuple[str, Weight], ...]
+INSTANT = "end of backward"
+"""Instant of a tower's backward, which comes when the layers are done."""
+
+
+@lru_cache(maxsize=MOST_PARTS)
+def opening_section(settings: TowerSettings, weights: Named) -> Section:
+    """Return what makes patches of pixels, puts those of a window together, and makes tables for them."""
+    builder, shape = Builder(settings.block, dict(weights)), settings.shape
+    tape = builder.tape
+    tape.instant = INSTANT
+    cast = settings.patch_bytes != 4
+    pixels = (tape.given if cast else tape.part_of)(PATCHES, shape.patch_values, settings.patch_bytes, False)
+    positions = tape.make("positions", tape.value(PATCHES, ROW_AND_COLUMN_BYTES, 1))
+    with tape.alive(positions):
+        x = _convolved(builder, settings, pixels)
+        x.needs_gradient = x.needs_gradient or settings.leaf
+        x = tape.apply("windows", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
+        with tape.alive(x):
+            tables = tape.value(PATCHES, settings.table_bytes, 1)
+            tape.make("tables", tables, positions, scratch=[(PATCHES, settings.table_bytes)])
+            tape.touch(tables)
+    return Section(tape, pixels, x)
+
+
+def _convolved(builder: Builder, settings: TowerSettings, pixels: Value) -> Value:
+    """Return the product of each patch's numbers with the patches' weight, a convolution that no patch overlaps in."""
+    tape, weight = builder.tape, builder.weight("patch_embed.proj.weight")
+    given, copy = pixels, None
+    if settings.block.autocast:
+        given = builder.cast(pixels, builder.compute)
+        copy = builder.cast_weight(weight)
+        weight = replace(weight, formed_bytes=weight.copy_bytes if weight.trainable else 0)
+    saves = [given, *([] if copy is None else [copy])] if weight.trainable else []
+    out = tape.value(PATCHES, settings.shape.hidden_size, settings.stream_bytes)
+    tape.apply("patches", [], out, saves, [weight], Traits(packs=weight.trainable))
+    tape.touch(*([copy] if copy is not None else []))
+    return out
+
+
+@lru_cache(maxsize=MOST_PARTS)
+def tower_block(settings: TowerSettings, weights: Named, full: bool, needs_gradient: bool, width: int) -> Section:
+    """Return a block: attention within windows or over whole images, and a gated feed-forward part.
+
+    Args:
+        settings: What it depends on.
+        weights: Its parameters, by name relative to it.
+        full: Whether attention is over whole images.
+        needs_gradient: Whether what it is given needs a gradient.
+        width: Bytes of an element of that.
+    """
+    builder, shape = Builder(settings.block, dict(weights)), settings.shape
+    tape, hidden = builder.tape, shape.hidden_size
+    tape.instant = INSTANT
+    entry = tape.given(PATCHES, hidden, width, needs_gradient)
+    first = normalised(builder, entry, Norm("rms"), "norm1", hidden)
+    with tape.alive(first):
+        part = _attention(builder, settings, first, full=full)
+    x = builder.add(entry, part)
+    with tape.alive(x):
+        second = normalised(builder, x, Norm("rms"), "norm2", hidden)
+        fed = mlp(builder, second, Mlp(shape.intermediate_size, bias=True), "mlp")
+        output = builder.add(x, fed)
+    return Section(tape, entry, output)
+
+
+def _attention(builder: Builder, settings: TowerSettings, x: Value, *, full: bool) -> Value:
+    """Return attention of patches, whose query and key are rotated in fp32."""
+    tape, hidden = builder.tape, settings.shape.hidden_size
+    fused = linear(builder, x, "attn.qkv", 3 * hidden)
+    laid = tape.apply("reshape", [(fused, NEW)], tape.view(fused), traits=SAVES_NOTHING)
+    query, key, value = (tape.view(fused, hidden) for _ in range(3))
+    tape.apply("unbind", [(laid, NEW)], (query, key, value), traits=SAVES_NOTHING)
+    with tape.alive(fused):
+        query, key = _rotated(builder, query, key)
+        with tape.alive(query, key, value):
+            out = attended_patches(builder, settings, (query, key, value), full=full)
+            return linear(builder, out, "attn.proj", hidden)
+
+
+def _rotated(builder: Builder, query: Value, key: Value) -> tuple[Value, Value]:
+    """Return query and key rotated by tables in fp32, and cast back (``apply_rotary_pos_emb_vision``)."""
+    tape, narrow = builder.tape, query.element_bytes
+    wide_query = builder.cast(query, 4)
+    with tape.alive(wide_query):
+        wide_key = builder.cast(key, 4)
+        with tape.alive(wide_key):
+            first = turned_whole(builder, wide_query, cosines_first=True)
+            with tape.alive(first):
+                second = turned_whole(builder, wide_key, cosines_first=True)
+            with tape.alive(second):
+                turned = builder.cast(first, narrow, foreign=query.foreign)
+            with tape.alive(turned):
+                return turned, builder.cast(second, narrow, foreign=key.foreign)
+
+
+@lru_cache(maxsize=MOST_PARTS)
+def closing_section(
+    settings: TowerSettings, weights: Named, needs_gradient: bool, width: int, held_bytes: int
+) -> Section:
+    """Return the projector, and what puts its result in the places of tokens.
+
+    Args:
+        settings: What it depends on.
+        weights: Parameters of the projector, by name relative to it.
+        needs_gradient: Whether what the last block returns needs a gradient.
+        width: Bytes of an element of that.
+        held_bytes: Of a patch: what the tower has names for until it returns.
+    """
+    builder, shape = Builder(settings.block, dict(weights)), settings.shape
+    tape, unit = builder.tape, shape.merge**2
+    tape.instant = INSTANT
+    entry = tape.given(PATCHES, shape.hidden_size, width, needs_gradient)
+    tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
+    held = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    normed = normalised(builder, entry, Norm("rms"), "ln_q", shape.hidden_size)
+    merged = Value(
+        normed.storage, IMAGE_TOKENS, normed.coefficient * unit, normed.element_bytes, foreign=normed.foreign
+    )
+    tape.apply("view", [(normed, SAME)], merged, traits=SAVES_NOTHING)
+    with tape.alive(merged):
+        x = linear(builder, merged, "mlp.0", shape.hidden_size * unit)
+        x = builder.pointwise("gelu", x, (x,))
+        x = linear(builder, x, "mlp.2", shape.output_size)
+    pooled = tape.apply("order", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
+    tape.ends(held)
+    parts = tape.apply("split", [(pooled, NEW)], tape.view(pooled), traits=SAVES_NOTHING)
+    with tape.alive(pooled):
+        joined = tape.apply("cat", [(parts, SAME)], builder.fresh(parts), traits=SAVES_NOTHING)
+        features = builder.cast(joined, settings.text_bytes)
+        with tape.alive(features):
+            output = _scattered(builder, settings, tokens, features)
+    return Section(tape, entry, output)
+
+
+def _scattered(builder: Builder, settings: TowerSettings, tokens: Value, features: Value) -> Value:
+    """Return tokens with images' in their places: CUDA counts the places of a mask as wide as the tokens, and looks them up again.
+
+    Source:
+        aten/src/ATen/native/cuda/IndexKernel.cpp and IndexKernel.cu: a sum of 64 bits and the mask for each number;
+        Nonzero.cu: the mask, and three indices of 64 bits for each number that it chooses (v2.13.0).
+    """
+    tape, width = builder.tape, settings.text_width
+    mask = tape.make("mask", tape.value(TOKENS, MASK_BYTES, 1), tokens)
+    other = tape.make("mask", tape.value(TOKENS, MASK_BYTES, 1), tokens)  # of videos
+    tape.touch(mask)
+    indices = (IMAGE_TOKENS, 3 * 8 * width)
+    chosen = tape.apply(
+        "choose", [(features, NEW)], tape.view(features), traits=Traits(packs=False, workspace=[indices])
+    )
+    counted = Traits(packs=False, workspace=[(TOKENS, width), indices])
+    found = tape.apply("find", [(chosen, SAME)], tape.view(chosen), traits=counted)
+    out = builder.fresh(tokens)
+    traits = Traits(scratch=[(TOKENS, 8 * width), (TOKENS, width)])
+    tape.apply("scatter", [(tokens, NEW), (found, SAME)], out, [mask], traits=traits)
+    tape.touch(mask, other)
+    return out
+
+
+def cast_pixels(settings: TowerSettings) -> tuple[Part, Quantity, int]:
+    """Return the pixels in the dtype of the patches' weight; nothing where that is the one that they come in."""
+    size = settings.shape.patch_values * settings.patch_bytes if settings.patch_bytes != 4 else 0
+    return Part.ACTIVATIONS, PATCHES, size

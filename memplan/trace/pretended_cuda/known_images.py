@@ -1,0 +1,89 @@
+"""Rows with images on tensors without memory: how many patches an image has is known, and what hangs on values has its shape.
+
+On a card a model reads the grid of each image from the device, and forms positions and masks of it. Here the grid lies on
+the CPU with the values that the job has, and what is made of the values of ids and masks is made of its size alone.
+
+Source:
+    transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py and transformers/vision_utils.py (5.23.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memplan.model.spec import ModelSpec
+from memplan.model.tower import TowerShape
+from memplan.training.resolved import TrainingSetup
+
+POSITION_AXES = 3
+"""Of a token: its time, its row, its column."""
+
+
+def shape_of(spec: ModelSpec, setup: TrainingSetup) -> TowerShape | None:
+    """Return the tower that images of a job pass through; None where its rows hold text alone."""
+    tower = spec.tower
+    return tower.shape if tower is not None and setup.config.images.per_row else None
+
+
+def image_grids(spec: ModelSpec, setup: TrainingSetup, rows: int) -> Tensor:
+    """Return frames, rows and columns of patches of each image of so many rows, shape (images, 3)."""
+    images, shape = setup.config.images, shape_of(spec, setup)
+    assert shape is not None
+    sides = shape.sides(images.height, images.width, images.pixels)
+    grid = [1, *(side // shape.patch_size for side in sides)]
+    return torch.tensor([grid] * images.per_row * rows)
+
+
+def image_columns(spec: ModelSpec, setup: TrainingSetup, rows: int) -> dict[str, Tensor]:
+    """Return what a processor makes of images beside ids: pixels, shape (patches, values), grids, and which tokens they are."""
+    images, shape = setup.config.images, shape_of(spec, setup)
+    if shape is None:
+        return {}
+    grid = shape.grid(*shape.sides(images.height, images.width, images.pixels))
+    patches = grid.patches * images.per_row * rows
+    with torch.device("cpu"):
+        return {
+            "pixel_values": torch.zeros((patches, shape.patch_values)),
+            "image_grid_thw": image_grids(spec, setup, rows),
+            "mm_token_type_ids": torch.zeros((rows, setup.config.sequence_length), dtype=torch.long),
+        }
+
+
+@contextmanager
+def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
+    """Let a model of transformers run rows with images on tensors without memory."""
+    shape = shape_of(spec, setup)
+    if shape is None:
+        yield
+        return
+    config = setup.config
+    family = spec.architecture
+    code: Any = import_module(f"transformers.models.{family}.modeling_{family}")
+    model = next(own for name, own in vars(code).items() if name.endswith("VLModel"))
+    features = model.get_image_features
+
+    def with_grids(self: Any, pixel_values: Tensor, image_grid_thw: Any = None, **options: Any) -> Any:
+        del image_grid_thw
+        return features(self, pixel_values, image_grids(spec, setup, config.micro_batch_size), **options)
+
+    def position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
+
+    def rope_index(_: Any, input_ids: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
+        rows, tokens = input_ids.shape
+        positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device="meta")
+        return positions, torch.zeros((rows, 1), dtype=torch.long, device="meta")
+
+    with (
+        mock.patch.object(model, "get_image_features", with_grids),
+        mock.patch.object(model, "get_rope_index", rope_index),
+        mock.patch.object(code, "get_vision_position_ids", position_ids),
+    ):
+        yield
