@@ -98,7 +98,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
     scales = settings.embedding_scale and not block.code.scales_embedded
-    x.needs_gradient = x.needs_gradient or (settings.input_gradients and not scales)
+    if settings.input_gradients and not scales and not x.needs_gradient:
+        x.needs_gradient, tape.leaf = True, x
     if f"{names.embedding}.norm.weight" in builder.weights:
         x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
     if settings.learned_positions:
@@ -119,6 +120,7 @@ def _with_positions(builder: Builder, x: Value) -> Value:
         traits = Traits(workspace=_position_sums(block))
         tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
         ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
+        tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
         return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
 
 

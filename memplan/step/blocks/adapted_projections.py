@@ -40,7 +40,10 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
         low = builder.pointwise("scale", _low_rank(builder, given, name, rows, down))
         if wide and not coded:
             return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
-        return builder.add(out, low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign))
+        low = low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign)
+        total = builder.add(out, low)
+    builder.tape.touch(*((low,) if coded and rules.codes_cloned else ()))  # a name, which the sum does not take
+    return total
 
 
 def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> Value:
@@ -48,26 +51,41 @@ def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) ->
 
 
 def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
-    """Return DoRA's projection: the norm of the adapted weight is a constant of each step."""
-    tape = builder.tape
+    """Return DoRA's projection: the norm of the adapted weight is a constant of each step.
+
+    A dropped input is multiplied by the whole weight once more.
+
+    Source:
+        ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py (0.21.2).
+    """
+    tape, named = builder.tape, builder.settings.projections.adapter_sum == "wide"
     magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
-    formed = _magnitude_norm(builder, own, name, rows, down)
-    norm = formed.norm
-    scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
-    scale.foreign = norm.foreign
-    tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
-    if builder.settings.adapter_dropout:
-        return _with_magnitude_and_dropout(builder, own, out, name, scale, formed)
-    with tape.alive(scale):
-        base = _without_bias(builder, out, name)
-        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
-    with tape.alive(scale, first, base):
-        low = _low_rank(builder, own, name, rows, down)
-        with tape.alive(*((low,) if builder.settings.projections.adapter_sum == "wide" else ())):
+    x = builder.dropped(own, builder.settings.adapter_dropout)
+    with tape.alive(x):
+        formed = _magnitude_norm(builder, own, name, rows, down)
+        norm = formed.norm
+        scale = tape.value(ONE, rows, max(down.element_bytes, norm.element_bytes))
+        scale.foreign = norm.foreign
+        tape.apply("magnitude / norm", [], scale, [norm], [magnitude])
+        with tape.alive(scale):
+            low = _low_rank(builder, x, name, rows, down) if named else None
+            base = _base_result(builder, x, out, name, formed)
+            first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
+            low = low or _low_rank(builder, x, name, rows, down)
             whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
-    _function_ends(builder, formed)
-    with tape.alive(base):
+        if named:
+            _function_ends(builder, formed, low, *(() if base is out else (base,)))
+    with tape.alive(*(() if named else (base,))):
         return _joined(builder, out, whole, name)
+
+
+def _base_result(builder: Builder, x: Value, out: Value, name: str, formed: _AdaptedWeight) -> Value:
+    """Return what DoRA scales by rows: the projection less its bias, or a product of its own with a dropped input."""
+    if not builder.settings.adapter_dropout:
+        return _without_bias(builder, out, name)
+    rows, down = formed.norm.width, formed.down
+    frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
+    return _by_whole_weight(builder, x, rows, frozen, kept=formed.base is not None)
 
 
 def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:
@@ -98,34 +116,11 @@ class _AdaptedWeight(NamedTuple):
     saved: tuple[Value, ...]
 
 
-def _function_ends(builder: Builder, formed: _AdaptedWeight) -> None:
-    """Note that the function returns that has names for the product, its graph with it, and for the weight's copy."""
-    if builder.settings.projections.adapter_sum == "wide":
-        tape = builder.tape
-        tape.touch(formed.product, *([] if formed.base is None else [formed.base]))
-        tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
-
-
-def _with_magnitude_and_dropout(
-    builder: Builder, own: Value, out: Value, name: str, scale: Value, formed: _AdaptedWeight
-) -> Value:
-    """Return DoRA's projection of a dropped input, which is multiplied by the whole weight once more.
-
-    Source:
-        ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py (0.21.2).
-    """
-    tape, down, rows = builder.tape, formed.down, formed.norm.width
-    x = builder.dropped(own, builder.settings.adapter_dropout)
-    frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
-    with tape.alive(x, scale):
-        low = _low_rank(builder, x, name, rows, down)
-        with tape.alive(low):
-            base = _by_whole_weight(builder, x, rows, frozen, kept=formed.base is not None)
-        first = _scaled_rows(builder, builder.pointwise("scale - 1", scale), base)
-        with tape.alive(first, base, low):
-            whole = builder.add(first, builder.pointwise("scale", _scaled_rows(builder, scale, low)))
-        _function_ends(builder, formed)
-        return _joined(builder, out, whole, name)
+def _function_ends(builder: Builder, formed: _AdaptedWeight, low: Value, *base: Value) -> None:
+    """Note that PEFT's function returns, which has names for what it was given and the product, its graph with it."""
+    tape = builder.tape
+    tape.touch(*base, formed.product, *([] if formed.base is None else [formed.base]), low)
+    tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
 
 
 def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, kept: bool) -> Value:
@@ -160,9 +155,9 @@ def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weig
     eye = tape.make("eye", builder.constant(columns * columns, own))
     same = width == own and not (builder.settings.autocast and down.foreign)
     read = eye if same else tape.make("cast", builder.constant(columns * columns, width), eye)
-    for part in ("lora_A", "lora_B"):
-        builder.cast_weight(builder.weight(f"{name}.{part}.weight"))
+    builder.cast_weight(builder.weight(f"{name}.lora_A.weight"))
     low = tape.make("linear", builder.constant(columns * down.rows, width), read, product=True)
+    builder.cast_weight(builder.weight(f"{name}.lora_B.weight"))
     product = tape.make("linear", builder.constant(columns * rows, width), low, product=True)
     if builder.settings.projections.adapter_sum == "wide":
         tape.touch(eye)  # a name of PEFT's function that multiplies

@@ -127,7 +127,9 @@ class Builder:
         if not (self.settings.dropout if probability is None else probability):
             return x
         mask = self.fresh(x, element_bytes=1)
-        return self.tape.apply("dropout", [(x, NEW)], self.fresh(x), [mask])
+        out = self.fresh(x)
+        self.tape.apply("dropout", [(x, NEW)], (mask, out), [mask])
+        return out
 
     def copied(self, x: Value, *, moves: bool = True) -> Value:
         """Return a contiguous copy of ``x`` where its dimensions do not lie in order."""

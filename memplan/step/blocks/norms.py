@@ -80,15 +80,16 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
         inverse = builder.fresh(shifted)
         tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
     traits = Traits(workspace=full, forms_last=True)
-    normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [wide, inverse], traits=traits)
+    normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [inverse, wide], traits=traits)
     if not used:
         return builder.cast(normal, x.element_bytes)
     if norm.unit_offset:
         narrow = used[0].element_bytes != 4
         read = [tape.make("cast weight", builder.constant(normal.width // rows, 4))] if narrow else []
         shift = tape.make("1 + weight", tape.value(ONE, normal.width // rows, 4), *read)
-        with tape.alive(normal):
-            return builder.cast(_times_weight(builder, normal, used, (shift,)), x.element_bytes)
+        scaled = _times_weight(builder, normal, used, (shift,), offset=True)
+        tape.touch(normal)
+        return builder.cast(scaled, x.element_bytes)
     if builder.settings.code.fused_wide_norms:  # F.rms_norm has returned
         return builder.cast(_times_weight(builder, normal, used), x.element_bytes)
     with tape.alive(normal):
@@ -128,7 +129,7 @@ def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> 
                     inverse = builder.fresh(shifted)
                     tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
                 ways, traits = [(apart, NEW), (inverse, NEW)], Traits(workspace=full, forms_last=True)
-                normal = tape.apply("mul", ways, builder.fresh(wide), [apart, inverse], traits=traits)
+                normal = tape.apply("mul", ways, builder.fresh(wide), [inverse, apart], traits=traits)
     narrow, elements = used[0].element_bytes != 4, used[0].own_bytes // used[0].element_bytes
     with tape.alive(normal):
         copies = (tape.make("cast weight", builder.constant(elements, 4)),) if narrow else ()
@@ -136,15 +137,19 @@ def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> 
     return builder.cast(scaled, x.element_bytes)
 
 
-def _times_weight(builder: Builder, x: Value, used: list[Weight], shifted: tuple[Value, ...] = ()) -> Value:
-    """Return ``weight * x``, whose weight gradient is summed from a full product."""
+def _times_weight(
+    builder: Builder, x: Value, used: list[Weight], shifted: tuple[Value, ...] = (), *, offset: bool = False
+) -> Value:
+    """Return ``weight * x``, or ``x * (1 + weight)`` with an ``offset``, whose weight gradient is summed from a full product."""
     trained = used[0].trainable
     scratch = [(x.quantity, x.coefficient)] if trained else []
-    saves = [*(shifted if x.needs_gradient else ()), *([x] if trained else [])]
+    factors = shifted if x.needs_gradient else ()
+    product = (x,) if trained else ()
+    saves = (*factors, *product) if offset else (*product, *factors)
     columns, width = used[0].rows, x.element_bytes
     if builder.settings.code.promotes and not shifted:
         width = max(width, used[0].element_bytes)
-    reduces = Reduction(x.quantity, x.width // columns, columns)
+    reduces = Reduction(x.quantity, x.width // columns, columns) if trained else None
     builder.tape.apply(
         "mul weight",
         [(x, NEW)],

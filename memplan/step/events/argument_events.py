@@ -36,16 +36,18 @@ class ModelArguments:
         self._named: dict[Quantity, list[int]] = {}
         self._stays: list[int] = []
 
-    def make(self) -> None:
-        """Write what comes before the first layer."""
+    def make(self, embedding: PlayedSection) -> None:
+        """Write what comes before the first layer, behind the embedding."""
         inputs = self._inputs
+        for quantity, storage in embedding.named:
+            self._named.setdefault(quantity, []).append(storage)
         every = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
         kept = kept_arguments(inputs)
         self._stream.of("activations")
         for quantity in (Quantity.POSITIONS, Quantity.SCORES):
             stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (kept, every))
             if quantity is Quantity.POSITIONS and inputs.spec.learned_positions:
-                continue  # told with the names of the embeddings, by the head
+                continue  # told with the embeddings, which the model has names for
             self._stays += self._made(quantity, stays)
             self._named[quantity] = self._made(quantity, size - stays)
         if (tables := tables_of_graph(inputs)) is not ZERO:

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from memplan.step.events.section_events import SectionEvents
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
+from memplan.step.tapes.linear_forms import Quantity
 
 Libraries = dict[str, int]
 """Libraries that have made no workspace yet in a thread, and the bytes of one."""
@@ -131,6 +132,16 @@ class PlayedSection:
     def escaped(self) -> list[int]:
         """What the graph of the loss holds of it."""
         return [own for own in map(self.name, self._events.escaped) if own != NO_STORAGE]
+
+    @property
+    def leaf(self) -> list[int]:
+        """The gradient of a leaf within the part, and the leaf; nothing where there is none."""
+        return [self.name(storage) for storage in self._events.leaf]
+
+    @property
+    def named(self) -> list[tuple[Quantity, int]]:
+        """What the model has names for until all layers have run, by quantity."""
+        return [(quantity, self.own_name(storage)) for quantity, storage in self._events.named]
 
     def forward(self, libraries: Libraries) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""

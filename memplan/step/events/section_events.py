@@ -11,7 +11,7 @@ from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
-from memplan.step.tapes.linear_forms import Storage
+from memplan.step.tapes.linear_forms import Quantity, Storage
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.step.tapes.taped_weight import Mode
@@ -38,6 +38,8 @@ class SectionEvents:
         products: Places of libraries' first products, in forward and in backward.
         used_up: Gradients that are used up within backward, and where among its events.
         escaped: What nodes hold as attributes until the graph of the loss goes.
+        leaf: A result within that a library asks for a gradient of, and that gradient, which stay with that graph.
+        named: Results that a model has names for until all layers have run, by quantity.
     """
 
     storages: tuple[Storage | Reduction, ...]
@@ -53,6 +55,8 @@ class SectionEvents:
     products: tuple[Places, Places]
     used_up: UsedUp = ()
     escaped: tuple[int, ...] = ()
+    leaf: tuple[int, ...] = ()
+    named: tuple[tuple[Quantity, int], ...] = ()
 
     def holding(self, storage: int) -> SectionEvents:
         """Return the same without what frees one storage, which a loop's own name keeps alive."""
@@ -97,8 +101,9 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
     escaped = player.escaping_storages()
-    backward += recorder.rest([leaving, *recorder.kept.values(), *escaped])
-    return SectionEvents(
+    leaf = _leaf(player)
+    backward += recorder.rest([leaving, *recorder.kept.values(), *escaped, *leaf])
+    events = SectionEvents(
         storages=tuple(recorder.storages),
         forward=tuple([2 * player.escaped.get(code >> 1, code >> 1) + (code & 1) for code in forward]),
         region_end=region_end,
@@ -112,7 +117,20 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         products=(in_forward, in_backward),
         used_up=recorder.used_up(),
         escaped=escaped,
+        leaf=leaf,
+        named=tuple([(value.quantity, value.storage) for value in tape.named]),
     )
+    for storage in {*leaf, *[value.storage for value in tape.named]}:
+        events = events.holding(storage)
+    return events
+
+
+def _leaf(player: Player) -> tuple[int, ...]:
+    """Return a leaf within a part, which is not what it hands on, and its gradient."""
+    leaf = player.tape.leaf
+    if leaf is None or id(leaf) not in player.gradients or not player.tape.nodes:
+        return ()
+    return player.gradients[id(leaf)], leaf.storage
 
 
 @lru_cache(maxsize=MOST_SECTIONS)

@@ -198,7 +198,7 @@ class StepPlayer:
                 self.stream.free_all(arguments.staying)
         self._graph = [storage for _, part in reversed(parts) for storage in part.escaped]
         self._graph += arguments.staying if self._called_again else []
-        self._graph += [gradient, parts[self._leaf][1].output] if self._leaf is not None else []
+        self._graph += parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
         if not self.inputs.setup.stack.loop.holds:
             self._let_go()
         self.stream.free_all(roots)
@@ -246,7 +246,7 @@ class StepPlayer:
                 arguments.named_by(part)
             part.forward(self._libraries["forward"])
             if arguments is not None and not played:
-                arguments.make()
+                arguments.make(part)
             played.append((number, part))
             handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
         return played

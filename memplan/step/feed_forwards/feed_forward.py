@@ -39,8 +39,8 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
                 return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
         else:
             gate = activated(builder, linear(builder, x, f"{prefix}.{names.gate}", inner))
-            with tape.alive(gate):
-                hidden = builder.multiply(gate, linear(builder, x, f"{prefix}.{names.up}", inner))
+            hidden = builder.multiply(gate, linear(builder, x, f"{prefix}.{names.up}", inner))
+            tape.touch(*((gate,) if builder.settings.code.names_parts else ()))
         return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
 
 
@@ -83,8 +83,9 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
             bounded = builder.fresh(inner)
             tape.apply("tanh", [(inner, NEW)], bounded, [bounded])
             shifted = tape.apply("add one", [(bounded, SAME)], builder.fresh(bounded), traits=SAVES_NOTHING)
-            with tape.alive(shifted):
-                return builder.product(half, shifted, ACTIVATION)
+            product = builder.product(half, shifted, ACTIVATION)
+    tape.touch(half, shifted, x)
+    return product
 
 
 def _gelu_fast(builder: Builder, x: Value) -> Value:

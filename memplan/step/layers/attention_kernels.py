@@ -73,7 +73,10 @@ def attention_kernel(
     statistics = tape.value(rows, heads.number, 4)
     random = tape.value(ONE, FLASH_ATTN_RANDOM_BYTES if builder.settings.flash_attn else RANDOM_STATE_BYTES[kernel], 1)
     ways = [(x, NEW) for x in heads.tensors]
-    saves = [*heads.tensors, out, statistics, random, *masks]
+    query, key, value = heads.tensors
+    saves = [*masks, key, query, value, statistics, out, random]  # inputs, then results, each by name
+    if builder.settings.flash_attn:
+        saves = [*heads.tensors, out, statistics, random]
     # The kernel of backward forms all three gradients, whichever of them are needed.
     unused = [(x.quantity, x.coefficient) for x in heads.tensors if not x.needs_gradient]
     traits = Traits(scratch=forward, workspace=(*scratch, *unused), product=True)
@@ -181,7 +184,7 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
         query = builder.copied(query, moves=_lies_apart(builder, query, heads))
         key = builder.copied(key, moves=_lies_apart(builder, key, heads))
         scores = tape.value(Quantity.SCORES, heads, width)
-        with tape.alive(query, key):
+        with tape.alive(key, query):  # a product's second copy goes first
             saves = builder.factors(query, key)
             return tape.apply("scores", [(key, NEW), (query, NEW)], scores, saves, traits=BATCHED)
 
@@ -207,9 +210,9 @@ def _softmax(builder: Builder, scores: Value) -> Value:
 
 
 def probabilities(builder: Builder, scores: Value) -> Value:
-    """Return the softmax, whose backward first forms the product of gradient and result (SoftMax.cu)."""
+    """Return the softmax, whose backward forms the product of gradient and result inside itself (SoftMax.cu)."""
     softmax = builder.fresh(scores)
-    traits = Traits(workspace=[(scores.quantity, scores.coefficient)], forms_last=True)
+    traits = Traits(workspace=[(scores.quantity, scores.coefficient)])
     return builder.tape.apply("softmax", [(scores, NEW)], softmax, [softmax], traits=traits)
 
 
@@ -256,15 +259,14 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
         flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
         mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
     _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
-    with tape.alive(*wide, query, key, value, mask):
-        scores = scores_of(builder, query, builder.pointwise("scale", key), count, 4)
-        masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
-        weights = probabilities(builder, masked)
-        with tape.alive(weights):
-            weights = builder.dropped(weights, builder.settings.attention_dropout)
-        results = [weights]
-        if out_bytes != 4:
-            results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
-        with tape.alive(*results):
-            out = weighted_sum(builder, weights, value, value.width, count)
-            return builder.cast(out, out_bytes)
+    scores = scores_of(builder, query, builder.pointwise("scale", key), count, 4)
+    masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
+    weights = probabilities(builder, masked)
+    with tape.alive(weights):
+        weights = builder.dropped(weights, builder.settings.attention_dropout)
+    results = [weights]
+    if out_bytes != 4:
+        results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
+    out = builder.cast(weighted_sum(builder, weights, value, value.width, count), out_bytes)
+    tape.touch(key, value, query, *reversed(wide), mask, *results)  # what was made last goes first, results at the end
+    return out

@@ -61,8 +61,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     def normed(value: Value, index: int) -> Value:
         return normalised(builder, value, layer.norm, norms[index], hidden)
 
-    def scaled(part: Value) -> Value:
-        return builder.pointwise("scale", part) if layer.residual_scale else part
+    def added(x: Value, part: Value) -> Value:
+        total = builder.add(x, builder.pointwise("scale", part) if layer.residual_scale else part)
+        builder.tape.touch(part)  # its name is given to the sum
+        return total
 
     if builder.settings.code.names_all:
         return _renaming(builder, x, layer)
@@ -99,11 +101,11 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     first = normed(x, 0)
     code = builder.settings.code
     builder.held += [first] if code.names_norm else []
-    part = scaled(builder.dropped(attention_part(builder, first, layer)))
+    part = builder.dropped(attention_part(builder, first, layer))
     builder.held += [part] if code.names_attention else []
-    x = builder.add(x, part)
+    x = added(x, part)
     with builder.tape.alive(x):
-        return builder.add(x, scaled(builder.dropped(feed_forward(builder, normed(x, 1), layer))))
+        return added(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
 
 
 def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -220,4 +220,5 @@ def by_table(builder: Builder, name: str, x: Value, width: int, tables: Sequence
     """Return ``x`` times a table; of a wider product the gradient is formed wide, and cast."""
     workspace = [(x.quantity, x.width * width)] if width != x.element_bytes else []
     out = builder.fresh(x, element_bytes=width)
-    return builder.tape.apply(name, [(x, NEW)], out, tables, traits=Traits(packs=True, workspace=workspace))
+    traits = Traits(packs=True, workspace=workspace, forms_last=True)
+    return builder.tape.apply(name, [(x, NEW)], out, tables, traits=traits)

@@ -151,7 +151,7 @@ def _probabilities(builder: Builder, scores: Value, own: int) -> Value:
             return probabilities(builder, scores)
         if settings.fp16 and scores.element_bytes == 2:
             wide = builder.fresh(scores, element_bytes=4)
-            traits = Traits(workspace=[(wide.quantity, wide.coefficient)], forms_last=True)
+            traits = Traits(workspace=[(wide.quantity, wide.coefficient)])
             builder.tape.apply("softmax", [(scores, NEW)], wide, [wide], traits=traits)
         else:
             wide = probabilities(builder, builder.cast(scores, 4))

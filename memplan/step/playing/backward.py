@@ -53,6 +53,11 @@ class _Backward:
             self.player.mark("backward", "", self.player.tape.nodes[-1].instant)
         return arriving
 
+    @property
+    def _unpacks(self) -> bool:
+        """Whether hooks of checkpointing hold what nodes have saved."""
+        return self.player.checkpointing != "none" and not self.player.recomputation.reentrant
+
     def gradient_part(self, value: Value) -> Part:
         """Gradients of logits are logits; other gradients of activations are temporaries."""
         return Part.LOGITS if self.live.storages[value.storage][0] is Part.LOGITS else Part.TEMPORARIES
@@ -74,7 +79,9 @@ class _Backward:
         if self.player.to_recompute:
             return
         if not node.traits.escapes:
-            self.live.release_all(node.saved)
+            # Variables that a checkpoint's hooks have unpacked go in the reverse order of their names.
+            unpacked = self._unpacks and not node.traits.custom
+            self.live.release_all(reversed(node.saved) if unpacked else node.saved)
         if node is not self.player.first_packing:
             return
         self.live.release_all(self.player.cache)
@@ -165,7 +172,7 @@ class _Backward:
         """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
         reduces = node.traits.reduces
         # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
-        again = self.player.checkpointing != "none" and not self.player.recomputation.reentrant
+        again = self._unpacks
         late = again and (reduces is not None or bool(node.traits.casts))
         taken = early or self._taken(node)
         uncast = self.live.take(temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])

@@ -211,6 +211,7 @@ class Player:
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
+        scales = self.live.take([scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2])
         decoded = self.decoded(operation.weights, instant, operation.name)
         for weight in operation.weights:
             if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
@@ -223,10 +224,8 @@ class Player:
         named.update(operation.makes)
         if operation.traits.product and not operation.traits.escapes:  # bitsandbytes has a workspace of its own
             self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
-        scratch = temporaries(operation.traits.scratch)
-        if decoded:
-            scratch += [scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2]
-        self.with_scratch(instant, operation.name, scratch)
+        self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
+        self.live.give_back(scales)
         self.live.give_back(decoded)
 
     def decoded(self, weights: Sequence[Weight], instant: str, name: str) -> Sequence[Storage]:

@@ -41,6 +41,8 @@ class Tape:
         entered: Index of an operation -> the module that begins with it, where that is not the operation's own.
         cast_biases: Name of a bias that a product casts for good -> the bytes of an element that it has from then on.
         region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
+        leaf: A result that a library asks for a gradient of, with which it stays as long as the graph of the loss.
+        named: Results that the model has names for until all layers have run.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -55,6 +57,8 @@ class Tape:
     entered: dict[int, str] = field(default_factory=dict)
     cast_biases: dict[str, int] = field(default_factory=dict)
     region_end: int = FOREVER
+    leaf: Value | None = None
+    named: tuple[Value, ...] = ()
 
     def value(
         self,
