@@ -104,7 +104,7 @@ def _fill_in(job: ImportedJob) -> None:
     older = version if version and version != job.mapped.version else ""
     if job.mapped.stack:
         name = f"{job.mapped.stack}@{older}" if older else job.mapped.stack
-        results.setdefault("training.stack", Result(name, STATED, "", "", job.head.title))
+        results.setdefault("training.stack", Result(name, STATED))
 
 
 def _name_weights(job: ImportedJob) -> None:

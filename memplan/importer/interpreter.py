@@ -99,8 +99,7 @@ class _Step:
             parts = [str(value) for name in rule["join"] if (value := self.lookup(name)) is not MISSING]
             self._state(rule["to"], "-".join(parts), key)
         elif "append" in rule:
-            for item in rule["append"] if isinstance(rule["append"], list) else [rule["append"]]:
-                self._append(rule["to"], item, key)
+            self._append(rule["to"], rule["append"] if isinstance(rule["append"], list) else [rule["append"]], key)
         elif "set" in rule:
             for name, value in rule["set"].items():
                 self._state(name, value, key)
@@ -194,8 +193,7 @@ class _Step:
     def _patterns(self, key: str, value: Any, kind: str) -> Any:
         """Return what says which parameters train as regular expressions, behind those that other keys have said."""
         items = [value] if kind == "regex" else self._list(key, value, "list")
-        for item in items:
-            self._append(self.rule["to"], parameter_pattern(str(item), kind), key)
+        self._append(self.rule["to"], [parameter_pattern(str(item), kind) for item in items], key)
         return MISSING
 
     def _arithmetic(self, key: str | None) -> None:
@@ -228,11 +226,11 @@ class _Step:
         if refusal not in self.reading.refusals:
             self.reading.refusals.append(refusal)
 
-    def _append(self, name: str, item: Any, key: str | None) -> None:
+    def _append(self, name: str, added: Sequence[Any], key: str | None) -> None:
         earlier = self.reading.results.get(target(name))
-        items = list(earlier.value) if earlier is not None and isinstance(earlier.value, list) else []
-        if item not in items:
-            self._state(name, [*items, item], key)
+        items = earlier.value if earlier is not None and isinstance(earlier.value, list) else []
+        if new := [item for item in dict.fromkeys(added) if item not in items]:
+            self._state(name, [*items, *new], key)
 
     def _state(self, name: str, value: Any, key: str | None) -> None:
         """Set a result that keys, or results of theirs, say."""
@@ -246,8 +244,16 @@ class _Step:
         if full in results and results[full].rank > rank:
             return
         results[full] = Result(value, rank, key, self.keys.source(key).name if key else self.keys.name, why)
+        effect = f"{full.removeprefix('training.')} = {word(value) if isinstance(value, bool) else value}"
+        if not isinstance(value, list):  # other keys say parts of a list
+            self._forget(full, effect)
         for one in keys:
-            effect = f"{full.removeprefix('training.')} = {word(value) if isinstance(value, bool) else value}"
             effects = self.reading.used[self.keys.source(one).name, one].effects
             if effect not in effects:
                 effects.append(effect)
+
+    def _forget(self, full: str, effect: str) -> None:
+        """Take what a result was before from the keys that said it."""
+        said = f"{full.removeprefix('training.')} = "
+        for used in self.reading.used.values():
+            used.effects[:] = [one for one in used.effects if one == effect or not one.startswith(said)]

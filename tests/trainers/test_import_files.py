@@ -314,6 +314,23 @@ def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
     assert not said("packing: true\nattn_implementation: flash_attention_2\n")
 
 
+def test_a_key_says_what_it_does_in_the_end(tmp_path):
+    lines = [
+        "model_name_or_path: Qwen/Qwen3-8B",
+        "stage: sft",
+        "finetuning_type: freeze",
+        "cutoff_len: 2048",
+        "bf16: true",
+    ]
+    lines.append("freeze_extra_modules: embed_tokens,norm")
+    answer = memplan.import_file(written(tmp_path, "\n".join(lines))).to_dict()
+    effects = {one["key"]: one["effect"] for one in answer["keys"]["used"]}
+    assert effects["bf16"] == "compute_dtype = bf16"
+    assert effects["freeze_extra_modules"] == "freeze.train = ['embed_tokens', 'norm']"
+    assumed = {one["key"]: (one["value"], one["why"]) for one in answer["assumed"]}
+    assert assumed["weights.default"] == ("fp32", "trained parameters are upcast to fp32 (model/adapter.py)")
+
+
 def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
     text = (EXAMPLES / "trl.yaml").read_text().replace("max_length", "max_seq_length").replace("dtype: bfloat16\n", "")
     answer = memplan.import_file(written(tmp_path, text)).to_dict()

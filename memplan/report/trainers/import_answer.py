@@ -116,7 +116,8 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
     """Return what no key says, with the key that would, and what is done whatever keys say."""
     rows = []
     for name, result in job.reading.results.items():
-        if result.rank in (DEFAULTED, OVERRIDDEN) and not name.startswith(HIDDEN) and result.value is not None:
+        unsaid = result.rank in (DEFAULTED, OVERRIDDEN) or (result.why and not result.key)
+        if unsaid and not name.startswith(HIDDEN) and result.value is not None:
             short = name.removeprefix("training.")
             flag = result.key or (f"--set {short}=..." if name.startswith("training.") else "")
             rows.append({"key": short, "value": result.value, "why": result.why, "change": flag})
