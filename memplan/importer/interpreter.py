@@ -13,7 +13,7 @@ from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refu
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
-COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank")
+COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate")
 """Results of which there is at least one."""
 FEW = 6
 """Values that a message lists; of more it names the nearest."""

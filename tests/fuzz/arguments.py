@@ -42,13 +42,15 @@ HOSTILE = (
 SETTINGS = (
     *TrainingConfig.__dataclass_fields__, "kernels.optimizer", "kernels.attention", "adapter.rank",
     "adapter.kind", "adapter.targets", "gradients.dtype", "gradients.lifetime", "weights.norm", "optimizer.embedding",
-    "parallel.data", "parallel.zero_stage", "offload.optimizer_states", "Kernels", "Kernels.optimizer", "none", "a.b.c",
+    "parallel.data", "parallel.zero_stage", "parallel.replicate", "offload.optimizer_states", "offload.weights", "freeze.parameters",
+    "freeze.train", "freeze.last_layers", "Kernels", "Kernels.optimizer", "none", "a.b.c",
     ".", "..", "a..b", "\x1b", "\udcff", "",
 )  # fmt: skip
 SET_VALUES = (
     "bf16", "fp32", "fused", "none", "full", "lora", "true", "0", "1", "8", "-1", "1.5", "9" * 5000, ".nan", ".inf", "~",
     "[]", "{}", "[a, b]", "{a: b}", "{kind: lora, rank: 4}", "*a", "&a [*a]", "[" * 200, "[a: b", "!!x y", "'", "\x00",
-    "\udcff", "\u2028", "500 MiB", "q4-0", "tier1", "muon-int4", "adamw-8bit", "x" * 5000, "",
+    "\udcff", "\u2028", "500 MiB", "q4-0", "tier1", "muon-int4", "adamw-8bit", "cpu",
+    f"['{'.?' * 100}x']", "['(.*)*x', '[[a]]']", f"[{'.*.*x, ' * 1000}x]", "x" * 5000, "",
 )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from memplan.catalog.training_config import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.step.grids.grid import Grid
+from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
@@ -62,3 +63,9 @@ def test_layers_that_do_not_divide_name_the_nearest():
         chunks_of(32, Grid(5, pipeline=5))
     with pytest.raises(InvalidFileError, match="10 layers of a stage cannot be divided into 4 chunks"):
         chunks_of(20, Grid(2, pipeline=2, virtual=4))
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "expert", "expert_tensor", "replicate"])
+def test_a_degree_below_one_is_refused_by_its_key(name):
+    with pytest.raises(InvalidFileError, match=rf"parallel\.{name}: expected a whole number, at least 1, got 0"):
+        grid_of(Parallel(**{name: 0}), 8)

@@ -98,6 +98,8 @@ def test_parts_count_within_layers_and_patterns_anywhere():
     [
         (Freeze(train=("(",)), "no regular expression"),
         (Freeze(train=("(a+)+$",)), "could take long to match"),
+        (Freeze(parameters=(".?" * 30,)), "could take long to match"),
+        (Freeze(parameters=("lm_head",) * 3000), "3,000 patterns could take long to match"),
         (Freeze(roles=("heads",)), "unknown role 'heads'"),
         (Freeze(last_layers=0), "expected a whole number from 1"),
         (Freeze(input_gradients=True), "it counts where parameters are frozen"),

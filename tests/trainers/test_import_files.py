@@ -1063,3 +1063,10 @@ def test_codes_that_fsdp1_flattens_are_planned_with_adapters_in_fp32(tmp_path):
     assert (training["parallel"]["engine"], training["adapter"]["dtype"]) == ("fsdp1", "fp32")
     with pytest.raises(memplan.MemplanError, match="set bnb_4bit_quant_storage: bfloat16"):
         memplan.plan(str(written(tmp_path, QLORA)), gpu="h100", beside=[launcher])
+
+
+def test_groups_of_replicas_that_are_none_are_refused_by_their_key(tmp_path):
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\ndata_parallel_replicate_degree = 0\n'
+    (tmp_path / "titan.toml").write_text(text)
+    with pytest.raises(InvalidFileError, match="replicate_degree: expected a whole number, at least 1, got 0"):
+        memplan.import_file(tmp_path / "titan.toml", gpus=8)

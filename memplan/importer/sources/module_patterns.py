@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import warnings
-from math import prod
+
+from memplan.name_patterns import name_pattern
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -25,10 +25,6 @@ OTHERS = (
 )
 """Modules of vision towers and projectors in transformers' models."""
 LAYERS = (0, 1, 5, 10, 27, 63)
-MOST_REPEATS = 4
-MOST_CHOICES = 64
-"""Ways through all alternatives of a pattern together."""
-MOST_CHARACTERS = 300
 
 
 def selected_linears(pattern: str) -> list[str] | None:
@@ -43,13 +39,9 @@ def selected_linears(pattern: str) -> list[str] | None:
         >>> selected_linears(r".*layers.(0|1).self_attn.q_proj") is None
         True
     """
-    if _is_slow(pattern):
-        return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sets within sets, which mean what they mean today
-            matches = re.compile(pattern).fullmatch
-    except (re.error, ValueError, OverflowError, RecursionError):
+        matches = name_pattern(pattern).fullmatch
+    except ValueError:
         return None
     if any(matches(name) for name in OTHERS):
         return None
@@ -63,14 +55,6 @@ def selected_linears(pattern: str) -> list[str] | None:
             return None
         found += [name for name in in_layer[0] if name not in found]
     return (found + (["lm_head"] if matches("lm_head") else [])) or None
-
-
-def _is_slow(pattern: str) -> bool:
-    """Tell whether matching a pattern could take long: repeated groups, many repeats, or alternatives behind each other."""
-    repeats = len(re.findall(r"(?<!\()(?:[*+?]|\{)[+?]?", pattern))
-    choices = prod(part.count("|") + 1 for part in re.split(r"[()]", pattern))
-    many = repeats > MOST_REPEATS or choices > MOST_CHOICES
-    return len(pattern) > MOST_CHARACTERS or many or re.search(r"\)[*+{]", pattern) is not None
 
 
 PATTERN_KINDS = ("layer-patterns", "prefixes", "parts-of-names", "regex")

@@ -62,12 +62,17 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         gpus: GPUs; None for as many as the degrees name, ``data`` among them.
 
     Raises:
-        InvalidFileError: The degrees do not divide the number of GPUs, which is named with the nearest that they do.
+        InvalidFileError: A degree is below 1, or degrees do not divide the number of GPUs, which is named with the nearest that
+            they do.
 
     Source:
         ``initialize_model_parallel`` in megatron/core/parallel_state.py (0.16.1): experts have a grid of their own,
         with the same stages.
     """
+    for name in ("tensor", "pipeline", "context", "expert", "expert_tensor", "replicate"):
+        degree = getattr(parallel, name)
+        if degree is not None and degree < 1:
+            raise InvalidFileError([f"parallel.{name}: expected a whole number, at least 1, got {degree}"])
     model = parallel.tensor * parallel.pipeline * parallel.context
     expert_tensor = parallel.expert_tensor or parallel.tensor
     expert_model = expert_tensor * parallel.expert * parallel.pipeline

@@ -14,9 +14,9 @@ from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor, expanded
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
+from memplan.name_patterns import name_pattern, take_long
 
 Path = tuple[str, ...]
-MOST_CHARACTERS, MOST_REPEATS = 300, 6
 Trains = Callable[[str, ParameterTensor], bool]
 """Tells whether a single parameter trains, given its name with the number of its layer."""
 
@@ -24,18 +24,13 @@ Trains = Callable[[str, ParameterTensor], bool]
 def freeze_problems(freeze: Freeze) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's ``freeze`` is no pattern, no role or no number."""
     for key in ("parameters", "train"):
-        for pattern in getattr(freeze, key):
+        for pattern in (patterns := getattr(freeze, key)):
             try:
-                re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                yield ("freeze", key), f"{pattern!r} is no regular expression: {error}"
-            else:
-                if (
-                    len(pattern) > MOST_CHARACTERS
-                    or len(re.findall(r"[*+}]", pattern)) > MOST_REPEATS
-                    or re.search(r"\)[*+{]", pattern)
-                ):
-                    yield ("freeze", key), f"{pattern!r} could take long to match; use several shorter ones"
+                name_pattern(pattern)
+            except ValueError as error:
+                yield ("freeze", key), f"{pattern!r} {error}"
+        if take_long(patterns):
+            yield ("freeze", key), f"{len(patterns):,} patterns could take long to match; use fewer, or shorter ones"
     for role in freeze.roles:
         if role not in ROLES:
             yield ("freeze", "roles"), f"unknown role {role!r}; known: {', '.join(ROLES)}"
@@ -128,7 +123,7 @@ def trained_names(model: Model, freeze: Freeze) -> frozenset[str]:
 
 def _rule(spec: ModelSpec, freeze: Freeze) -> Trains:
     """Return what tells whether a parameter of a model trains."""
-    stays, trained = ([re.compile(pattern) for pattern in patterns] for patterns in (freeze.parameters, freeze.train))
+    stays, trained = (tuple(map(name_pattern, patterns)) for patterns in (freeze.parameters, freeze.train))
     layers = _layers(spec, freeze)
     layered = re.compile(re.escape(f"{spec.names.layer}.").replace(re.escape("{}"), r"(\d+)"))
 
