@@ -1066,7 +1066,8 @@ def test_codes_that_fsdp1_flattens_are_planned_with_adapters_in_fp32(tmp_path):
 
 
 def test_groups_of_replicas_that_are_none_are_refused_by_their_key(tmp_path):
-    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\ndata_parallel_replicate_degree = 0\n'
-    (tmp_path / "titan.toml").write_text(text)
+    text = (EXAMPLES / "torchtitan.toml").read_text()
+    none = text.replace("tensor_parallel_degree", "data_parallel_replicate_degree = 0\ntensor_parallel_degree")
+    (tmp_path / "titan.toml").write_text(none)
     with pytest.raises(InvalidFileError, match="replicate_degree: expected a whole number, at least 1, got 0"):
         memplan.import_file(tmp_path / "titan.toml", gpus=8)
