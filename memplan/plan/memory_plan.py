@@ -212,6 +212,11 @@ class MemoryPlan:
         return min(self.gpu_count, self.device.node_gpus)
 
     @property
+    def node_name(self) -> str:
+        """A node by its GPUs: ``node of 8 GPUs``."""
+        return f"node of {self.node_ranks} GPU{'s' if self.node_ranks > 1 else ''}"
+
+    @property
     def node_host_bytes(self) -> int:
         """Host memory that the ranks of a node take together, pinned tensors rounded up as torch does."""
         return self.node_ranks * (self.host.taken_bytes or self.host_bytes)

@@ -94,8 +94,9 @@ def refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
         beside = ("optimizer_states", "weights") if steps_beside(config.parallel) else ("optimizer_states",)
         if given != getattr(Offload(), name) and (name not in beside or given != "cpu"):
             path = ("offload", name)
+            able = "; shards of several GPUs are (--gpus, parallel.zero_stage: 3)" if name == "weights" else ""
             raise CannotAnswerError(
-                f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet"
+                f"{place(path)}: {given} is not supported: offloading {name} to the host is not modelled yet{able}"
             )
 
 

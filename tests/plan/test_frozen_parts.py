@@ -80,6 +80,27 @@ def test_llama_factory_checkpoints_layers_that_train_and_keeps_the_others_narrow
     assert "layer 1 backward" not in instants(Freeze(last_layers=2), **keys)
 
 
+@pytest.mark.parametrize("freeze", [Freeze(last_layers=1), Freeze(last_layers=3, parts=("linear_attn",))])
+def test_linear_attention_below_the_lowest_layer_that_trains_saves_nothing(freeze):
+    model = catalog_model("qwen3.5-0.8b", CATALOG)
+    setups = [
+        resolve(replace(FULL, freeze=one, activation_checkpointing="none"), CATALOG, "test")
+        for one in (Freeze(), freeze)
+    ]
+    whole, part = (
+        CompiledPlan(model, setup).evaluate(Device(CATALOG.gpus["a100-sxm-80gb"], "a100")) for setup in setups
+    )
+    layers = {name for name, _ in part.instants if name.startswith("layer")}
+    assert "layer 1 backward" not in layers
+    assert part.requested_bytes < whole.requested_bytes // 2
+
+
+def test_a_choice_that_matches_nothing_is_told_names_of_the_language_model():
+    model = catalog_model("qwen3.5-0.8b", CATALOG)
+    with pytest.raises(InvalidFileError, match=r"its names are model.language_model.embed_tokens.weight, "):
+        CompiledPlan(model, resolve(replace(FULL, freeze=Freeze(train=("no such name",))), CATALOG, "test"))
+
+
 def test_parts_count_within_layers_and_patterns_anywhere():
     names = trained_names(MODEL, Freeze(first_layers=1, parts=("mlp",), train=("norm.weight$",)))
     assert "model.layers.0.mlp.up_proj.weight" in names

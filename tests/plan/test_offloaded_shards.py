@@ -97,6 +97,15 @@ def test_a_host_that_is_too_small_is_no_and_one_that_is_not_changes_nothing():
     assert small.to_dict()["host"]["limit_bytes"] < need
 
 
+def test_states_of_one_gpu_are_held_against_the_host_too(cli):
+    job = ("fit", "llama-3.2-1b", "-g", "h100", "-c", "bf16-adamw", "--set", "offload.optimizer_states=cpu")
+    small, enough = cli(*job, "--host-memory", "4GiB"), cli(*job, "--host-memory", "8GiB")
+    assert (small.exit_code, enough.exit_code) == (1, 0)
+    assert "4.60 GiB of pinned host memory; there are 4.00 GiB" in small.out
+    sentence = cli(*job, "--host-memory", "4GiB", "--json").data["answer"]
+    assert "4.60 GiB of host memory on a node of 1 GPU, which has 4.00 GiB" in sentence
+
+
 def test_pinned_tensors_are_rounded_up_to_powers_of_two():
     parts = [HostTensors("weights", 5_000, 2, pinned=True), HostTensors("optimizer_states", 5_000, 2, pinned=False)]
     memory = host_memory([*parts, HostTensors("weights", 5_000, 1, pinned=True), HostTensors("weights", 0, 9, True)])

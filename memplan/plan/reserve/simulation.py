@@ -211,7 +211,7 @@ def simulated(
     )
     return replace(
         plan,
-        verdict=verdict,
+        verdict="no" if plan.exceeds_host else verdict,
         allocated_bytes=result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + missing,
         device_bytes=result.spare_bytes + missing + allowances.context_bytes,

@@ -117,7 +117,7 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
     head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
     if plan.exceeds_host:
         assert plan.device.host_memory_bytes is not None
-        host = f"{shown(plan.node_host_bytes)} of host memory on a node of {plan.node_ranks} GPUs"
+        host = f"{shown(plan.node_host_bytes)} of host memory on a {plan.node_name}"
         return f"{head}, and {host}, which has {shown(plan.device.host_memory_bytes)}."
     if plan.verdict == "fits" and roomy:
         return f"{head}, {shown(plan.usable_bytes - plan.upper_bytes)} to spare even at the upper end of {shown(plan.upper_bytes)}."

@@ -125,8 +125,11 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     )
     if plan.host.tensors:
         pinned, node = format_bytes(plan.host.pinned_bytes, unit), format_bytes(plan.node_host_bytes, unit)
-        host = f"  besides: {node} of host memory per node of {plan.node_ranks} GPUs, {pinned} pinned by each"
-        host += f"; it has {format_bytes(limit, unit)}" if (limit := plan.device.host_memory_bytes) is not None else ""
+        host = f"  besides: {node} of host memory per {plan.node_name}, {pinned} pinned by each"
+    if host and (limit := plan.device.host_memory_bytes) is not None:
+        host += (
+            f"; it has {format_bytes(limit, unit)}" if plan.host.tensors else f"; there are {format_bytes(limit, unit)}"
+        )
     lines = [f"  {canvas.gauge(needed(plan), plan.upper_bytes, plan.usable_bytes, columns)} {share}", host]
     return [line for line in lines if line]
 

@@ -297,6 +297,6 @@ def _between_first_and_last(builder: Builder, parts: _Chunked, out: Value, state
     whole, later = tape.view(out), builder.fresh(state)
     ways = [(x, SAME) for x in (out, *parts)]
     tape.apply("chunks between", [*ways, (state, NEW)], (whole, later))
-    node = tape.nodes[-1]  # where no graph is built, each chunk's are gone before the next
-    node.saved, node.packs = tuple(x.storage for x in saved), True
+    if node := tape.operations[-1].node:  # where no graph is built, each chunk's are gone before the next
+        node.saved, node.packs = tuple(x.storage for x in saved), True
     return whole, later

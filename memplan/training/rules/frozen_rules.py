@@ -76,7 +76,9 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
         return model
     spec, inventory = _split(model.spec, model.inventory, freeze)
     if all(tensor.frozen or not tensor.used for tensor in inventory):
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in model.inventory[:3]))
+        ends = (model.spec.names.embedding, model.spec.names.layer)  # not the first of all, which a vision tower has
+        own = [tensor.name for tensor in model.inventory if tensor.name.startswith(ends)]
+        names = ", ".join([*dict.fromkeys(own)][:3])
         raise InvalidFileError([f"{where}: no parameter of {model.spec.name} trains; its names are {names}, ..."])
     return replace(model, spec=spec, inventory=inventory)
 
