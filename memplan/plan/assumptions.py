@@ -22,7 +22,7 @@ from memplan.step.states.parallel_shards import (
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.step.units.host_memory import host_words
 from memplan.training.resolved import FLOAT_BYTES
-from memplan.training.stack_models import TEXT_ALONE
+from memplan.training.stack_models import TEXT_ALONE, WITH_IMAGES
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:
@@ -74,13 +74,23 @@ def experts_format(plan: MemoryPlan) -> str:
     return names["expert_matrix"] if apart else ""
 
 
+def rows_alone(plan: MemoryPlan) -> str:
+    """Return that rows hold text alone, where the model could see images; else nothing."""
+    images, tower = plan.setup.config.images, plan.model.spec.tower
+    if images.per_row or not (tower is not None or runs_text_alone(plan)):
+        return ""
+    given = "" if images.pixels is None else f", here of up to {images.pixels:,} pixels each,"
+    counted = tower is not None and tower.shape is not None and plan.setup.stack.name in WITH_IMAGES
+    how = "; images.per_row and images.pixels count them" if counted else ""
+    return f"Rows hold text alone: rows with images{given} need more{how}."
+
+
 def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
-    towers = any(plan.model.spec.tower is not None and not plan.setup.config.images.per_row for plan in plans)
     alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
     kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
     return (
-        *(["Rows hold text alone: rows with images need more."] if towers or alone else []),
+        *dict.fromkeys(filter(None, map(rows_alone, plans))),
         *(f"{label} {TEXT_ALONE}." for label in alone),
         *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
         *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),

@@ -155,8 +155,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
     """
     if setup.stack.model_code != "transformers":
-        note = f"{setup.stack.label} {TEXT_ALONE}"
-        return replace(text_model(model), notes=(*model.notes, note))
+        return _noted(text_model(model), f"{setup.stack.label} {TEXT_ALONE}")
     where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
     parallel = setup.config.parallel
     plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
@@ -186,11 +185,11 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
     )
-    if model.spec.tower is not None and model.spec.tower.shape is not None:
+    if model.spec.tower is not None and model.spec.tower.shape is not None and setup.stack.name in WITH_IMAGES:
         note += " (images.per_row: 1 plans them)"
     if parallel.zero_stage:
         note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
-    return replace(model, notes=(*model.notes, note))
+    return _noted(model, note)
 
 
 def _with_images(model: Model, setup: TrainingSetup) -> Model:
@@ -209,6 +208,9 @@ def _with_images(model: Model, setup: TrainingSetup) -> Model:
         )
     for text in _unmodelled_images(setup):
         raise CannotAnswerError(f"{where} {text}")
+    if images.pixels is not None and images.pixels < shape.step**2:
+        text = f"an image becomes no token of {images.pixels} pixels (images.pixels); the least is {shape.step**2}"
+        raise InvalidFileError([f"{where} {text}"])
     height, width = shape.sides(images.height, images.width, images.pixels)
     if wrong := [side for side in (height, width) if side % shape.step]:
         below = max(shape.step, wrong[0] // shape.step * shape.step)
@@ -232,7 +234,12 @@ def _with_images(model: Model, setup: TrainingSetup) -> Model:
         f"images in each row: {said}, {tokens:,} of its {config.sequence_length:,} tokens; cuDNN's workspace for the patches' "
         "convolution is not counted"
     )
-    return replace(model, inventory=inventory, notes=(*model.notes, note))
+    return _noted(replace(model, inventory=inventory), note)
+
+
+def _noted(model: Model, note: str) -> Model:
+    """Return a model with a note, once where it was built before, as it is for each card."""
+    return replace(model, notes=tuple(dict.fromkeys((*model.notes, note))))
 
 
 def _is_frozen(tensor: ParameterTensor, projector: str, images: Images) -> bool:

@@ -42,7 +42,7 @@ def test_the_tower_is_stored_and_has_neither_gradients_nor_optimizer_states():
     ("arguments", "words"),
     [
         (("fit",), ("Rows hold text alone", "runs the text model alone")),
-        (("fit", "--config", "qlora"), ("text without images",)),
+        (("fit", "--config", "qlora"), ("Rows hold text alone",)),
         (("fit", "--config", "bf16-adamw", "--stack", "bundled"), ("the text model alone",)),
         (("fit", "--method", "inference"), ("prompts hold text alone",)),
         (("compare", "--config", "qlora"), ("Rows hold text alone",)),
@@ -53,6 +53,37 @@ def test_every_screen_says_that_there_are_no_images(cli, arguments, words):
     command, *options = arguments
     out = " ".join(cli(command, "qwen2.5-vl-3b", "--gpu", "h100", *options).out.split())
     assert all(word in out for word in words)
+
+
+def test_a_file_that_bounds_its_images_is_told_that_they_are_not_counted(cli, tmp_path):
+    file = tmp_path / "lora.yaml"
+    file.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-VL-3B-Instruct\nimage_max_pixels: 262144\nstage: sft\ndo_train: true\n"
+        "finetuning_type: lora\nlora_target: all\ntemplate: qwen2_vl\ndataset: mllm_demo\noutput_dir: out\nbf16: true\n"
+    )
+    ran = cli("fit", file, "--gpu", "h100")
+    assert "Note: Rows hold text alone: rows with images, here of up to 262,144 pixels each, need more." in " ".join(
+        ran.out.split()
+    )
+    full = cli("fit", file, "--gpu", "h100", "--verbose").out
+    assert full.count("rows hold text alone") == 1
+    assert "plans them" not in full  # llama-factory's rows with images are not modelled
+    refused = cli("fit", file, "--gpu", "h100", "--set", "images.per_row=1")
+    assert "not modelled for stack llama-factory" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("card", "given", "words"),
+    [
+        ("h100", "images.pixels=500", "no token of 500 pixels (images.pixels); the least is 784"),
+        ("t4", "images.pixels=100000", "use compute_dtype: fp16, or rows of text"),
+    ],
+)
+def test_images_that_cannot_be_are_refused_with_what_can(cli, card, given, words):
+    job = ("qwen2.5-vl-3b", "--gpu", card, "--config", "qlora", "--set", "images.per_row=1", "--set", given)
+    ran = cli("fit", *job)
+    assert ran.exit_code in (2, 3)
+    assert words in ran.err
 
 
 def test_other_stacks_train_the_text_model_alone():

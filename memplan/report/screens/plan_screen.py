@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.assumptions import experts_format, runs_text_alone
+from memplan.plan.assumptions import experts_format, rows_alone, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.units import format_bytes, format_count
@@ -58,7 +58,7 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
         (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
         *([ranks_table(plan, unit)] if plan.ranks else []),
         tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
-        tuple(part for line in (_assumed(plan), *card_notes(plan), MORE) for part in canvas.folded(line, 0, 2)),
+        tuple(part for line in (_assumed(plan), *_notes(plan), MORE) for part in canvas.folded(line, 0, 2)),
     )
 
 
@@ -193,13 +193,17 @@ def card_notes(plan: MemoryPlan) -> list[str]:
     return [f"Note: {note}" for note in plan.setup.card_notes if not note.startswith(usual)]
 
 
+def _notes(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what a reader has to know of the answer besides."""
+    if words := rows_alone(plan):
+        yield f"Note: {words}"
+    yield from card_notes(plan)
+
+
 def _seen(plan: MemoryPlan) -> str:
-    """Return what images rows hold, where the model could see any."""
-    if plan.model.spec.tower is None:
-        return ""
-    images = plan.setup.config.images
-    several = "image" if images.per_row == 1 else "images"
-    return f" with {images.per_row} {several} each" if images.per_row else " of text without images"
+    """Return how many images each row holds, where there are any."""
+    count = plan.setup.config.images.per_row
+    return f" with {count} {'image' if count == 1 else 'images'} each" if count else ""
 
 
 def _assumed(plan: MemoryPlan) -> str:

@@ -211,9 +211,11 @@ def _tower_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKern
     width = tower.shape.hidden_size // tower.shape.heads
     kernel = kernel_on(AttentionCall(_attended_dtype(setup), width, width), gpu, setup.hardware)
     if kernel == "math":
+        narrow = kernel_on(AttentionCall("fp16", width, width), gpu, setup.hardware)
+        instead = "compute_dtype: fp16, or " if narrow != "math" else ""
         raise CannotAnswerError(
             f"{setup.name}: kernels.attention: torch has no kernel for patches in {setup.config.compute_dtype} on {card_label(gpu)}, "
-            "and attention of images step by step is not modelled; use rows of text (images.per_row: 0)"
+            f"and attention of images step by step is not modelled; use {instead}rows of text (images.per_row: 0)"
         )
     return kernel
 
