@@ -101,6 +101,21 @@ def test_a_choice_that_matches_nothing_is_told_names_of_the_language_model():
         CompiledPlan(model, resolve(replace(FULL, freeze=Freeze(train=("no such name",))), CATALOG, "test"))
 
 
+def test_a_model_of_a_plan_with_frozen_parts_is_whole_again_where_all_train():
+    whole, again = compiled(Freeze()), compiled(Freeze(last_layers=2)).model
+    plan = CompiledPlan(again, resolve(FULL, CATALOG, "test"))
+    assert plan.requested_bytes(2, 512) == whole.requested_bytes(2, 512)
+    assert plan.persistent_bytes == whole.persistent_bytes
+
+
+@pytest.mark.parametrize("trainer", ["trl", "axolotl", "llama-factory"])
+def test_files_that_cannot_say_what_is_frozen_are_not_written(cli, trainer):
+    ran = cli("emit", "qwen3-0.6b", "-g", "h100", "-c", "bf16-adamw", "--set", "freeze.last_layers=2", "--as", trainer)
+    assert ran.exit_code == 3
+    assert "read back, it differs in" in ran.err
+    assert "freeze" in ran.err
+
+
 def test_parts_count_within_layers_and_patterns_anywhere():
     names = trained_names(MODEL, Freeze(first_layers=1, parts=("mlp",), train=("norm.weight$",)))
     assert "model.layers.0.mlp.up_proj.weight" in names
