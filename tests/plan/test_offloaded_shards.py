@@ -106,6 +106,18 @@ def test_states_of_one_gpu_are_held_against_the_host_too(cli):
     assert "4.60 GiB of host memory on a node of 1 GPU, which has 4.00 GiB" in sentence
 
 
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_a_job_that_a_host_is_too_small_for_is_told_only_what_makes_it_fit(gpus):
+    keys = {"offload.optimizer_states": "cpu"} if gpus == 1 else {**MIXED, **OFFLOADED}
+    stack = "bundled" if gpus == 1 else "trl"
+    plan = memplan.plan(
+        "llama-3.2-1b", gpu="h100", gpus=gpus, stack=stack, config="bf16-adamw", set=keys, host_memory="4GiB"
+    )
+    assert plan.verdict == "no"
+    assert all(change.flips_verdict for change in plan.suggestions)
+    assert bool(plan.suggestions) == (gpus == 1)
+
+
 def test_pinned_tensors_are_rounded_up_to_powers_of_two():
     parts = [HostTensors("weights", 5_000, 2, pinned=True), HostTensors("optimizer_states", 5_000, 2, pinned=False)]
     memory = host_memory([*parts, HostTensors("weights", 5_000, 1, pinned=True), HostTensors("weights", 0, 9, True)])

@@ -182,8 +182,12 @@ def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> Memor
     if plan.verdict == "fits":
         return plan
     if plan.by_share is None:
-        return replace(plan, suggestions=suggestions(plan, catalog, most))
-    return replace(plan, suggestions=suggestions(plan.by_share, catalog, most, plan))
+        found = suggestions(plan, catalog, most)
+    else:
+        found = suggestions(plan.by_share, catalog, most, plan)
+    if plan.exceeds_host:  # what saves the device's memory alone is no start
+        found = tuple([item for item in found if item.flips_verdict])
+    return replace(plan, suggestions=found)
 
 
 def suggestions(
