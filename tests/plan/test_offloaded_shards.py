@@ -92,6 +92,7 @@ def test_a_host_that_is_too_small_is_no_and_one_that_is_not_changes_nothing():
     need = planned(**OFFLOADED).memory.node_host_bytes
     small, enough = (planned(host=f"{size / GIB:.6f}GiB", **OFFLOADED) for size in (need - 2**20, need + 2**20))
     assert (small.verdict, enough.verdict) == ("no", "fits")
+    assert not planned(host=f"{need} B", **OFFLOADED).memory.exceeds_host
     assert small.expected_bytes == enough.expected_bytes
     assert "of host memory on a node of 4 GPUs" in small.sentence
     assert small.to_dict()["host"]["limit_bytes"] < need
