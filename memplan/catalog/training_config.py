@@ -257,6 +257,8 @@ class Parallel:
             as the stack decides.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
         flat: What FullyShardedDataParallel is told, where it is the engine.
+        reshard_after_forward: Whether shards let go of a layer's gathered weights behind its forward; else they stay until
+            its backward is done.
     """
 
     data: int = 1
@@ -288,6 +290,7 @@ class Parallel:
     unused_parameters: bool | None = None
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()
+    reshard_after_forward: bool = True
 
     @property
     def shards(self) -> int:

@@ -19,7 +19,7 @@ from memplan.catalog.training_config import (
 )
 from memplan.catalog.update_classes import is_known
 from memplan.model.inventory import Role
-from memplan.training.rules.flat_rules import flat_refusal
+from memplan.training.rules.flat_rules import flat_refusal, staying_refusal
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
@@ -56,7 +56,14 @@ _STAGES = ("first_stage_layers", "last_stage_layers", "vocabulary_multiple")
 def divides_model(parallel: Parallel) -> bool:
     """Tell whether the model itself is divided, and not only what data parallel GPUs share."""
     rest = replace(
-        parallel, data=1, zero_stage=0, replicate=1, engine="torch", deepspeed=DeepSpeed(), flat=FlatShards()
+        parallel,
+        data=1,
+        zero_stage=0,
+        replicate=1,
+        engine="torch",
+        deepspeed=DeepSpeed(),
+        flat=FlatShards(),
+        reshard_after_forward=True,
     )
     return rest != Parallel()
 
@@ -84,6 +91,8 @@ def parallel_problems(parallel: Parallel) -> Problems:
             yield ("parallel", "deepspeed", name), f"expected {auto}{sign} elements, got {size}"
     if parallel.engine != "fsdp1" and parallel.flat != FlatShards():
         yield ("parallel", "flat"), f"counts with parallel.engine: fsdp1 alone, not with {parallel.engine}"
+    if parallel.engine == "deepspeed" and not parallel.reshard_after_forward:
+        yield ("parallel", "reshard_after_forward"), "false counts with torch's shards alone, not with deepspeed"
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
         yield ("parallel", "deepspeed"), f"counts with parallel.engine: deepspeed alone, not with {parallel.engine}"
     if parallel.data > 1 and parallel.data % parallel.replicate:
@@ -121,7 +130,7 @@ def parallel_refusals(
     parallel = config.parallel
     for name in Parallel.__dataclass_fields__:
         given, default = getattr(parallel, name), getattr(Parallel(), name)
-        apart = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat")
+        apart = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat", "reshard_after_forward")
         if name not in (*apart, *stack.divides) and given != default:
             text = f"{name} parallelism is not modelled here; {POSSIBLE}"
             yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
@@ -159,6 +168,8 @@ def parallel_refusals(
         yield from _when_grouped(parallel)
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
+            if not parallel.reshard_after_forward and (refused := staying_refusal(config, stack)):
+                yield ("parallel", "reshard_after_forward"), f"false {refused}"
 
 
 def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:

@@ -20,6 +20,7 @@ from memplan.lab.stack_survey.drawn_grids import (
     offloaded_job,
     piped_job,
     replicated_job,
+    staying_job,
 )
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
 from memplan.lab.stack_survey.drawn_stack_jobs import (
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [flat_job(job, options.seed, number, adapted=adapted) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
+    if options.no_reshard and not options.job:
+        jobs = [staying_job(job, options.seed, number) for number, job in enumerate(jobs)]
     if options.offload and not options.job:
         jobs = [offloaded_job(job, options.seed, number) for number, job in enumerate(jobs)]
     chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
@@ -149,6 +152,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--experts", action="store_true", help="jobs of mixtures of experts, which are drawn")
     parser.add_argument("--offload", action="store_true", help="jobs whose engine keeps what it can in host memory")
+    parser.add_argument(
+        "--no-reshard", action="store_true", help="jobs whose layers stay gathered until their backward"
+    )
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from memplan.lab.stack_survey.drawn_stack_jobs import ATTENTION_ONLY, StackJob
 from memplan.lab.survey.drawn_jobs import Job
@@ -158,16 +159,35 @@ def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) ->
     return replace(job, job=Job(job.job.model, training))
 
 
+def staying_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job over ``fully_shard`` whose layers stay gathered until their backward, on ranks drawn."""
+    rng, training = Random(f"memplan staying {seed} {number}"), dict(job.job.training)
+    if "parallel" not in training:
+        training["parallel"] = _drawn_shards(rng)
+        _in_shards(training, rng)
+    training["parallel"] = {**training["parallel"], "reshard_after_forward": False}
+    return replace(job, job=Job(job.job.model, training))
+
+
+def _drawn_shards(rng: Random) -> dict[str, int]:
+    shards, groups = rng.choice((2, 3, 4, 8, 16, 64)), rng.choice((1, 1, 1, 2, 4))
+    return {"data": shards * groups, "replicate": groups, "zero_stage": 3}
+
+
+def _in_shards(training: dict[str, Any], rng: Random) -> None:
+    """Let a job train in what shards are trained in."""
+    training.pop("loss_scaling", None)
+    if training["compute_dtype"] == "fp16":
+        training["compute_dtype"] = "bf16"
+    if "adapter" not in training and rng.random() < 0.5:  # what accelerate makes of weights in 16 bits
+        training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+
+
 def offloaded_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose weights, gradients and states lie in host memory; over ``fully_shard`` on ranks drawn, where it has none."""
     rng, training = Random(f"memplan offload {seed} {number}"), dict(job.job.training)
     if "parallel" not in training:
-        shards, groups = rng.choice((2, 3, 4, 8, 16, 64)), rng.choice((1, 1, 1, 2, 4))
-        training["parallel"] = {"data": shards * groups, "replicate": groups, "zero_stage": 3}
-        training.pop("loss_scaling", None)
-        if training["compute_dtype"] == "fp16":
-            training["compute_dtype"] = "bf16"
-        if "adapter" not in training and rng.random() < 0.5:  # what accelerate makes of weights in 16 bits
-            training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+        training["parallel"] = _drawn_shards(rng)
+        _in_shards(training, rng)
     training["offload"] = {"weights": "cpu", "optimizer_states": "cpu"}
     return replace(job, job=Job(job.job.model, training))

@@ -129,6 +129,8 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
         yield "kernels.optimizer", config.kernels.optimizer
     if "models" in writes:
         yield "parallel.zero_stage", config.parallel.zero_stage
+        if not config.parallel.reshard_after_forward:
+            yield "parallel.reshard_after_forward", False
         if config.parallel.tensor > 1:
             yield "parallel.tensor", config.parallel.tensor
     if config.clip_gradients is not None:

@@ -34,7 +34,7 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     Raises:
         CannotAnswerError: The head is the embedding.
     """
-    alone, ahead = step.head, step.last.buffer_bytes
+    alone, ahead = step.head, 0 if step.stays else step.last.buffer_bytes
     yield from chunk_losses(step, around, played, alone)
     assert alone is not None
     kept = constant_form(Part.GRADIENTS, alone.kept_bytes)

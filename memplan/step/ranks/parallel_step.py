@@ -5,7 +5,8 @@ and norm and head are another, whose weights stay from forward to their gradient
 gathered into one buffer, then copied out of it into whole tensors; its gradients are formed whole,
 copied into one buffer, reduced and scattered. The root stays gathered from the beginning of forward
 to the end of backward, and its gradients stay whole as long. In backward the next unit is gathered
-while one runs, and the buffer that its gradients were reduced from lives until the next reduction.
+while one runs, and the buffer that its gradients were reduced from lives until the next reduction. Where units are not
+resharded after forward, each of them stays until its own gradients are reduced, and nothing is gathered in backward.
 
 Source:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``wait_for_unshard``, ``post_backward``,
@@ -103,7 +104,8 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         yield from flat_backward(step, bare, base, played, of)
         return
     if step.chunked:
-        yield from chunked_head(step, base + saved, played)
+        for instant in chunked_head(step, base + saved, played):
+            yield instant_with(instant, step.below_head)
         step = behind_head(step)
     else:
         yield from _head_unit(step, base + saved, played)
@@ -126,7 +128,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
     head, tail = step.taped.head, step.tail.gathered_bytes
-    at_once = step.root_again or head.logits is None
+    at_once = step.root_again or head.logits is None or step.stays
     if step.root_again:
         yield with_gathered("loss backward", "copy of the root", around + played.head.saved, step.tail.copied_bytes)
     if step.gathers_before_head and not at_once:
@@ -136,7 +138,7 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         form = around + rows_of_head(step) + logits
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
-        ahead = step.last.buffer_bytes if at_once or instant.name != "loss backward" else 0
+        ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
         yield instant_with(instant, tail + ahead)
 
 
@@ -150,7 +152,7 @@ def _tail_unit(step: ShardedStep, around: Form, whole: int, of: Pass) -> Iterato
         of: What becomes of gradients.
     """
     arrived = step.arrived
-    communication = step.tail.reduced_bytes + step.last.buffer_bytes
+    communication = step.tail.reduced_bytes + step.ahead_of_head
     for size in (of.formed(whole), of.scattered(step.tail, whole)):
         form = around + arrived + constant_form(Part.GRADIENTS, size)
         yield with_gathered(step.head_instant, "reduction of norm and head", form, communication)
@@ -204,7 +206,10 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     ahead = next_gathered + (under.cast_bytes if under else 0)
     arrived = step.arrived
     gathered = root + waiting + own.gathered_bytes + max(own.copying_bytes, ahead)
-    yield with_gathered(before, "copy out of the gathered buffer", around + played.saved + arrived, gathered)
+    if step.stays:
+        next_gathered = step.staying(index, position)
+    else:
+        yield with_gathered(before, "copy out of the gathered buffer", around + played.saved + arrived, gathered)
     for instant in played.backward:
         yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
     if not of.reduces:
@@ -234,11 +239,10 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     communication = step.first.gathered_bytes + (step.units[0].reduced_bytes if of.reduces else 0)
     formed = around
     around += leaf_kept(step)
-    if step.apart:
-        arrived = step.arrived
+    if not step.stays and step.apart:
         gathered = communication + step.first.copying_bytes
-        yield with_gathered(step.end_instant, "copy of the embedding", around + arrived, gathered)
-    else:
+        yield with_gathered(step.end_instant, "copy of the embedding", around + step.arrived, gathered)
+    if not step.apart:
         formed += constant_form(Part.GRADIENTS, whole)
     for instant in tied_sum(step.inputs, step.taped, formed, "first"):
         yield with_gathered(instant.name, instant.operation, instant.form, communication)

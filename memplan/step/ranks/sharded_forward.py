@@ -77,13 +77,13 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
     around += entered
     if step.apart:
-        ends = step.tail.copied_bytes + step.last.buffer_bytes
+        ends = step.tail.copied_bytes + step.last.buffer_bytes + step.below_head
         yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
     yield from _layers(step, around + played.embedding.saved, entered)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
-        gathered = held + step.last.copied_bytes + under.buffer_bytes
+        gathered = held + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
         yield with_gathered("forward", "copy of the last layer", form, gathered)
     if step.loss_inside or step.chunked:
         yield from _head_inside(step, base + leaf_of(step) + played.saved)
@@ -99,7 +99,7 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
         around: What lies around the first.
         entered: What of that the first layer is given.
     """
-    for run, kind, own in zip(step.taped.runs, step.taped.kinds, step.units, strict=True):
+    for index, (run, kind, own) in enumerate(zip(step.taped.runs, step.taped.kinds, step.units, strict=True)):
         part = step.played.layers[kind]
         gathered = step.held_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
         for position in dict.fromkeys((0, run.count - 1)):
@@ -111,7 +111,8 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
                     "forward", "gather of a layer", below + entry_of(step), step.held_bytes + own.copied_bytes
                 )
             for moment in part.forward:
-                yield with_gathered("forward", moment.operation, below + moment.form, gathered)
+                held = gathered + step.staying(index, position + 1)
+                yield with_gathered("forward", moment.operation, below + moment.form, held)
         around += part.saved * run.count
 
 
@@ -120,15 +121,15 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
     buffer = step.tail if step.apart and not step.head_by_hand else step.last
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
-        gathered = step.tail.gathered_bytes + buffer.buffer_bytes
+        gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
         yield with_gathered("forward", moment.operation, moment.form, gathered)
     for moment in behind_forward(step.inputs, step.taped, around + step.played.head.saved):
-        yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes)
+        yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes + step.below_head)
 
 
 def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the head's product, which is the model's last, and the loss outside it."""
-    tail, head, settings = step.tail.gathered_bytes, step.taped.head, step.taped.settings
+    tail, head, settings = step.tail.gathered_bytes + step.below_head, step.taped.head, step.taped.settings
     inputs = next(n.inputs[0][0] for n in head.section.tape.nodes if n.name == "log_softmax")
     logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
     read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)

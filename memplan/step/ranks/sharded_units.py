@@ -138,7 +138,33 @@ class ShardedStep:
     @property
     def held_bytes(self) -> int:
         """Whole weights that are there while layers run: those of the root."""
-        return 0 if self.apart else self.first.gathered_bytes
+        return 0 if self.apart and not self.stays else self.first.gathered_bytes
+
+    @property
+    def stays(self) -> bool:
+        """Whether layers, and an embedding apart, stay gathered from their forward to the end of their backward.
+
+        Source:
+            ``FSDPParamGroup.reshard`` and ``unshard`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (v2.13.0).
+        """
+        return not self.inputs.setup.config.parallel.reshard_after_forward
+
+    def staying(self, index: int, position: int) -> int:
+        """Return whole weights of the layers that lie before one of a run, where these stay."""
+        if not self.stays:
+            return 0
+        before = zip(self.units[:index], self.taped.runs, strict=False)
+        return sum(u.gathered_bytes * run.count for u, run in before) + self.units[index].gathered_bytes * (
+            position - 1
+        )
+
+    @property
+    def below_head(self) -> int:
+        """Whole weights that are there beside the head's from the last layer's forward on: all layers' and the embedding's, where they stay."""
+        if not self.stays:
+            return 0
+        last = self.staying(len(self.units) - 1, self.taped.runs[-1].count) + self.last.gathered_bytes
+        return last + self.first.gathered_bytes * self.apart
 
     @property
     def rest_bytes(self) -> int:
@@ -172,6 +198,11 @@ class ShardedStep:
         layers = zip(self.units, self.taped.runs, strict=True)
         ends = {id(unit): unit.left_bytes for unit in (self.first, self.tail, self.rest) if unit}
         return (*ends.values(), *(unit.left_bytes for unit, run in layers for _ in range(run.count)))
+
+    @property
+    def ahead_of_head(self) -> int:
+        """What is there of layers, and an embedding apart, in the head's backward: the last layer is gathered then, or all have stayed."""
+        return self.below_head if self.stays else self.last.buffer_bytes
 
     def neighbour(self, index: int, position: int, step: int) -> Unit | None:
         """Return the unit of the layer that comes after (1) or before (-1) one of a run, or None."""

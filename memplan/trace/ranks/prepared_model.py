@@ -76,7 +76,7 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
         fsdp_version=1 if flat else 2,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         cpu_offload=setup.offloads_weights,
-        **(_flat_options(parallel) if flat else {}),
+        **(_flat_options(parallel) if flat else {"reshard_after_forward": parallel.reshard_after_forward}),
     )
     state = trainer.accelerator.state
     if state.mixed_precision != "no":

@@ -1,4 +1,4 @@
-"""What torch's FullyShardedDataParallel (FSDP1) is not modelled with."""
+"""What torch's FullyShardedDataParallel (FSDP1), and units that stay gathered, are not modelled with."""
 
 from __future__ import annotations
 
@@ -17,10 +17,25 @@ def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Sta
         return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
     if config.adapter is not None and (refused := _when_adapters_are_units(config, formats, stack)):
         return refused
+    if not parallel.reshard_after_forward:
+        return "is modelled with units that are resharded after forward, not as SHARD_GRAD_OP; use FULL_SHARD, or engine: torch (FSDP2)"
     if parallel.zero_stage != 3 or config.evaluation:
         return (
             "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD) and without evaluation; use engine: torch (FSDP2)"
         )
+    return ""
+
+
+def staying_refusal(config: TrainingConfig, stack: Stack) -> str:
+    """Return what layers that stay gathered until their backward are not modelled with, or nothing."""
+    if stack.sharded_units not in ("accelerate", "ends-apart"):
+        return f"is modelled as accelerate's Trainer and torchtitan have it, not under {stack.name}; leave it out"
+    if config.parallel.pipeline > 1:
+        return "says nothing with a pipeline, whose units are not resharded; leave it out"
+    if config.parallel.tensor > 1 or config.compile != "none":
+        return "is not modelled with tensor parallelism or compiled layers; leave it out"
+    if config.evaluation:
+        return "is not modelled with evaluation, which leaves all layers gathered until the next step; use evaluation: false"
     return ""
 
 

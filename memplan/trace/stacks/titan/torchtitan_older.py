@@ -130,7 +130,9 @@ def _parallelized(model: Any, setup: TrainingSetup, recorder: Recorder, around: 
         training=SimpleNamespace(seq_len=setup.config.sequence_length, enable_cpu_offload=False, **training),
         compile=SimpleNamespace(enable=False, components=[]),
         activation_checkpoint=_checkpointing(setup),
-        parallelism=SimpleNamespace(fsdp_reshard_after_forward="default"),
+        parallelism=SimpleNamespace(
+            fsdp_reshard_after_forward="default" if parallel.reshard_after_forward else "never"
+        ),
         job=SimpleNamespace(dump_folder=""),
     )
     return parallelize.parallelize_llama(model, dims, config), dims

@@ -143,7 +143,10 @@ def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDim
     if is_sharded(parallel):
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
         dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
-        torchtitan.distributed.fsdp.apply_fsdp_to_decoder(model, mesh, **dtypes, pp_enabled=parallel.pipeline > 1)
+        policy = "default" if parallel.reshard_after_forward else "never"
+        torchtitan.distributed.fsdp.apply_fsdp_to_decoder(
+            model, mesh, **dtypes, pp_enabled=parallel.pipeline > 1, reshard_after_forward_policy=policy
+        )
 
 
 def _checkpointed(model: Any, setup: TrainingSetup) -> None:

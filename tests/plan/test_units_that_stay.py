@@ -1,0 +1,51 @@
+"""Units of FSDP2 that are not resharded after forward: what stays gathered until its own backward, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError
+
+MIXED = {"parallel.zero_stage": 3, "weights.default": "fp32", "optimizer.default": "adamw-fp32"}
+STAYS = {"parallel.reshard_after_forward": False}
+
+
+def planned(stack="trl", model="llama-3.2-1b", **keys):
+    return memplan.plan(model, gpu="h100", gpus=8, stack=stack, config="bf16-adamw", set={**MIXED, **keys})
+
+
+@pytest.mark.parametrize(
+    ("stack", "model", "instant", "ahead", "embedding"),
+    [
+        ("trl", "llama-3.2-1b", "loss backward", 1, 0),  # where units are resharded, the last layer is gathered ahead
+        ("torchtitan", "llama-3.1-8b", "head backward", 0, 128256 * 4096 * 2),  # the embedding is a unit apart
+    ],
+)
+def test_all_layers_are_gathered_beside_the_head(stack, model, instant, ahead, embedding):
+    again, stays = planned(stack, model), planned(stack, model, **STAYS)
+    states, layers = again.memory.states.tensors, again.memory.model.spec.num_hidden_layers
+    layer = sum(entry.tensor.elements * 8 * 2 for entry in states if "{}" in entry.tensor.name)
+    assert stays.instants[instant] - again.instants[instant] == layer * (layers - ahead) + embedding
+    assert stays.memory.persistent_bytes == again.memory.persistent_bytes
+    assert stays.instants["optimizer step"] == again.instants["optimizer step"]
+
+
+def test_the_answer_says_that_nothing_is_resharded():
+    said = " ".join(planned(**STAYS).memory.assumptions)
+    assert "one unit per layer, not resharded after forward" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"stack": "axolotl"}, "not under axolotl"),
+        ({"parallel.engine": "fsdp1"}, "not as SHARD_GRAD_OP"),
+        ({"evaluation": True}, "leaves all layers gathered"),
+        ({"stack": "torchtitan", "compile": "layers"}, "compiled layers"),
+        ({"stack": "torchtitan", "parallel.tensor": 2, "parallel.data": 4}, "tensor parallelism"),
+    ],
+)
+def test_what_was_not_followed_is_refused(keys, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        planned(**keys, **STAYS)
