@@ -116,7 +116,7 @@ class Stream:
             if period and (passed := (len(rounds) - number) // period * period):
                 number += passed
                 start, storages = rounds[number - 1]
-                state.rename(rounds[0][1], by=storages - rounds[number - passed - 1][1])
+                state.renumber(rounds[0][1], by=storages - rounds[number - passed - 1][1])
                 shapes.clear()
                 continue
             state.play(self._blocks, self._codes[start : rounds[number][0]])
@@ -209,7 +209,7 @@ class _Allocator:
                 insort(keys, end - start << _BITS | start)
         self.allocated, self.allocated_peak = allocated, peak
 
-    def rename(self, first: int, by: int) -> None:
+    def renumber(self, first: int, by: int) -> None:
         """Give storages from ``first`` on names that are higher by so much."""
         self.live = {name + by if name >= first else name: where for name, where in self.live.items()}
 

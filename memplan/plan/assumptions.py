@@ -20,7 +20,6 @@ from memplan.step.states.parallel_shards import (
     runs_engine,
 )
 from memplan.step.tensors.update_kernels import unproven_updates
-from memplan.step.units.host_memory import host_words
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.stack_models import TEXT_ALONE, WITH_IMAGES
 from memplan.units import format_bytes, format_fraction
@@ -204,7 +203,7 @@ def _states(plan: MemoryPlan) -> Iterator[str]:
         )
     if plan.host.tensors:
         yield (
-            f"host memory: {plan.host.taken_bytes:,} B for each rank ({host_words(plan.host.tensors)}), pinned tensors rounded up to "
+            f"host memory: {plan.host.taken_bytes:,} B for each rank ({plan.host.words()}), pinned tensors rounded up to "
             f"powers of two as torch does, and {plan.node_host_bytes:,} B on a node of {plan.node_ranks}; what every process takes for "
             "itself, and a checkpoint that is loaded or saved, come on top"
         )

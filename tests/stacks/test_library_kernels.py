@@ -58,7 +58,8 @@ def test_axolotls_fused_adapters_save_less_than_pefts():
     assert fused.components["weights"] == apart.components["weights"]
     assert fused.components["activations"] < apart.components["activations"]
     some = plan("activation_checkpointing=none", "kernels.adapters=fused-mlp", stack="axolotl", config="qlora")
-    assert fused.components["activations"] < some.components["activations"] < apart.components["activations"]
+    peaks = [answer.memory.requested_bytes for answer in (fused, some, apart)]
+    assert peaks == sorted(set(peaks))
 
 
 def test_axolotl_trains_embedding_and_norms_in_fp32_but_with_flash_attention():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import answer, component_table, heading, plan_data, totals_table
-from memplan.step.units.host_memory import host_words
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _sums(plan: MemoryPlan) -> tuple[str, ...]:
     if plan.setup.offloads_states:
         lines.append(f"host             = sum(states on the host x count) = {states.host_bytes:,}")
     if plan.host.tensors:
-        words = host_words(plan.host.tensors)
+        words = plan.host.words()
         lines.append(f"host             = sum(host B x count)     = {states.host_bytes:,} ({words})")
     if states.master_bytes:
         lines.append(f"master_weights   = sum(n x width x count)  = {states.master_bytes:,}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from memplan.units import format_bytes
 from memplan.values import dataclass
@@ -78,6 +78,13 @@ class HostMemory:
         """What all tensors take, pinned ones rounded up."""
         return sum(part.taken_bytes for part in self.tensors)
 
+    def words(self, unit: str = "") -> str:
+        """Return what lies there, in words: each component with its bytes."""
+        sizes: dict[str, int] = {}
+        for part in self.tensors:
+            sizes[part.component] = sizes.get(part.component, 0) + part.bytes
+        return ", ".join(f"{name} {format_bytes(size, unit)}" for name, size in sizes.items())
+
     def of(self, component: str) -> int:
         """Return the bytes of one component."""
         return sum(part.bytes for part in self.tensors if part.component == component)
@@ -94,11 +101,3 @@ def host_memory(parts: Iterable[HostTensors]) -> HostMemory:
             key = part.component, part.tensor_bytes, part.pinned
             counts[key] = counts.get(key, 0) + part.count
     return HostMemory(tuple([HostTensors(name, size, n, pinned) for (name, size, pinned), n in counts.items()]))
-
-
-def host_words(parts: Sequence[HostTensors], unit: str = "") -> str:
-    """Return what lies in host memory, in words: each component with its bytes."""
-    sizes: dict[str, int] = {}
-    for part in parts:
-        sizes[part.component] = sizes.get(part.component, 0) + part.bytes
-    return ", ".join(f"{name} {format_bytes(size, unit)}" for name, size in sizes.items())
