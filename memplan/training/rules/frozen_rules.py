@@ -73,10 +73,12 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
         InvalidFileError: None trains.
     """
     if freeze == ALL_TRAIN:
-        if not any(tensor.frozen for tensor in model.inventory):
+        tower = {one.name for one in model.spec.tower.tensors} if model.spec.tower else set[str]()  # see images.tower
+        if not any(tensor.frozen and tensor.name not in tower for tensor in model.inventory):
             return model
         # one that was built for a plan whose parameters were frozen, as files that are read back are planned on
-        return replace(model, inventory=tuple([replace(tensor, frozen=False) for tensor in model.inventory]))
+        tensors = [tensor if tensor.name in tower else replace(tensor, frozen=False) for tensor in model.inventory]
+        return replace(model, inventory=tuple(tensors))
     spec, inventory = _split(model.spec, model.inventory, freeze)
     if all(tensor.frozen or not tensor.used for tensor in inventory):
         ends = (model.spec.names.embedding, model.spec.names.layer)  # not the first of all, which a vision tower has
