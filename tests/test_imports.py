@@ -16,7 +16,7 @@ import memplan
 ROOT = Path(memplan.__file__).parent
 FLOORS = [
     {"errors", "values"},
-    {"documents", "name_patterns", "units"},
+    {"documents", "units"},
     {"allocator", "catalog", "hardware", "host", "importer", "model"},
     {"muon", "training"},
     {"step"},

@@ -47,9 +47,9 @@ def test_nothing_that_persists_stays_on_the_device(pair):
 def test_host_memory_has_what_the_device_had(pair):
     on_device, offloaded = pair
     states, host = on_device.memory.states, offloaded.memory.host
-    assert host.of("weights") == states.weight_bytes
-    assert host.of("gradients") == states.gradient_bytes
-    assert host.of("optimizer_states") == states.state_bytes + states.host_bytes
+    assert host.components["weights"] == states.weight_bytes
+    assert host.components["gradients"] == states.gradient_bytes
+    assert host.components["optimizer_states"] == states.state_bytes + states.host_bytes
     assert offloaded.host_bytes == host.bytes == sum(part.bytes for part in host.tensors)
 
 
@@ -61,9 +61,9 @@ def test_only_shards_and_gradients_are_pinned(pair):
 def test_flat_tensors_have_a_gradient_in_host_memory_though_they_are_frozen():
     lora = {"adapter.kind": "lora", "adapter.rank": "8", "adapter.dtype": "fp32", "weights.default": "bf16"}
     host = planned(**FLAT, **OFFLOADED, **lora).memory.host
-    assert host.of("gradients") == host.of("weights")
+    assert host.components["gradients"] == host.components["weights"]
     host = planned(**OFFLOADED, **lora).memory.host
-    assert 0 < 20 * host.of("gradients") < host.of("weights")
+    assert 0 < 20 * host.components["gradients"] < host.components["weights"]
 
 
 def test_codes_that_every_rank_has_whole_stay_on_the_device():
@@ -77,7 +77,7 @@ def test_codes_that_every_rank_has_whole_stay_on_the_device():
         }
     )
     assert 2**28 < plan.memory.states.weight_bytes < 2**30
-    assert plan.memory.host.of("weights") > 0
+    assert plan.memory.host.components["weights"] > 0
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(4, 4), (8, 8), (64, 8)])

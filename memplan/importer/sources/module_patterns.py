@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memplan.name_patterns import name_pattern
+from memplan.documents.name_patterns import name_pattern
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -90,13 +90,10 @@ def host_data(plan: MemoryPlan) -> dict[str, Any]:
     data: dict[str, Any] = {"bytes": plan.host_bytes} | ({} if limit is None else {"limit_bytes": limit})
     if not plan.host.tensors:
         return data
-    components: dict[str, int] = {}
-    for part in plan.host.tensors:
-        components[part.component] = components.get(part.component, 0) + part.bytes
     return data | {
         "pinned_bytes": plan.host.pinned_bytes,
         "taken_bytes": plan.host.taken_bytes,
-        "components": [{"name": name, "bytes": size} for name, size in components.items()],
+        "components": [{"name": name, "bytes": size} for name, size in plan.host.components.items()],
         "ranks_per_node": plan.node_ranks,
         "node_bytes": plan.node_host_bytes,
     }

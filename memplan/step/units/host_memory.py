@@ -78,16 +78,17 @@ class HostMemory:
         """What all tensors take, pinned ones rounded up."""
         return sum(part.taken_bytes for part in self.tensors)
 
-    def words(self, unit: str = "") -> str:
-        """Return what lies there, in words: each component with its bytes."""
+    @property
+    def components(self) -> dict[str, int]:
+        """Bytes of each component, by name."""
         sizes: dict[str, int] = {}
         for part in self.tensors:
             sizes[part.component] = sizes.get(part.component, 0) + part.bytes
-        return ", ".join(f"{name} {format_bytes(size, unit)}" for name, size in sizes.items())
+        return sizes
 
-    def of(self, component: str) -> int:
-        """Return the bytes of one component."""
-        return sum(part.bytes for part in self.tensors if part.component == component)
+    def words(self, unit: str = "") -> str:
+        """Return what lies there, in words: each component with its bytes."""
+        return ", ".join(f"{name} {format_bytes(size, unit)}" for name, size in self.components.items())
 
 
 NOTHING_ON_HOST = HostMemory()

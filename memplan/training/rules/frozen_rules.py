@@ -10,11 +10,11 @@ from itertools import groupby
 
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Freeze, Parallel, TrainingConfig
+from memplan.documents.name_patterns import name_pattern, take_long
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor, expanded
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
-from memplan.name_patterns import name_pattern, take_long
 
 Path = tuple[str, ...]
 Trains = Callable[[str, ParameterTensor], bool]

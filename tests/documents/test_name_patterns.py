@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from memplan.name_patterns import MOST_STEPS, matching_steps, name_pattern, take_long
+from memplan.documents.name_patterns import MOST_STEPS, matching_steps, name_pattern, take_long
 
 NAMES = [f"model.language_model.layers.{layer}.self_attn.q_proj.weight" for layer in range(100)]
 SLOW = (
