@@ -65,8 +65,7 @@ def run_here(request: Request) -> Outcome:
     )
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
-    notes: list[str] = []
-    calls = TrainerCalls()
+    notes, calls = list[str](), TrainerCalls()
     ending, message = _ended(
         request,
         script,

@@ -228,8 +228,12 @@ class CompiledPlan:
             return plan.evaluate(device, batch, length)
         if self.ranks:
             return self._fullest([rank.evaluate(device, batch, length) for rank in self.ranks])
-        batch = batch or self.setup.config.micro_batch_size
-        length = length or self.setup.config.sequence_length
+        config = self.setup.config
+        answer = self._evaluated(device, batch or config.micro_batch_size, length or config.sequence_length)
+        return replace(answer, verdict="no") if answer.exceeds_host else answer
+
+    def _evaluated(self, device: Device, batch: int, length: int) -> MemoryPlan:
+        """Return the plan of one rank for a device that can do all that the job needs."""
         values = self.values(batch, length)
         compiled = self.compiled(batch, length)
         buffers = compiled.forms.buffers.total_bytes(values)
@@ -245,7 +249,7 @@ class CompiledPlan:
         usable = device.usable_bytes(self.setup.reserve_bytes)
         parts = list(peak.form.part_bytes(values))
         parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
-        answer = MemoryPlan(
+        return MemoryPlan(
             model=self.model,
             setup=self.setup,
             device=device,
@@ -274,7 +278,6 @@ class CompiledPlan:
             least_bytes=total,
             lower_bytes=total,
         )
-        return replace(answer, verdict="no") if answer.exceeds_host else answer
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:

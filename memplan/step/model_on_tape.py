@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.spec import Layer, LayerRun, ModelSpec
-from memplan.step.blocks.block_settings import Regime, block_settings
+from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
@@ -142,52 +142,83 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         {name.removeprefix("model.visual."): weight for name, weight in visual.items()},
     )
     needs = reads if tower is None else tower.closing.output.needs_gradient
-    names = _parameters_by_first(inputs.states, prefix)
-    unmasked = block_settings(spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False))
-    known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
-    sections: list[Section] = []
-    again: list[bool] = []
-    # the library asks for gradients of inputs, and checkpoints, where layers train
-    trained_alone = inputs.setup.stack.input_gradients == "trained-layers" and inputs.setup.config.freeze != ALL_TRAIN
-
-    def kind_of(run: LayerRun, stream: Stream) -> int:
-        own = names.get(inventory_first(spec, run), ())
-        masked = unmasked if inputs.regime.masked and run.first in spec.full_layers else block
-        trains = any(trainable for _, trainable in own)
-        computed_again = inputs.setup.computes_again(run.first) and (trains or not trained_alone)
-        key = (run.layer, own, stream, masked is block, computed_again)
-        if key not in known:
-            again.append(computed_again)
-            known[key] = len(sections)
-            relative = tuple((parameter[0].removeprefix(prefix), weights[parameter]) for parameter in own)
-            sections.append(layer_section(masked, run.layer, relative, *stream))
-        return known[key]
-
-    def after(kind: int) -> Stream:
-        output = sections[kind].output
-        return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes, False
-
     leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
     stream = (needs, block.residual_bytes, leaf)
+    kinds = _Kinds(inputs, block, weights, prefix)
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in weights
     leaves = [0] if given else []
     for run in _runs(spec, inputs.setup, inputs.regime):
-        trains = any(trainable for _, trainable in names.get(inventory_first(spec, run), ()))
-        if trained_alone and trains and not stream[0] and inputs.setup.computes_again(run.first):
+        if kinds.trained_alone and kinds.trains(run) and not stream[0] and inputs.setup.computes_again(run.first):
             leaves.append(len(runs))
             stream = (True, stream[1], run.layer.placement == "post")
-        first = kind_of(run, stream)
-        if after(first) == stream or run.count == 1:
+        first = kinds.of(run, stream)
+        if kinds.after(first) == stream or run.count == 1:
             runs.append((run, first))
         else:
             alone, rest = LayerRun(run.layer, 1, run.first), LayerRun(run.layer, run.count - 1, run.first + 1)
-            runs += [(alone, first), (rest, kind_of(run, after(first)))]
-        stream = after(runs[-1][1])
+            runs += [(alone, first), (rest, kinds.of(run, kinds.after(first)))]
+        stream = kinds.after(runs[-1][1])
     head = head_on_tape(settings, root, *stream[:2])
-    layers, kinds = tuple(run for run, _ in runs), tuple(kind for _, kind in runs)
-    lowest = leaves[0] if leaves else None
-    return ModelOnTape(settings, root, embedding, layers, kinds, tuple(sections), tuple(again), head, lowest, tower)
+    layers, numbers = zip(*runs, strict=True)
+    sections, again, lowest = tuple(kinds.sections), tuple(kinds.again), leaves[0] if leaves else None
+    return ModelOnTape(settings, root, embedding, layers, numbers, sections, again, head, lowest, tower)
+
+
+class _Kinds:
+    """Kinds of layers on tape as they are met, each once.
+
+    Args:
+        inputs: What is compiled.
+        block: What operations of layers depend on.
+        weights: Of all parameters.
+        prefix: What names of layers' parameters begin with.
+
+    Attributes:
+        trained_alone: Whether the library asks for gradients of inputs, and checkpoints, where layers train.
+        sections: A layer of each kind.
+        again: Whether it is computed again.
+    """
+
+    def __init__(
+        self, inputs: StepInputs, block: BlockSettings, weights: Mapping[Parameter, Weight], prefix: str
+    ) -> None:
+        self._inputs, self._block, self._weights, self._prefix = inputs, block, weights, prefix
+        self._names = _parameters_by_first(inputs.states, prefix)
+        self._unmasked = block_settings(
+            inputs.spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False)
+        )
+        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
+        setup = inputs.setup
+        self.trained_alone = setup.stack.input_gradients == "trained-layers" and setup.config.freeze != ALL_TRAIN
+        self.sections: list[Section] = []
+        self.again: list[bool] = []
+
+    def trains(self, run: LayerRun) -> bool:
+        """Tell whether parameters of a run's layers train."""
+        return any(trainable for _, trainable in self._own(run))
+
+    def of(self, run: LayerRun, stream: Stream) -> int:
+        """Return the kind of a run's layers, by number, where the first of them is given such a stream."""
+        inputs, own = self._inputs, self._own(run)
+        unmasked = inputs.regime.masked and run.first in inputs.spec.full_layers
+        again = inputs.setup.computes_again(run.first) and (self.trains(run) or not self.trained_alone)
+        key = (run.layer, own, stream, unmasked, again)
+        if key not in self._known:
+            self.again.append(again)
+            self._known[key] = len(self.sections)
+            weights = tuple((name[0].removeprefix(self._prefix), self._weights[name]) for name in own)
+            settings = self._unmasked if unmasked else self._block
+            self.sections.append(layer_section(settings, run.layer, weights, *stream))
+        return self._known[key]
+
+    def after(self, kind: int) -> Stream:
+        """Return the stream behind a layer of a kind."""
+        output, block = self.sections[kind].output, self._block
+        return output.needs_gradient, output.element_bytes if block.code.promotes else block.residual_bytes, False
+
+    def _own(self, run: LayerRun) -> tuple[Parameter, ...]:
+        return self._names.get(inventory_first(self._inputs.spec, run), ())
 
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:

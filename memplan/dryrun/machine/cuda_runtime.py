@@ -183,20 +183,6 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         allocator.allocated_peak_bytes = allocator.allocated_bytes
         driver.reserved_peak_bytes = driver.reserved_bytes
 
-    def stats(*_: Any) -> dict[str, int]:
-        pairs = {
-            "requested_bytes": (allocator.requested_bytes, allocator.requested_peak_bytes),
-            "allocated_bytes": (allocator.allocated_bytes, allocator.allocated_peak_bytes),
-            "active_bytes": (allocator.allocated_bytes, allocator.allocated_peak_bytes),
-            "reserved_bytes": (driver.reserved_bytes, driver.reserved_peak_bytes),
-        }
-        flat = {
-            f"{name}.all.{kind}": value
-            for name, both in pairs.items()
-            for kind, value in zip(("current", "peak"), both, strict=True)
-        }
-        return {**flat, "num_alloc_retries": allocator.retries, "num_ooms": 0}
-
     def free(*_: Any) -> tuple[int, int]:
         return max(0, recorder.card.capacity_bytes - driver.reserved_bytes), recorder.card.total_bytes
 
@@ -212,7 +198,7 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "max_memory_reserved": lambda *_: driver.reserved_peak_bytes,
         "memory_cached": lambda *_: driver.reserved_bytes,
         "max_memory_cached": lambda *_: driver.reserved_peak_bytes,
-        "memory_stats": stats,
+        "memory_stats": lambda *_: _statistics(recorder),
         "memory_summary": lambda *_, **__: "",
         "reset_peak_memory_stats": reset,
         "reset_max_memory_allocated": reset,
@@ -227,6 +213,21 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "_record_memory_history": _nothing,
         "_dump_snapshot": _nothing,
     }
+
+
+def _statistics(recorder: LiveRecorder) -> dict[str, int]:
+    """Return what ``torch.cuda.memory_stats`` says."""
+    allocator, driver = recorder.allocator, recorder.allocator.driver
+    allocated = (allocator.allocated_bytes, allocator.allocated_peak_bytes)
+    pairs = {
+        "requested_bytes": (allocator.requested_bytes, allocator.requested_peak_bytes),
+        "allocated_bytes": allocated,
+        "active_bytes": allocated,
+        "reserved_bytes": (driver.reserved_bytes, driver.reserved_peak_bytes),
+    }
+    kinds = ("current", "peak")
+    flat = {f"{name}.all.{kind}": pair[place] for name, pair in pairs.items() for place, kind in enumerate(kinds)}
+    return {**flat, "num_alloc_retries": allocator.retries, "num_ooms": 0}
 
 
 def _idle_answers() -> dict[str, Any]:

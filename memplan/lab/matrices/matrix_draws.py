@@ -94,11 +94,11 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def checked_sides(sides: Iterable[int], device: str) -> None:
-    """Raise unless matrices with such sides can be held here.
+def check_sizes(sides: Iterable[int], iterations: int, device: str) -> None:
+    """Raise unless matrices with such sides can be held here, and so many iterations are run.
 
     Raises:
-        UnitError: A side is smaller than 2, or too large for the memory.
+        UnitError: A side is smaller than 2, or too large for the memory, or iterations are out of range.
     """
     for side in sides:
         needed = _COPIES * 4 * side * side
@@ -107,6 +107,8 @@ def checked_sides(sides: Iterable[int], device: str) -> None:
         if needed > _memory_bytes(device):
             have = _memory_bytes(device) >> 30
             raise UnitError(f"a side of {side:,} takes up to {needed / 2**30:,.0f} GiB; there are {have:,} GiB")
+    if not 1 <= iterations <= 50:
+        raise UnitError(f"--iterations: expected 1 to 50, got {iterations}")
 
 
 def checked_names(kind: str, given: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:

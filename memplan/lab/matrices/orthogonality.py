@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,12 +11,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from memplan.errors import UnitError
 from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.matrices.matrix_draws import (
     DTYPES,
+    check_sizes,
     checked_names,
-    checked_sides,
     clock,
     distance,
     errors,
@@ -88,22 +88,16 @@ def run(
     schedules = checked_names("Newton-Schulz schedule", schedules, SCHEDULES)
     checked_names("dtype", [dtype], DTYPES)
     checked_names("measure", [measure], MEASURES)
-    checked_sides([side for shape in shapes for side in shape], device)
-    if not 1 <= iterations <= 50:
-        raise UnitError(f"--iterations: expected 1 to 50, got {iterations}")
+    check_sizes([side for shape in shapes for side in shape], iterations, device)
     shapes = tuple(dict.fromkeys(shapes))
-    rows: list[Row] = []
-    done = 0
-    for shape in shapes:
-        main = shape == shapes[0]
-        counts = range(1, iterations + 1) if main else [OTHER_ITERATIONS]
-        samples: dict[tuple[str, int], list[Sample]] = {}
-        for seed in seeds if main else seeds[:OTHER_SEEDS]:
-            for key, sample in _samples(gaussian(*shape, seed, device), schedules, counts, DTYPES[dtype]).items():
-                samples.setdefault(key, []).append(sample)
-            done += 1
-            progress(done, f"{shape[0]}x{shape[1]}, seed {seed}")
-        rows += [_row(name, count, shape, dtype, group) for (name, count), group in samples.items()]
+    samples = defaultdict[tuple[str, int, Shape], list[Sample]](list)
+    for done, (shape, seed) in enumerate(_draws(seeds, shapes), 1):
+        counts = range(1, iterations + 1) if shape == shapes[0] else [OTHER_ITERATIONS]
+        matrix = gaussian(*shape, seed, device)
+        for (name, count), sample in _samples(matrix, schedules, counts, DTYPES[dtype]).items():
+            samples[name, count, shape].append(sample)
+        progress(done, f"{shape[0]}x{shape[1]}, seed {seed}")
+    rows = [_row(*key, dtype, group) for key, group in samples.items()]
     settings = {
         "shapes": [list(shape) for shape in shapes],
         "schedules": list(schedules),
@@ -118,7 +112,12 @@ def run(
 
 def parts(seeds: Sequence[int], shapes: Sequence[Shape]) -> int:
     """Return how often ``run`` reports."""
-    return len(seeds) + (len(dict.fromkeys(shapes)) - 1) * len(seeds[:OTHER_SEEDS])
+    return len(_draws(seeds, tuple(dict.fromkeys(shapes))))
+
+
+def _draws(seeds: Sequence[int], shapes: Sequence[Shape]) -> list[tuple[Shape, int]]:
+    """Return the shape and the seed of each matrix."""
+    return [(shape, seed) for shape in shapes for seed in (seeds if shape == shapes[0] else seeds[:OTHER_SEEDS])]
 
 
 def _samples(

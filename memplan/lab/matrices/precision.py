@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -9,12 +10,11 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.errors import UnitError
 from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.matrices.matrix_draws import (
     DTYPES,
+    check_sizes,
     checked_names,
-    checked_sides,
     clock,
     errors,
     gaussian,
@@ -77,34 +77,28 @@ def run(
         UnknownNameError: A name that is none.
         UnitError: A width or number of iterations out of range.
     """
-    names = [name for name, _ in _ways(precisions, products)]
-    checked_sides(widths, device)
-    if not 1 <= iterations <= 50:
-        raise UnitError(f"--iterations: expected 1 to 50, got {iterations}")
-    coefficients = resolved_schedule(schedule, iterations)
-    rows: list[Row] = []
-    done = 0
-    for width, chosen, ways in _runs(seeds, widths, precisions, products):
-        values: dict[tuple[str, str, int], list[tuple[float, ...]]] = {}
-        for seed in chosen:
-            matrix = gaussian(width, width, seed, device)
-            reference: list[Tensor] = []
-            for precision, which in ways:
-                course = _course(matrix, precision, which, coefficients, reference)
-                for index, measured in enumerate(course):
-                    values.setdefault((precision, which, index + 1), []).append(measured)
-                done += 1
-                progress(done, f"{width}x{width}, seed {seed}, {precision}")
-        rows += [_row(*key, width, schedule, group) for key, group in values.items()]
     settings = {
         "widths": list(dict.fromkeys(widths)),
-        "precisions": list(dict.fromkeys(names)),
+        "precisions": list(dict.fromkeys(name for name, _ in _ways(precisions, products))),
         "products": list(dict.fromkeys(products)),
         "iterations": iterations,
         "schedule": schedule,
         "matrix": "gaussian",
         "device": device,
     }
+    check_sizes(widths, iterations, device)
+    coefficients = resolved_schedule(schedule, iterations)
+    values = defaultdict[tuple[str, str, int, int], list[tuple[float, ...]]](list)
+    done = 0
+    for width, chosen, ways in _runs(seeds, widths, precisions, products):
+        for seed in chosen:
+            matrix, reference = gaussian(width, width, seed, device), list[Tensor]()
+            for precision, which in ways:
+                for index, measured in enumerate(_course(matrix, precision, which, coefficients, reference), 1):
+                    values[precision, which, index, width].append(measured)
+                done += 1
+                progress(done, f"{width}x{width}, seed {seed}, {precision}")
+    rows = [_row(*key, schedule, group) for key, group in values.items()]
     computed = [*buffer_rows(COMPUTED_WIDTH), *traffic_rows(COMPUTED_WIDTH)]
     return Outcome("precision", settings, seeds, rows, findings(rows, computed), LIMITS, computed)
 

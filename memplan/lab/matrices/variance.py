@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memplan.errors import UnitError
 from memplan.lab.experiment_record import Outcome, Progress, Row, interval
-from memplan.lab.matrices.matrix_draws import checked_sides, errors, iterated, normalised
+from memplan.lab.matrices.matrix_draws import check_sizes, errors, iterated, normalised
 from memplan.muon.orthogonalisation.schedules import resolved_schedule
 
 METHODS = ("raw", "cubic", "you-jiacheng", "qr")
@@ -47,9 +47,9 @@ def run(
     Raises:
         UnitError: A number out of range.
     """
-    checked_sides([width], device)
-    if samples < 2 or not 1 <= iterations <= 50 or noise <= 0:
-        raise UnitError("expected at least 2 samples, 1 to 50 iterations and noise above 0")
+    check_sizes([width], iterations, device)
+    if samples < 2 or noise <= 0:
+        raise UnitError("expected at least 2 samples and noise above 0")
     methods = _methods(iterations)
     values: dict[str, list[tuple[float, ...]]] = {name: [] for name in methods}
     done = 0

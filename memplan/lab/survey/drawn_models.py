@@ -46,6 +46,13 @@ OWN_HEAD_WIDTH = frozenset(
 )
 """Families whose heads need not divide the residual stream."""
 
+GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
 UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon"})
 
 TOWERS = {
@@ -173,15 +180,11 @@ def _odd(rng: Random, family: str) -> Values:
 def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int) -> Values:
     """Return the keys that only this family has."""
     experts = {"num_experts_per_tok": rng.choice((1, 2, 3))}
-    inner = {"moe_intermediate_size": rng.choice((32, 48, 100, 192))}
+    mixture = {**experts, "moe_intermediate_size": rng.choice((32, 48, 100, 192))}
+    sparse = {**mixture, "num_experts": 4}
     flag = rng.random() < 0.5
     own: dict[str, Values] = {
-        "gpt2": {
-            "n_embd": values["hidden_size"],
-            "n_layer": values["num_hidden_layers"],
-            "n_head": values["num_attention_heads"],
-            "n_positions": 8192,
-        },
+        "gpt2": {name: values[key] for name, key in GPT2_NAMES.items()},
         "llama": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
         "falcon": {
             "num_kv_heads": groups,
@@ -193,15 +196,9 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         },
         "mixtral": {**experts, "num_local_experts": 4},
         "gpt_oss": {**experts, "num_local_experts": 4, "attention_bias": flag, "sliding_window": 128},
-        "qwen2_moe": {
-            **experts,
-            **inner,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 48,
-            "decoder_sparse_step": rng.choice((1, 2)),
-        },
-        "qwen3_moe": {**experts, **inner, "num_experts": 4, "decoder_sparse_step": rng.choice((1, 2))},
-        "qwen3": {"attention_bias": flag},
+        "qwen2_moe": {**sparse, "shared_expert_intermediate_size": 48, "decoder_sparse_step": rng.choice((1, 2))},
+        "qwen3_moe": {**sparse, "decoder_sparse_step": rng.choice((1, 2))},
+        **{name: {"attention_bias": flag} for name in ("qwen3", "hunyuan_v1_dense", "gemma2")},
         "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
         "gpt_neox": {"use_parallel_residual": flag},
         "phi": {"qk_layernorm": flag, "partial_rotary_factor": 0.5},
@@ -210,10 +207,8 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "cohere2": {"attention_bias": flag, "sliding_window": rng.choice((100, 4096))},
         "exaone4": {"sliding_window": rng.choice((100, 4096))},
         "granite": {"attention_bias": flag, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
-        "hunyuan_v1_dense": {"attention_bias": flag},
         "glm4_moe": {
-            **experts,
-            **inner,
+            **mixture,
             "use_qk_norm": flag,
             "n_routed_experts": 8,
             "n_shared_experts": 1,
@@ -226,16 +221,12 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "use_bias": flag,
             **dict.fromkeys(("residual_dropout", "embedding_dropout"), rng.choice((0.0, 0.1))),
         },
-        "gemma2": {"attention_bias": flag},
     }
     if family in LINEAR:
-        return _linear(rng, family, experts | inner)
+        return _linear(rng, family, mixture)
     if family.startswith("deepseek"):
-        return {**experts, **inner, **_latent(rng, values)}
-    keys = own.get(family, {})
-    if family == "gpt2":
-        keys = {**keys, "n_inner": values["intermediate_size"]}
-    return keys
+        return {**mixture, **_latent(rng, values)}
+    return own.get(family, {})
 
 
 def _linear(rng: Random, family: str, experts: Values) -> Values:

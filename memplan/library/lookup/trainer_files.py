@@ -190,9 +190,8 @@ def training_data(
         _refuse_first(job)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
-        data["method"] = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")} | {
-            "stage": stage
-        }
+        said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
+        data["method"] = {**said, "stage": stage}
         if stage in GENERATING:
             data["method"]["rollout"] = _known(method.get("rollout", {}), Rollout)
     _refuse_unknown(text, data, TrainingConfig)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memplan.allocator.results import AllocatorResult
     from memplan.budget.budget_jobs import Job
     from memplan.budget.evaluation import Finding
-    from memplan.dryrun.terms.outcome import Outcome
+    from memplan.dryrun.terms.outcome import Outcome, Request
     from memplan.trace.recording.trace_result import Trace
 
 
@@ -179,26 +179,47 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     """
     require_torch()
     from memplan.dryrun.script_process import run_script
-    from memplan.dryrun.terms.outcome import Card, Ranks, Request
 
     _check(script, options)
     budget = options.get("check")
     job = None if budget is None else budgeted_job(Path(budget), str(script))
-    given = options.get("catalog")
-    catalog = open_catalog(None if given is None else Path(given))
+    catalog = open_catalog(None if (given := options.get("catalog")) is None else Path(given))
     device = _device(options, catalog)
-    gpus = options.get("gpus")
     context = context_range(device.gpu, hardware_tables(catalog.root)).expected_bytes
-    card = Card(
-        device.gpu.name,
-        device.gpu.compute_capability or DEFAULT_CAPABILITY,
-        device.gpu.cuda_total_bytes,
-        max(0, device.usable_bytes(0) - context),
+    request = _request(str(script), tuple(arguments), options, device, context)
+    outcome = run_script(request, quiet=options.get("quiet", False))
+    shown = " ".join([str(script), *arguments])
+    _refuse(outcome, shown)
+    ran = DryRun(
+        script=shown,
+        device=device,
+        outcome=outcome,
+        to_spare=_replayed(outcome, request.alloc_conf, None),
+        on_device=_replayed(outcome, request.alloc_conf, request.card.capacity_bytes),
+        context_bytes=context,
+        most_listed=options.get("largest", MOST_LISTED),
+        job=job,
     )
-    request = Request(
-        str(script),
-        card,
-        tuple(arguments),
+    if ran.fits or outcome.told is None or request.ranks is not None:
+        return ran
+    try:
+        return replace(ran, suggestions=suggested(outcome.told, ran.requested_bytes, device, catalog))
+    except CannotAnswerError as error:
+        return replace(ran, unsuggested=str(error))
+
+
+def _request(
+    script: str, arguments: tuple[str, ...], options: RunOptions, device: Device, context_bytes: int
+) -> Request:
+    """Return what the process that runs the script is told."""
+    from memplan.dryrun.terms.outcome import Card, Ranks, Request
+
+    gpu, gpus = device.gpu, options.get("gpus")
+    capacity = max(0, device.usable_bytes(0) - context_bytes)
+    return Request(
+        script,
+        Card(gpu.name, gpu.compute_capability or DEFAULT_CAPABILITY, gpu.cuda_total_bytes, capacity),
+        arguments,
         options.get("module", False),
         options.get("steps", STEPS),
         options.get("timeout", TIMEOUT),
@@ -208,25 +229,6 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         synthetic=options.get("synthetic"),
         ranks=None if gpus is None else Ranks(gpus, options.get("rank", 0)),
     )
-    outcome = run_script(request, quiet=options.get("quiet", False))
-    shown = " ".join([str(script), *arguments])
-    _refuse(outcome, shown)
-    ran = DryRun(
-        script=shown,
-        device=device,
-        outcome=outcome,
-        to_spare=_replayed(outcome, request.alloc_conf, None),
-        on_device=_replayed(outcome, request.alloc_conf, card.capacity_bytes),
-        context_bytes=context,
-        most_listed=options.get("largest", MOST_LISTED),
-        job=job,
-    )
-    if ran.fits or outcome.told is None or gpus is not None:
-        return ran
-    try:
-        return replace(ran, suggestions=suggested(outcome.told, ran.requested_bytes, device, catalog))
-    except CannotAnswerError as error:
-        return replace(ran, unsuggested=str(error))
 
 
 def _device(options: RunOptions, catalog: Catalog) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
@@ -55,57 +56,69 @@ def layer_section(
 
 def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return the residual stream after a layer."""
-    names, hidden = builder.settings.names, builder.settings.hidden_size
-    norms = norm_names(names, layer)
-
-    def normed(value: Value, index: int) -> Value:
-        return normalised(builder, value, layer.norm, norms[index], hidden)
+    code = builder.settings.code
+    normed = _norms(builder, layer)
 
     def added(x: Value, part: Value) -> Value:
         total = builder.add(x, builder.pointwise("scale", part) if layer.residual_scale else part)
         builder.tape.touch(part)  # its name is given to the sum
         return total
 
-    if builder.settings.code.names_all:
+    if code.names_all:
         return _renaming(builder, x, layer)
     if layer.placement == "parallel":
-        return (_own_parallel if builder.settings.code.sums == "own" else _parallel)(builder, x, layer)
+        return (_own_parallel if code.sums == "own" else _parallel)(builder, x, layer)
     if layer.placement == "post":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, x, layer), 0)))
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, x, layer), 1)))
-    if layer.placement == "sandwich" and builder.settings.code.names_parts:
-        first = normed(x, 0)
-        with builder.tape.alive(first):
-            part = attention_part(builder, first, layer)
-            with builder.tape.alive(part):
-                x = builder.add(normed(part, 1), x)
-        with builder.tape.alive(part, x):
-            fed = feed_forward(builder, normed(x, 2), layer)
-            with builder.tape.alive(fed):
-                return builder.add(x, normed(fed, 3))
+    if code.names_parts:
+        return (_named_sandwich if layer.placement == "sandwich" else _named_parts)(builder, x, layer)
     if layer.placement == "sandwich":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
-    if builder.settings.code.names_parts:
-        first = normed(x, 0)
-        with builder.tape.alive(first):
-            part = attention_part(builder, first, layer)
-        with builder.tape.alive(part):
-            x = builder.add(part, x)
-            with builder.tape.alive(x):
-                part = feed_forward(builder, normed(x, 1), layer)
-                with builder.tape.alive(part):
-                    return builder.add(x, part)
     first = normed(x, 0)
-    code = builder.settings.code
     builder.held += [first] if code.names_norm else []
     part = builder.dropped(attention_part(builder, first, layer))
     builder.held += [part] if code.names_attention else []
     x = added(x, part)
     with builder.tape.alive(x):
         return added(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
+
+
+def _norms(builder: Builder, layer: Layer) -> Callable[[Value, int], Value]:
+    """Return what applies a layer's norm of a number to a value."""
+    names, hidden = norm_names(builder.settings.names, layer), builder.settings.hidden_size
+    return lambda value, index: normalised(builder, value, layer.norm, names[index], hidden)
+
+
+def _named_sandwich(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after a layer with norms around both parts, each part with a name until the layer's end."""
+    normed = _norms(builder, layer)
+    first = normed(x, 0)
+    with builder.tape.alive(first):
+        part = attention_part(builder, first, layer)
+        with builder.tape.alive(part):
+            x = builder.add(normed(part, 1), x)
+    with builder.tape.alive(part, x):
+        fed = feed_forward(builder, normed(x, 2), layer)
+        with builder.tape.alive(fed):
+            return builder.add(x, normed(fed, 3))
+
+
+def _named_parts(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after a layer with a norm before each part, likewise."""
+    normed = _norms(builder, layer)
+    first = normed(x, 0)
+    with builder.tape.alive(first):
+        part = attention_part(builder, first, layer)
+    with builder.tape.alive(part):
+        x = builder.add(part, x)
+        with builder.tape.alive(x):
+            part = feed_forward(builder, normed(x, 1), layer)
+            with builder.tape.alive(part):
+                return builder.add(x, part)
 
 
 def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -243,40 +243,16 @@ def quantities(
     blocks = -(-length // 128)
     pairs = batch * blocks * (blocks + 1)
     row = row or -(-length // chunks)
-    rows = (batch * row, batch * (length - (-(-length // row) - 1) * row))
+    rows = -(-length // row)
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
-    partial = many // EMBEDDING_ROWS_PER_PART + touched
-    predicted = tokens - batch
     answered = answered_tokens(batch, length, answer)
     tile = min(answered, TILE_TOKENS)
-    sums = (many, touched, partial)
     delta = ceil_div(length, CHUNK_TOKENS)
-    return (
-        1,
-        tokens,
-        scores,
-        rounded,
-        length,
-        chunk,
-        square,
-        scores + tokens,
-        *sums,
-        aligned,
-        predicted,
-        tile,
-        pairs,
-        *rows,
-        tokens * round_up(length, 16),
-        batch,
-        batch * delta,
-        batch * max(delta - LATE_CHUNKS - 1, 0),
-        -(-length // row),
-        length * round_up(length, 16),
-        answered,
-        answered + batch,
-        tokens // ranks,
-        min(answered - tile, TILE_TOKENS),
-        batch * images[0],
-        batch * images[1],
-    )
+    attended = (1, tokens, scores, rounded, length, chunk, square, scores + tokens)
+    embedded = (many, touched, many // EMBEDDING_ROWS_PER_PART + touched, aligned)
+    predicted = (tokens - batch, tile, pairs, batch * row, batch * (length - (rows - 1) * row))
+    sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), rows)
+    labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
+    ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1])
+    return attended + embedded + predicted + sequences + labelled + ends

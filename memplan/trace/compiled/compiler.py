@@ -73,9 +73,6 @@ def pretended_compiler(
 
     own: Any = torch.compile
 
-    def compiled(model: Any = None, **options: Any) -> Any:
-        return own(model, **{**options, "backend": backend, "mode": None})
-
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
         if device == "cuda":
@@ -83,7 +80,7 @@ def pretended_compiler(
         for owner, values in (
             (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
-            (torch, {"compile": compiled}),
+            (torch, {"compile": lambda model=None, **given: own(model, **{**given, "backend": backend, "mode": None})}),
         ):
             stack.enter_context(replaced(owner, values))
         stack.enter_context(_composite_losses())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Parallel, TrainingConfig
@@ -42,21 +43,12 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         CannotAnswerError: Keys whose effect is not modelled yet.
     """
     place = where or (lambda path: f"{name}: {'.'.join(path)}")
-    problems = [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]
-    if problems:
+    if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
-    stack = catalog.stack(config.stack)
-    config, profile = filled(config, stack), config.kernels.over(stack.kernels)
-    hidden = catalog.formats[format_name(config, "hidden_matrix")]
-    stack = with_replicas(config, with_method_rules(config, stack, hidden))
-    profile = with_adapters(config, with_method(config, stack, profile), stack, hidden)
-    if profile.adapters != stack.kernels.adapters:
-        config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
+    config, stack, profile = _filled(config, catalog)
     refuse_unmodelled(config, place)
-    for path, text in freeze_refusals(config, stack):
-        raise CannotAnswerError(f"{place(path)}: {text}")
-    for path, text in method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")):
-        raise CannotAnswerError(f"{place(path)}: {text}")
+    _refuse_first(freeze_refusals(config, stack), place)
+    _refuse_first(method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")), place)
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
     if config.adapter is None:
@@ -68,17 +60,15 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
-        for path, text in parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack, whole):
-            raise CannotAnswerError(f"{place(path)}: {text}")
+        _refuse_first(parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack, whole), place)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
-    stored = {role: catalog.formats[n] for role, n in known_formats.items()}
     return TrainingSetup(
         name=name,
         config=with_learning(config, recipe, catalog, name),
         stack=stack,
         profile=profile,
         format_names=known_formats,
-        formats=stored,
+        formats={role: catalog.formats[n] for role, n in known_formats.items()},
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
@@ -89,6 +79,28 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
+
+
+def _filled(config: TrainingConfig, catalog: Catalog) -> tuple[TrainingConfig, Stack, KernelProfile]:
+    """Return a config with its gaps filled in by its stack, the stack as it runs it, and the kernels."""
+    stack = catalog.stack(config.stack)
+    config, profile = filled(config, stack), config.kernels.over(stack.kernels)
+    hidden = catalog.formats[format_name(config, "hidden_matrix")]
+    stack = with_replicas(config, with_method_rules(config, stack, hidden))
+    profile = with_adapters(config, with_method(config, stack, profile), stack, hidden)
+    if profile.adapters != stack.kernels.adapters:
+        config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))
+    return config, stack, profile
+
+
+def _refuse_first(refusals: Iterable[tuple[Path, str]], place: Where) -> None:
+    """Raise the first of what is not modelled, each with its path of keys, where there is any.
+
+    Raises:
+        CannotAnswerError: There is one.
+    """
+    for path, text in refusals:
+        raise CannotAnswerError(f"{place(path)}: {text}")
 
 
 def _family_gaps(stack: Stack, catalog: Catalog) -> Mapping[str, FamilyGap]:
