@@ -198,6 +198,8 @@ class DeepSpeed:
         prefetch_bucket_size: Elements that stage 3 gathers ahead at once; ``auto`` is 0.9 times the hidden size squared.
         max_live_parameters: Elements that it gathers ahead as long as fewer are gathered.
         max_reuse_distance: Elements of modules ahead among which one that needs a parameter again keeps it gathered.
+        pinned_optimizer: Whether what ``offload.optimizer_states`` keeps in host memory is pinned (``offload_optimizer.pin_memory``).
+        pinned_weights: Whether what ``offload.weights`` keeps there is (``offload_param.pin_memory``).
     """
 
     reduce_bucket_size: int | Literal["auto"] = 500_000_000
@@ -209,6 +211,8 @@ class DeepSpeed:
     prefetch_bucket_size: int | Literal["auto"] = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
+    pinned_optimizer: bool = True
+    pinned_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +322,8 @@ class Offload:
     """What is kept in host memory.
 
     Attributes:
-        optimizer_states: ``cpu`` keeps them in host memory; the bundled optimizer then steps, or FSDP's ranks do there.
-        weights: ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states.
+        optimizer_states: ``cpu`` keeps them in host memory; the bundled optimizer then steps, or the ranks of FSDP and DeepSpeed do there.
+        weights: ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states, or the pieces of DeepSpeed's stage 3.
         activations: Refused until it is built.
     """
 

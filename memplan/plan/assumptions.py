@@ -263,6 +263,11 @@ def _sharing(plan: MemoryPlan) -> Iterator[str]:
         )
     if is_flat(parallel) or is_partitioned(parallel):
         yield _engine(plan)
+        if plan.host.tensors:
+            yield (
+                "DeepSpeedCPUAdam steps fp32 weights in host memory, without any of the device's; what ranks have there is of the "
+                "rank that has most, and moments are not pinned"
+            )
     elif is_sharded(parallel):
         yield from _units(plan)
     else:

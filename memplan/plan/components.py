@@ -110,6 +110,8 @@ def _communication(plan: MemoryPlan) -> Iterator[Component]:
         return
     if is_flat(parallel):
         formula, source = "DeepSpeed's buckets of gradients, and the copy that is reduced", FLAT_SOURCE
+        if plan.states.staged_bytes:
+            formula += "; a buffer for the largest gradient on its way to host memory"
     elif is_sharded(parallel):
         formula = "weights gathered for the root and for the layer that runs or comes next, gradients being reduced"
         if parallel.pipeline > 1:

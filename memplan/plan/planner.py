@@ -84,6 +84,7 @@ class CompiledPlan:
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
         )
+        self.bucket_bytes += states.staged_bytes
         self.constant_bytes = states.weight_bytes + states.master_bytes + states.state_bytes + states.average_bytes
         self.constant_bytes += self.bucket_bytes
 

@@ -17,7 +17,7 @@ from memplan.catalog.training_config import (
     Schedule,
     TrainingConfig,
 )
-from memplan.catalog.update_classes import is_known
+from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import flat_refusal, staying_refusal
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
@@ -269,6 +269,9 @@ def _when_flat(
                 ("optimizer",),
                 f"{name} is not modelled under DeepSpeed, which steps flat fp32 weights; use adamw-fp32",
             )
+        elif config.offload.optimizer_states == "cpu" and entry.implementation != TORCH_ADAMW:
+            text = f"{name} is not what DeepSpeed steps in host memory, where its own Adam does; use adamw-fp32"
+            yield ("optimizer",), text
 
 
 def _when_sharded(

@@ -388,7 +388,9 @@ def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
         ),
         ('{"zero_optimization": {"stage": 1}, "bf16": {"bf16_master_weights_and_grads": true}}', "bf16 copies"),
         ('{"zero_optimization": {"stage": 3}, "data_types": {"grad_accum_dtype": "fp32"}}', "another dtype"),
-        ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', "DeepSpeed's offloading"),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "nvme is not modelled"),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}', "a share of"),
+        ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}', "none beside weights in host memory"),
     ],
 )
 def test_what_deepspeed_does_otherwise_is_refused(tmp_path, text, reason):

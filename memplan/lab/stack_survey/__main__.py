@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.images and not options.job:
         jobs = [with_images(job, options.seed, number, catalog) for number, job in enumerate(jobs)]
     if options.deepspeed and not options.job:
-        stages = (options.zero,) if options.zero else DEEPSPEED_STAGES
+        stages = (options.zero,) if options.zero else (1, 2, 3, 3) if options.offload else DEEPSPEED_STAGES
         jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
     if options.divided and not options.job:
         jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]

@@ -189,5 +189,9 @@ def offloaded_job(job: StackJob, seed: int, number: int) -> StackJob:
     if "parallel" not in training:
         training["parallel"] = _drawn_shards(rng)
         _in_shards(training, rng)
+    if training["parallel"].get("engine") == "deepspeed":
+        weights = rng.choice(("none", "cpu")) if training["parallel"]["zero_stage"] == 3 else "none"
+        training["offload"] = {"weights": weights, "optimizer_states": "cpu"}
+        return replace(job, job=Job(job.job.model, training))
     training["offload"] = {"weights": "cpu", "optimizer_states": "cpu"}
     return replace(job, job=Job(job.job.model, training))

@@ -379,7 +379,10 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
     values = plan.values(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def sizes(rank: int) -> dict[str, int]:
-        alone = [share if other == rank else replace(share, gradient_bytes=0) for other, share in enumerate(shares)]
+        alone = [
+            share if other == rank else replace(share, gradient_bytes=0, names=frozenset())
+            for other, share in enumerate(shares)
+        ]
         update = Temporaries(shares[rank].step_bytes - shares[rank].gradient_bytes, "")
         own = replace(inputs, gradient_bytes=shares[rank].gradient_bytes, optimizer=update)
         found: dict[str, int] = {}

@@ -14,14 +14,16 @@ from memplan.library.lookup.config_lookup import read_config
 from memplan.library.lookup.trainer_files import trainer_job
 
 DEEPSPEED = "deepspeed"
-OWN = {name: name for name in DeepSpeed.__dataclass_fields__} | {
+PINNED = {"pinned_optimizer": "offload_optimizer", "pinned_weights": "offload_param"}
+"""Keys of ``parallel.deepspeed`` that say whether what is kept in host memory is pinned -> where DeepSpeed's file says it."""
+OWN = {name: name for name in DeepSpeed.__dataclass_fields__ if name not in PINNED} | {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "max_live_parameters": "stage3_max_live_parameters",
     "max_reuse_distance": "stage3_max_reuse_distance",
     "persistence_threshold": "stage3_param_persistence_threshold",
 }
 """Keys of ``parallel.deepspeed`` -> those of ``zero_optimization``."""
-ABSENT = {f"parallel.deepspeed.{name}": getattr(DeepSpeed(), name) for name in OWN} | {
+ABSENT = {f"parallel.deepspeed.{name}": getattr(DeepSpeed(), name) for name in DeepSpeed.__dataclass_fields__} | {
     "offload.optimizer_states": "none",
     "offload.weights": "none",
     "compute_dtype": "fp32",
@@ -61,13 +63,13 @@ def emit_deepspeed(options: JobOptions) -> str:
 def _keys(config: TrainingConfig) -> dict[str, Any]:
     """Return a config in DeepSpeed's keys (runtime/config.py and runtime/zero/config.py, 0.19.8)."""
     zero: dict[str, Any] = {"stage": config.parallel.zero_stage}
-    for key, place in (
-        ("offload_optimizer", config.offload.optimizer_states),
-        ("offload_param", config.offload.weights),
+    given = asdict(config.parallel.deepspeed)
+    for name, place in (
+        ("pinned_optimizer", config.offload.optimizer_states),
+        ("pinned_weights", config.offload.weights),
     ):
         if place != "none":
-            zero[key] = {"device": place, "pin_memory": True}
-    given = asdict(config.parallel.deepspeed)
+            zero[PINNED[name]] = {"device": place, "pin_memory": given[name]}
     zero |= {key: given[name] for name, key in OWN.items() if given[name] != ABSENT[f"parallel.deepspeed.{name}"]}
     clips = "auto" if config.clip_gradients is None else 1.0 if config.clip_gradients else 0.0
     return {

@@ -137,8 +137,23 @@ def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
     if config.offload.optimizer_states == "none" and config.adapter is None and config.master_weights == "none":
         cost = "host memory for the optimizer states, which every step copies in and out"
         yield Change(cost, (("offload.optimizer_states", "cpu"),))
+    yield from _offloaded_engine(config)
     if config.sequence_length >= 1024:
         yield Change("half the context", (("sequence_length", config.sequence_length // 2),))
+
+
+def _offloaded_engine(config: TrainingConfig) -> Iterator[Change]:
+    """Yield what DeepSpeed can keep in host memory."""
+    parallel, offload = config.parallel, config.offload
+    if parallel.engine != "deepspeed" or not parallel.zero_stage:
+        return
+    states = (("offload.optimizer_states", "cpu"),)
+    if offload.optimizer_states == "none":
+        yield Change("host memory for fp32 weights, gradients and states, which the CPU steps", states)
+    if offload.weights == "none" and parallel.zero_stage == 3:
+        yield Change(
+            "host memory for all that ranks keep, which every gather copies", (*states, ("offload.weights", "cpu"))
+        )
 
 
 def last_resorts(config: TrainingConfig) -> Iterator[Change]:

@@ -161,7 +161,8 @@ class Sizes:
         gradients, hidden = weight_states.states.gradient_bytes, self.model.spec.hidden_size
         width = FLOAT_BYTES[self.space.base.compute_dtype]
         buckets = bucket_bytes(self.space.base.parallel, width, gradients, hidden)
-        total = weight_states.states.weight_bytes + weight_states.states.average_bytes + buckets
+        kept = weight_states.states
+        total = kept.weight_bytes + kept.average_bytes + buckets + kept.staged_bytes
         return total + self._stepped_by(state, weight_states).bytes
 
     def host_bytes(self, state: StateChoice) -> int:

@@ -40,6 +40,9 @@ from memplan.step.tapes.played import Instant, dominant
 Segment = tuple[tuple[Instant, ...], Instant | None, Mark | None]
 """Moments of a part, then what happens beside its operations, and the moment at which it does; an end has none."""
 
+NORM_BYTES = 8
+"""Bytes of an element of a gradient whose norm is formed (``get_norm_dtype`` in deepspeed/runtime/zero/utils.py, 0.19.8)."""
+
 FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to fp32, group by group"
 
 
@@ -207,7 +210,7 @@ class EngineStep:
         config = self.inputs.setup.config
         several, stage = config.gradient_accumulation_steps > 1, config.parallel.zero_stage
         leaves = stage == 2 or (self._count == 2 and not several)
-        yield from self._pass.instants(self._buckets() if leaves else self._kept(again=False))
+        yield from self._pass.instants(self._buckets(last=not several) if leaves else self._kept(again=False))
         if stage == 1 and not leaves and not several:
             yield self._reduced_at_the_end()
         if several:
@@ -226,10 +229,12 @@ class EngineStep:
                 continue  # its norm is a part of the step
             yield instant.around(graph) if instant.name == "optimizer step" else instant
 
-    def _buckets(self) -> Buckets:
+    def _buckets(self, *, last: bool = True) -> Buckets:
+        """Return the buckets of a micro-step, be it the last: those before it sum up in host memory, where gradients go there."""
         stage = self.inputs.setup.config.parallel.zero_stage
         sizes = {"size": self._size, "count": self._count, "width": self._width}
-        return Buckets(self.groups, self.shares, lingers=stage == 1, copies=self._copies, **sizes)
+        leaves = NORM_BYTES * last if self.inputs.setup.steps_on_host else None
+        return Buckets(self.groups, self.shares, lingers=stage == 1, copies=self._copies, leaves=leaves, **sizes)
 
     def _kept(self, *, again: bool) -> Kept:
         return Kept(self._sizes, self._size * self._width * self._count, again=again)

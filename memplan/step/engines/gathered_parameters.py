@@ -50,6 +50,7 @@ class Limits:
         bucket: Elements that are gathered ahead at once.
         live: Elements that are gathered at most before nothing is gathered ahead.
         distance: Elements of modules ahead among which one that needs a parameter again keeps it.
+        moved: Whether a rank's pieces come from host memory.
     """
 
     ranks: int
@@ -57,6 +58,7 @@ class Limits:
     bucket: int
     live: int
     distance: int
+    moved: bool = False
 
 
 class _Buffer:
@@ -64,6 +66,7 @@ class _Buffer:
 
     def __init__(self, names: Sequence[str], size: int) -> None:
         self.names, self.bytes, self.waiting, self.copied = names, size, len(names), False
+        self.piece = 0
 
 
 class GatheredParameters:
@@ -116,8 +119,7 @@ class GatheredParameters:
         visit = self._visits[self._step]
         if visit.way == "backward":
             self._backward[visit.module] = set(visit.parameters)
-        self._gather([name for name in visit.parameters if self._is_apart(name)])
-        most = self.bytes
+        most = self._gather([name for name in visit.parameters if self._is_apart(name)])
         for name in visit.parameters:
             self._active.setdefault(name, set()).add(visit.module)
             if visit.way == "again" and self._backward and name in self._frozen:
@@ -126,7 +128,7 @@ class GatheredParameters:
                 self._active[name].add(owner)
             most = max(most, self._wait(name))
         self._pass_over(visit)
-        self._gather_ahead()
+        most = max(most, self._gather_ahead())
         self._step += 1
         return max(most, self.bytes)
 
@@ -176,16 +178,24 @@ class GatheredParameters:
                 self.bytes -= size
             self._live -= self._elements[name]
 
-    def _gather(self, names: Sequence[str]) -> None:
-        """Begin to gather parameters, in one buffer."""
+    def _gather(self, names: Sequence[str]) -> int:
+        """Begin to gather parameters, in one buffer; return the most that is there meanwhile.
+
+        The piece of one that comes alone from host memory is there until it is waited for, those of several while they are copied.
+        """
         if not names:
-            return
+            return self.bytes
         limits = self._limits
-        size = limits.width * limits.ranks * sum(ceil_div(self._elements[name], limits.ranks) for name in names)
-        buffer = _Buffer(names, size)
+        piece = limits.width * sum(ceil_div(self._elements[name], limits.ranks) for name in names)
+        buffer = _Buffer(names, piece * limits.ranks)
         self._flying.update(dict.fromkeys(names, buffer))
-        self.bytes += size
+        self.bytes += buffer.bytes
+        most = self.bytes + piece * limits.moved
+        if limits.moved and len(names) == 1:
+            buffer.piece = piece
+            self.bytes += piece
         self._live += sum(self._elements[name] for name in names)
+        return most
 
     def _wait(self, name: str) -> int:
         """Wait for a parameter; return the most that is there meanwhile."""
@@ -199,6 +209,8 @@ class GatheredParameters:
                 self._there[other] = buffer.bytes if alone else self._limits.width * self._elements[other]
             self.bytes += 0 if alone else sum(self._there[other] for other in buffer.names)
         most = self.bytes
+        self.bytes -= buffer.piece
+        buffer.piece = 0
         buffer.waiting -= 1
         if not buffer.waiting and not alone:
             self.bytes -= buffer.bytes
@@ -213,7 +225,7 @@ class GatheredParameters:
             self._asked[name] = step
             taken.add(name)
 
-    def _gather_ahead(self) -> None:
+    def _gather_ahead(self) -> int:
         room = min(self._limits.live - self._live, self._limits.bucket)
         names: set[str] = set()
         ahead = 0
@@ -223,4 +235,4 @@ class GatheredParameters:
             if self._is_apart(name) and name not in names:
                 names.add(name)
                 ahead += self._elements[name]
-        self._gather(sorted(names, key=self._order.__getitem__))
+        return self._gather(sorted(names, key=self._order.__getitem__))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
@@ -17,6 +18,7 @@ from memplan.step.behind_forward import EVALUATION, behind_forward
 from memplan.step.ends_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
     FORMULA,
+    NORM_BYTES,
     EnginePass,
     Following,
     Segments,
@@ -48,7 +50,11 @@ from memplan.step.states.single_tensors import in_layers
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.played import Instant
+from memplan.step.units.offloaded_partitions import FP32_BYTES
 from memplan.units import ceil_div, format_bytes
+
+NORM_ELEMENTS = 250_000_000
+"""Elements of a gradient that are in fp64 at once for its norm."""
 
 BEGINNINGS = ("forward", "again", "backward")
 """Kinds of marks at which modules begin."""
@@ -81,6 +87,35 @@ def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
     return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
 
 
+class Leaving(NamedTuple):
+    """How a rank's pieces of gradients leave for host memory.
+
+    Attributes:
+        last: Whether the optimizer steps behind this micro-step.
+        summed: Whether those of micro-steps before come back to be added to.
+
+    Source:
+        ``partition_grads``, ``_offload_grad_partition_at_boundary`` and ``_constant_buffered_norm2`` in
+        deepspeed/runtime/zero/stage3.py (0.19.8).
+    """
+
+    last: bool
+    summed: bool
+
+    def most(self, pieces: Sequence[int], width: int) -> int:
+        """Return the most that is there besides as one piece after the other leaves.
+
+        A copy of it, beside the one before it where that was a sum, and either a part of it in fp64 for its norm or all of it in fp32.
+        """
+        most = before = 0
+        for elements in pieces:
+            wide = max(NORM_BYTES * min(elements, NORM_ELEMENTS), FP32_BYTES * elements * (width < FP32_BYTES))
+            copies = width * (elements + before)
+            most = max(most, copies, width * elements + wide * self.last)
+            before = elements * self.summed
+        return most
+
+
 class GatheredGradients:
     """Parameters that are gathered, and gradients that leave through a bucket into a rank's pieces of them, which stay.
 
@@ -89,12 +124,19 @@ class GatheredGradients:
         gathered: What is gathered as they run.
         sizes: Elements of each parameter.
         rules: How gradients are reduced.
+        leaving: Where they leave for host memory.
     """
 
     def __init__(
-        self, modules: Modules, gathered: GatheredParameters, sizes: Mapping[str, int], rules: Partitions
+        self,
+        modules: Modules,
+        gathered: GatheredParameters,
+        sizes: Mapping[str, int],
+        rules: Partitions,
+        leaving: Leaving | None = None,
     ) -> None:
         self._modules, self._gathered, self._sizes, self._rules = modules, gathered, sizes, rules
+        self._leaving = leaving
         self._names: list[str] = []
         self._elements = self._waiting = 0
 
@@ -144,6 +186,8 @@ class GatheredGradients:
         copies = self._rules.copies or self._elements > self._rules.bucket
         in_place = not copies or sizes == padded[:1] or not sizes
         copied = 0 if in_place else self._rules.width * (2 * sum(padded) - sum(sizes))
+        if self._leaving is not None:
+            copied += self._leaving.most([size // ranks for size in padded], self._rules.width)
         self._names, self._elements, self._waiting = [], 0, 0
         return Held(before.communication + copied, before.gradients)
 
@@ -186,15 +230,22 @@ class GatheredStep:
         listed = _Listed(self._modules())
         for _ in self._pass.instants(listed):
             pass
-        limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance)
-        gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
-        gradients = GatheredGradients(self._modules(), gathered, self._elements, rules)
+        limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance, rules.moved)
+        several = inputs.setup.config.gradient_accumulation_steps > 1
+
+        def one_pass(*, second: bool) -> Iterator[Instant]:
+            gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
+            leaving = Leaving(last=second or not several, summed=second) if rules.offloads else None
+            return self._pass.instants(GatheredGradients(self._modules(), gathered, self._elements, rules, leaving))
+
         most = 0
-        for instant in self._pass.instants(gradients):
+        for instant in one_pass(second=False):
             most = max(most, instant.communication if instant.name == "forward" else 0)
             yield instant
-            if inputs.setup.config.gradient_accumulation_steps > 1:
-                yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
+            if several and not rules.offloads:
+                yield _of_second(instant)
+        if several and rules.offloads:
+            yield from map(_of_second, one_pass(second=True))
         graph = graph_of_loss(inputs, self.taped)  # the engine steps before the loop has let go of the loss
         for instant in after_backward(inputs, self.taped, rules.gradient_bytes):
             if instant.name == "gradient clipping":
@@ -202,6 +253,11 @@ class GatheredStep:
             if instant.name == EVALUATION:  # which gathers no more than a forward that trains
                 instant = besides(instant, Held(most, 0))
             yield instant.around(graph) if instant.name == "optimizer step" else instant
+
+
+def _of_second(instant: Instant) -> Instant:
+    """Return an instant as one of a later micro-step."""
+    return replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
 
 
 def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Instant]:

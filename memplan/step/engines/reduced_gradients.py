@@ -90,6 +90,7 @@ class Buckets:
         width: Bytes of an element.
         copies: Whether pieces are copied before they are reduced.
         lingers: Whether a gradient larger than a bucket stays until the end on ranks that do not own it.
+        leaves: Bytes that each element of a rank's piece takes on its way to host memory; None where gradients stay.
     """
 
     def __init__(
@@ -102,15 +103,16 @@ class Buckets:
         width: int,
         lingers: bool,
         copies: bool,
+        leaves: int | None = None,
     ) -> None:
         self._pieces: Mapping[str, list[Piece]] = {
             name: group.pieces(place) for group in groups for place, name in enumerate(group.names)
         }
-        self._shares, self._lingers, self._copies = shares, lingers, copies
+        self._shares, self._lingers, self._copies, self._leaves = shares, lingers, copies, leaves
         self._size, self._width, self._bucket_bytes = size, width, size * width * count
         self._names: list[str] = []
         self._elements = self._waiting = self._whole = self._before = self._lingering = 0
-        self._own: dict[int, int] = {}
+        self._own: dict[int, int] = {} if leaves is None else dict.fromkeys(range(len(shares)), 0)
         self.held = Held(0, 0)
 
     def with_own(self) -> Buckets:
@@ -163,12 +165,19 @@ class Buckets:
         for rank in owners:
             self._own.setdefault(rank, self._shares[rank].gradient_bytes)
         after = self._now(buckets=True)
+        if self._leaves:
+            leaving = self._leaves * max((size for name in self._names for size in self._owned(name)), default=0)
+            after = Held(after.communication, after.gradients + leaving)
         if self._lingers:
             self._lingering += self._waiting
             for rank in owners if self._waiting else ():
                 self._own[rank] -= self._waiting
         self._names, self._elements, self._waiting = [], 0, 0
         return max(after, Held(before.communication + copied, before.gradients), key=lambda held: held.bytes)
+
+    def _owned(self, name: str) -> list[int]:
+        """Return the pieces of a parameter that its owners have."""
+        return [size for rank, size in self._pieces[name] if name in self._shares[rank].names]
 
     def _copied(self) -> int:
         """Return the most that is copied at once: pieces are taken together until they fill a bucket."""

@@ -26,6 +26,8 @@ from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.tensors.tensor_states import TensorStates, tensor_states
+from memplan.step.units.host_memory import HostMemory
+from memplan.step.units.offloaded_partitions import flat_host_memory
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 from memplan.values import dataclass
@@ -179,7 +181,10 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
     """
     width = gradient_width(setup)
     scratch = tuple([flat_scratch(setup, group.partition).bytes for group in groups])
-    return _shares(tuple(groups), width, scratch)
+    shares = _shares(tuple(groups), width, scratch)
+    return (
+        tuple([replace(share, gradient_bytes=0, step_bytes=0) for share in shares]) if setup.steps_on_host else shares
+    )
 
 
 @lru_cache(maxsize=8)
@@ -249,15 +254,50 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
             "parameters, by which they are dealt out, is not followed; leave it out"
         )
     groups = flat_groups(setup, trained)
+    if setup.steps_on_host:
+        return _offloaded(setup, states, groups)
     pieces = [partition_states(setup, group.partition) for group in groups]
-    width = FLOAT_BYTES[setup.config.compute_dtype]
-    frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
     shared = pieces[0].optimizer.shared_bytes
     return replace(
         states,
-        weight_bytes=frozen + width * sum(group.padded for group in groups),
+        weight_bytes=_weight_bytes(setup, states, groups),
         master_bytes=sum(piece.weight_bytes for piece in pieces),
         gradient_bytes=max(share.gradient_bytes for share in rank_shares(setup, groups)),
         state_bytes=shared + sum(piece.state_bytes for piece in pieces),
         host_bytes=sum(piece.host_bytes for piece in pieces),
+    )
+
+
+def _weight_bytes(setup: TrainingSetup, states: ModelStates, groups: Iterable[FlatGroup]) -> int:
+    """Return the bytes of whole weights: flat tensors, and what is frozen."""
+    frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
+    return frozen + FLOAT_BYTES[setup.config.compute_dtype] * sum(group.padded for group in groups)
+
+
+def _offloaded(setup: TrainingSetup, states: ModelStates, groups: Sequence[FlatGroup]) -> ModelStates:
+    """Return the states of ranks whose pieces lie in host memory: on the device are weights, and a buffer for one gradient.
+
+    What is told of host memory is the rank that has most.
+
+    Source:
+        ``temp_grad_buffer_for_gpu_offload`` in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8).
+    """
+    width, largest = gradient_width(setup), max(max(group.sizes) for group in groups)
+    parallel, pinned = setup.config.parallel, setup.config.parallel.deepspeed.pinned_optimizer
+    several = parallel.zero_stage == 2 and setup.config.gradient_accumulation_steps > 1
+
+    def on_host(rank: int) -> HostMemory:
+        summed = [group.sizes[place] for group in groups for place in group.places(rank)] if several else []
+        return flat_host_memory([group.partition for group in groups], summed, largest, width, pinned=pinned)
+
+    host = max((on_host(rank) for rank in range(groups[0].ranks)), key=lambda memory: memory.taken_bytes)
+    return replace(
+        states,
+        weight_bytes=_weight_bytes(setup, states, groups),
+        master_bytes=0,
+        gradient_bytes=0,
+        state_bytes=0,
+        host_bytes=host.bytes,
+        host=host,
+        staged_bytes=width * largest,
     )

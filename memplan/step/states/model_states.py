@@ -34,6 +34,7 @@ class ModelStates:
         tensors: One entry per distinct tensor, base model first, adapters after it.
         host_bytes: Bytes of all that lies in host memory, which is in no other sum.
         host: What that is, where an engine of several GPUs keeps it there.
+        staged_bytes: A buffer on the device that gradients pass on their way there, which is in no other sum.
     """
 
     tensors: tuple[TensorStates, ...]
@@ -44,6 +45,7 @@ class ModelStates:
     host_bytes: int
     average_bytes: int
     host: HostMemory = NOTHING_ON_HOST
+    staged_bytes: int = 0
 
 
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:

@@ -21,6 +21,8 @@ from memplan.step.states.flat_partitions import (
 )
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
+from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory
+from memplan.step.units.offloaded_partitions import pieces_host_memory
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -44,7 +46,9 @@ class Partitions:
         master_bytes: Pieces of trained ones in fp32.
         gradient_bytes: Their gradients, which are there always.
         state_bytes: The optimizer's states of them.
-        host_bytes: What of them lies in host memory.
+        host: What lies in host memory.
+        offloads: Whether gradients go there, and all that is stepped.
+        moved: Whether pieces of weights come from there to be gathered.
         step_bytes: Most that the step takes besides, once all parameters have been let go of.
     """
 
@@ -61,7 +65,9 @@ class Partitions:
     master_bytes: int
     gradient_bytes: int
     state_bytes: int
-    host_bytes: int
+    host: HostMemory
+    offloads: bool
+    moved: bool
     step_bytes: int
 
 
@@ -96,7 +102,7 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         for part in _parts([ceil_div(tensor.elements, ranks) for _, tensor in group], zero.sub_group_size)
     ]
     stepped = [partition_states(setup, sum(part)) for part in groups]
-    return Partitions(
+    kept = Partitions(
         ranks,
         width,
         threshold,
@@ -110,8 +116,37 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         master_bytes=sum(part.weight_bytes for part in stepped),
         gradient_bytes=width * sum(map(sum, groups)),
         state_bytes=sum(part.state_bytes for part in stepped),
-        host_bytes=sum(part.host_bytes for part in stepped),
+        host=NOTHING_ON_HOST,
+        offloads=False,
+        moved=False,
         step_bytes=max(8 * max(map(max, groups)), *(_step_bytes(setup, part) for part in groups)),
+    )
+    return _offloaded(setup, states, kept, [sum(part) for part in groups]) if setup.steps_on_host else kept
+
+
+def _offloaded(setup: TrainingSetup, states: ModelStates, kept: Partitions, subgroups: Sequence[int]) -> Partitions:
+    """Return what a rank keeps on the device where it steps on the host: pieces of weights, or nothing but those that stay gathered."""
+    zero, moved, ranks = setup.config.parallel.deepspeed, setup.offloads_weights, kept.ranks
+    trained = trained_groups(trained_tensors(states)) if moved else ()
+    frozen = [entry.tensor for entry in states.tensors if moved and not entry.trainable]
+    host = pieces_host_memory(
+        subgroups,
+        [sum(ceil_div(tensor.elements, ranks) for _, tensor in group) for group in trained],
+        [ceil_div(tensor.elements, ranks) for tensor in frozen for _ in range(tensor.count)],
+        kept.width,
+        pinned=zero.pinned_optimizer,
+        pinned_frozen=zero.pinned_weights,
+    )
+    return replace(
+        kept,
+        weight_bytes=kept.whole_bytes if moved else kept.weight_bytes,
+        master_bytes=0,
+        gradient_bytes=0,
+        state_bytes=0,
+        host=host,
+        offloads=True,
+        moved=moved,
+        step_bytes=kept.whole_bytes + kept.whole_bytes // ranks if moved else 0,
     )
 
 
@@ -152,5 +187,6 @@ def held_states(
         master_bytes=kept.master_bytes,
         gradient_bytes=kept.gradient_bytes,
         state_bytes=kept.state_bytes,
-        host_bytes=kept.host_bytes,
+        host_bytes=kept.host.bytes,
+        host=kept.host,
     )

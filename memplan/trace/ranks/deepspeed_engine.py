@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,11 +37,21 @@ def zero_config(setup: TrainingSetup) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
             "stage3_max_live_parameters": zero.max_live_parameters,
             "stage3_max_reuse_distance": zero.max_reuse_distance,
+            **_offloaded(setup),
         },
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": "auto",
     }
+
+
+def _offloaded(setup: TrainingSetup) -> dict[str, Any]:
+    """Return what DeepSpeed is told to keep in host memory."""
+    offload, zero = setup.config.offload, setup.config.parallel.deepspeed
+    states = {"device": offload.optimizer_states, "pin_memory": zero.pinned_optimizer}
+    weights = {"device": offload.weights, "pin_memory": zero.pinned_weights}
+    told = {"offload_optimizer": states, "offload_param": weights}
+    return {name: what for name, what in told.items() if what["device"] != "none"}
 
 
 @contextmanager
@@ -90,10 +101,20 @@ def told(trainer: Any, recorder: Recorder) -> None:
         partitions = optimizer.single_partition_of_fp32_groups
     for partition in partitions:
         recorder.mark(partition, "master_weights")
+    if getattr(optimizer, "cpu_offload", False):
+        recorder.mark(optimizer.temp_grad_buffer_for_gpu_offload, "communication")
+        recorder.mark(optimizer.temp_grad_buffer_for_cpu_offload, "communication")
+        for copy in optimizer.param_buffer_of_bit16_for_cpu_offload_groups:
+            recorder.mark(copy, "weights")
 
     def stepping(*args: Any, **options: Any) -> Any:
         if engine.is_gradient_accumulation_boundary():
             recorder.instant("optimizer step")
+            summed = getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
+            for gradient in (*summed, *(part.grad for part in partitions if part.grad is not None)):
+                recorder.book_apart(gradient, "gradients")
+            if engine.zero_optimization_partition_weights():
+                recorder.book_apart(optimizer.grad_partitions_flat_buffer, "gradients")
         return step(*args, **options)
 
     engine.step = stepping
@@ -102,7 +123,8 @@ def told(trainer: Any, recorder: Recorder) -> None:
 
         def copied(*args: Any, **options: Any) -> None:
             copy(*args, **options)
-            recorder.mark(optimizer.grads_in_partition, "gradients")
+            if optimizer.grads_in_partition is not None:
+                recorder.mark(optimizer.grads_in_partition, "gradients")
 
         optimizer.copy_grads_in_partition = copied
 
@@ -134,7 +156,8 @@ def _pretend() -> None:
     try:
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
     except ImportError:
         raise CannotAnswerError("tracing parallel.engine: deepspeed needs deepspeed: pip install deepspeed") from None
 
@@ -168,7 +191,11 @@ def _pretend() -> None:
             return True
 
         def on_accelerator(self, tensor: Tensor) -> bool:
-            return bool(tensor.is_meta)
+            return not tensor.is_cpu
+
+        def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+            del make_copy, match_shape  # what nobody has told the device of is the CPU's
+            return tensor if tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     real_accelerator.set_accelerator(Device())
     for module, optimizer in (
@@ -178,6 +205,9 @@ def _pretend() -> None:
         optimizer.has_overflow = _finite(optimizer.has_overflow)
         module.is_invalid_grad_norm = lambda _: False
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = _nothing
+    CPUAdamBuilder.load = _UpdatedInPlace
+    gather = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = lambda piece, *rest: _Gathering(piece, gather(piece, *rest))
 
 
 def _finite(looks: Callable[..., Any]) -> Callable[..., bool]:
@@ -186,6 +216,30 @@ def _finite(looks: Callable[..., Any]) -> Callable[..., bool]:
         return False
 
     return finite
+
+
+class _UpdatedInPlace:
+    """Stands for the kernels of DeepSpeed's Adam on the CPU, which update what they are given in place (csrc/includes/cpu_adam.h)."""
+
+    def __init__(self, *_: Any) -> None:
+        self.create_adam = self.adam_update = self.destroy_adam = _nothing
+
+
+class _Gathering:
+    """Keeps what is sent until somebody waits for it.
+
+    Source:
+        ``WorkNCCL::stash`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (v2.13.0).
+    """
+
+    def __init__(self, piece: Tensor, work: Any) -> None:
+        self._piece: Tensor | None = piece
+        self._work = work
+
+    def wait(self, *args: Any, **options: Any) -> Any:
+        """Let go of it."""
+        self._piece = None
+        return self._work.wait(*args, **options)
 
 
 class _Stream:

@@ -26,16 +26,20 @@ _ANSWERS: dict[Any, Any] = {_OF_TENSORS.device.__get__: CPU, _OF_TENSORS.is_cpu.
 """What is asked of a tensor that stands for the CPU's -> the answer."""
 
 
+_FACTORIES = (torch.empty, torch.zeros, torch.full, torch.zeros_like, torch.empty_like)
+
+
 class HostTensors(TorchFunctionMode):
     """Lets tensors that a recorder has set apart be the CPU's.
 
     Args:
         recorder: Sets tensors apart, and books none of them.
+        engine: Whether an engine makes tensors there by itself, as DeepSpeed's does.
     """
 
-    def __init__(self, recorder: ShardedRecorder) -> None:
+    def __init__(self, recorder: ShardedRecorder, *, engine: bool = False) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.engine = recorder, engine
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -45,8 +49,9 @@ class HostTensors(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is Tensor.backward or func is torch.autograd.backward:
             return self._backward(*args, **options)
-        if func is torch.empty and args == (0,) and str(options.get("device")) == "cpu":
-            options["device"] = META  # what FSDP1 lets parameters point to that a rank has nothing of
+        if func in _FACTORIES and str(options.get("device")) == "cpu" and self._stands(func, args):
+            with self.recorder.setting_apart(True):
+                return func(*args, **{**options, "device": META})
         if not args or not isinstance(args[0], Tensor):
             return func(*args, **options)
         apart = self.recorder.is_apart(args[0])
@@ -60,6 +65,12 @@ class HostTensors(TorchFunctionMode):
             with self.recorder.setting_apart(str(device) == "cpu"):
                 return func(*args, **{**options, "device": META})
         return func(*args, **options)
+
+    def _stands(self, func: Callable[..., Any], args: Any) -> bool:
+        """Tell whether what is made on the CPU stands for what an engine keeps there."""
+        if self.engine:
+            return True
+        return func is torch.empty and args == (0,)  # what FSDP1 lets parameters point to that a rank has nothing of
 
     def _backward(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **options: Any

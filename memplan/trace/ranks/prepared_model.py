@@ -18,7 +18,7 @@ from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
-from memplan.trace.ranks.host_tensors import host_tensors
+from memplan.trace.ranks.host_tensors import HostTensors, host_tensors
 from memplan.trace.ranks.replicated import HostKept, Replica, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -28,7 +28,11 @@ from memplan.training.resolved import TrainingSetup
 def several_gpus(recorder: Recorder, setup: TrainingSetup, trainer: Any) -> Iterator[None]:
     """Let accelerate take this process for the first of a setup's ranks, and its own code prepare a trainer's model."""
     parallel = setup.config.parallel
-    if parallel.data == 1 or runs_engine(parallel):
+    if setup.steps_on_host and runs_engine(parallel):
+        assert isinstance(recorder, ShardedRecorder)
+        with HostTensors(recorder, engine=True):
+            yield
+    elif parallel.data == 1 or runs_engine(parallel):
         yield
     elif isinstance(recorder, ShardedRecorder):
         with _shards(recorder, setup, trainer):

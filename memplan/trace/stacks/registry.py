@@ -76,7 +76,7 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
 
 def _recorder(setup: TrainingSetup) -> type[Recorder]:
     """Return the recorder that a setup's ranks need; distributed tensors take a second to import."""
-    if not is_sharded(setup.config.parallel) and setup.config.parallel.tensor == 1:
+    if not is_sharded(setup.config.parallel) and setup.config.parallel.tensor == 1 and not setup.steps_on_host:
         return Recorder
     from memplan.trace.ranks.fully_shard import ShardedRecorder
 

@@ -15,7 +15,7 @@ def offload_refusal(config: TrainingConfig, stack: Stack) -> tuple[str, str]:
     """Return the key that cannot be, and why, where an engine of several GPUs is to keep tensors in host memory; else nothing."""
     offload, parallel = config.offload, config.parallel
     if parallel.engine == "deepspeed":
-        return "optimizer_states", "DeepSpeed's offloading is not modelled; its stages of ZeRO are without it"
+        return _engine_refusal(config)
     if offload.weights != offload.optimizer_states:
         other = "weights" if offload.weights == "none" else "optimizer_states"
         return (
@@ -34,4 +34,17 @@ def offload_refusal(config: TrainingConfig, stack: Stack) -> tuple[str, str]:
             "weights",
             "a reference model beside shards in host memory is not modelled; use method.reference_model: adapter-off or precomputed",
         )
+    return "", ""
+
+
+def _engine_refusal(config: TrainingConfig) -> tuple[str, str]:
+    """Return the key that cannot be, and why, where DeepSpeed is to keep tensors in host memory; else nothing."""
+    offload = config.offload
+    if offload.optimizer_states != "cpu":
+        return (
+            "optimizer_states",
+            f"{offload.optimizer_states} beside weights in host memory is not modelled under DeepSpeed; use cpu",
+        )
+    if offload.weights != "none" and config.parallel.zero_stage != 3:
+        return "weights", f"{offload.weights} counts with DeepSpeed's stage 3 alone; leave it out"
     return "", ""
