@@ -390,7 +390,10 @@ def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
         ('{"zero_optimization": {"stage": 3}, "data_types": {"grad_accum_dtype": "fp32"}}', "another dtype"),
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "nvme is not modelled"),
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}', "a share of"),
-        ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}', "none beside weights in host memory"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            "none beside weights in host memory",
+        ),
     ],
 )
 def test_what_deepspeed_does_otherwise_is_refused(tmp_path, text, reason):
