@@ -179,7 +179,7 @@ ROWS = {
     "torchtitan.pipeline.shards": "pipelines, FSDP2 and tensor parallelism, torchtitan",
     "transformers.deepspeed": "DeepSpeed 0.19.8, ZeRO 1 and 2, Trainer",
     "transformers.zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, Trainer",
-    "transformers.deepspeed-offload.shards": "DeepSpeed 0.19.8, offloaded to host memory, ZeRO 1 to 3, Trainer",
+    "transformers.deepspeed-offload.shards": "DeepSpeed 0.19.8, ZeRO 1 to 3 offloaded, Trainer",
 }
 """Record -> its row in docs/accuracy.md."""
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
