@@ -214,8 +214,8 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
         if frozen_codes and name == "head backward":
             # Its product saves nothing, so that the last chunk has let the rows go before.
             yield instant.around(around + others, name, operation)
-            others_but_one = others - rows_of_chunk if several else others
-            yield instant.around(around + rows + others_but_one, name, operation)
+            if several:
+                yield instant.around(around + rows + others - rows_of_chunk, name, operation)
         else:
             yield instant.around(around + rows + others, name, operation)
     around += constant_form(Part.TEMPORARIES, 4)

@@ -214,9 +214,10 @@ class TrainingSetup:
     @property
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream, which is as wide as the embedding and which autocast leaves so."""
+        compute, embedding = self.compute_bytes, self.format_names["embedding"]
         if self.format_names["hidden_matrix"] == "fp32":
-            return 4 if self.autocast and not self.frozen_embedding else self.compute_bytes
-        return max(self.compute_bytes, FLOAT_BYTES.get(self.format_names["embedding"], 0))
+            return FLOAT_BYTES.get(embedding, compute) if self.autocast and not self.frozen_embedding else compute
+        return max(compute, FLOAT_BYTES.get(embedding, 0))
 
     @property
     def loaded_float(self) -> str:

@@ -20,6 +20,7 @@ from memplan.library.budget_plans import Workshop
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
 from memplan.library.lookup.card_profile import with_profile
 from memplan.library.lookup.prices import load_prices
+from memplan.library.runs.failed_run import why
 from memplan.library.trainers.imported_file import import_file
 from memplan.measure.records.measurement_records import read_data, read_record
 from memplan.measure.records.prediction import planned
@@ -224,6 +225,17 @@ model = FastLanguageModel.get_peft_model(model, r=16, target_modules=["q_proj", 
 arguments = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="adamw_8bit")
 """
 
+LAUNCHED = (
+    "accelerate launch --num_processes 8 --mixed_precision bf16 --use_deepspeed --zero_stage 2 -m trl.scripts.sft "
+    "--model_name_or_path Qwen/Qwen2.5-7B --use_peft --lora_r 16 --per_device_train_batch_size 2 --max_length 4096 --bf16 true"
+)
+CRASH = """\
+  File "/usr/lib/python3.12/site-packages/torch/autograd/graph.py", line 841, in _engine_run_backward
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.65 GiB of which \
+160.00 MiB is free. Process 77 has 512.00 MiB memory in use. Including non-PyTorch memory, this process has 22.90 GiB memory \
+in use. Of the allocated memory 21.90 GiB is allocated by PyTorch, and 310.50 MiB is reserved by PyTorch but unallocated.
+"""
+
 PROFILE = {
     "schema": "memplan/profile/1", "records": 3, "device": "NVIDIA H200", "torch_version": "2.11.0",
     "context_bytes": 778043392, "upper_context_bytes": 851443712, "library_bytes": 67108864, "alloc_conf": [""],
@@ -288,10 +300,13 @@ def seeds(folder: Path) -> list[Seed]:
         _text("prices.yaml", "currency: USD\nprices: {h100-sxm-80gb: 2.49, rtx4090: 0.39}\n", lambda path: load_prices(path, SHIPPED),
               ("where", "gpt2", *CONFIG, "--price", "{}")),
         *(_text(f"{name}.yaml", (TRAINERS / f"{name}.yaml").read_text(), import_file, *(TRAINER_COMMANDS if name == "axolotl-full" else TRAINER_COMMANDS[:1]))
-          for name in ("axolotl", "axolotl-full", "llama-factory", "trl", "litgpt", "torchtune", "megatron", "accelerate")),
+          for name in ("axolotl", "axolotl-full", "llama-factory", "trl", "dpo", "litgpt", "torchtune", "megatron", "accelerate")),
         _of("ds_z3.json", json.loads((TRAINERS / "ds_z3.json").read_text()), import_file, TRAINER_COMMANDS[0]),
         Seed("torchtitan.toml", (TRAINERS / "torchtitan.toml").read_bytes(), TRAINER_COMMANDS[:1], import_file),
         Seed("unsloth.py", UNSLOTH.encode(), TRAINER_COMMANDS[:1], import_file),
+        Seed("crash.log", CRASH.encode(), (("why", "gpt2", *CONFIG, "--message", "{}"), ("why", "--message", "{}")),
+             lambda path: why(file=path)),
+        Seed("command.sh", LAUNCHED.encode(), (("import", "--", *LAUNCHED.split()),), lambda path: import_file(path.read_text("latin-1").split())),
         _of("profile.json", PROFILE, _profiled, ("fit", "gpt2", "--gpu", "h100", *CONFIG, "--profile", "{}")),
         _of("record.json", record, _record, ("validate", "--calibrate", "{}")),
         _of("history.json", HISTORY, _history, ("trace", "--history", "{}")),

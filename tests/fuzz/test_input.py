@@ -1,6 +1,6 @@
 """Whatever memplan is given, it answers or refuses: in a readable line, at once, in little memory.
 
-Valid files of every kind are damaged (values, keys, text, bytes), and command lines drawn at random.
+Valid files of every kind are damaged (values, keys, text, bytes); settings and command lines are drawn at random.
 The default run takes some hundred cases, the same each time; as many as are wanted, such as 200,000, are run by::
 
     MEMPLAN_FUZZ_CASES=200000 pytest -m slow tests/fuzz/test_input.py
@@ -18,12 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from .any_settings import plan_with_settings
 from .arguments import command_line
 from .hostile import damaged, damages, edited, edits, serialised
 from .running import called, check, outcome, peak_bytes
 from .seeds import CONFIG, GPU, TRAINERS, safetensors, seeds
 
-FILE_CASES, LINE_CASES = 400, 120
+FILE_CASES, LINE_CASES, SETTING_CASES = 400, 120, 300
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
 SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "0"))
 COMMAND_EVERY = 8
@@ -55,6 +56,12 @@ def damage_a_file(random: Random, workplace, peak: int) -> None:
 def run_a_command_line(random: Random, peak: int) -> None:
     """Run a command line drawn at random."""
     check(outcome(*command_line(random)), peak)
+
+
+def change_settings(random: Random, peak: int) -> None:
+    """Plan a job with settings drawn at random."""
+    text, planned = plan_with_settings(random)
+    check(called(planned, text), peak)
 
 
 def searched(cases: int, case: Callable[..., None], *given_too: object) -> None:
@@ -95,6 +102,11 @@ def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeyp
     searched(LINE_CASES, run_a_command_line)
 
 
+@pytest.mark.thorough
+def test_settings_drawn_at_random_are_planned_or_refused():
+    searched(SETTING_CASES, change_settings)
+
+
 MISTAKES = 5000
 KEYS = "".join(f"a{number}b: {number}\n" for number in range(MISTAKES))
 WORDS = ", ".join(f"h10{number}" for number in range(MISTAKES))
@@ -131,3 +143,8 @@ def test_many_damaged_files_are_answered_or_refused(workplace):
 def test_many_command_lines_are_answered_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repeated(LONG_RUN // 10, run_a_command_line)
+
+
+@pytest.mark.slow
+def test_many_settings_are_planned_or_refused():
+    repeated(LONG_RUN // 4, change_settings)

@@ -99,6 +99,37 @@ def test_autocast_casts_an_adapter_once(catalog, kind, checkpointing):
     assert dict(verdict(Job(model, training), catalog).differences) == {}
 
 
+SMALL = {
+    "model_type": "mistral",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("weights", "kernels"),
+    [
+        ({"default": "bf16", "head": "nf4"}, {"loss": "chunked", "loss_chunks": 1}),
+        ({"default": "fp32", "embedding": "nf4"}, {}),
+        ({"default": "fp32", "embedding": "bf16"}, {}),
+    ],
+    ids=["a frozen head's one chunk has let its rows go", "decoded rows under autocast", "narrow rows under autocast"],
+)
+def test_weights_of_other_formats_than_the_rest_agree_at_every_instant(catalog, weights, kernels):
+    training = {
+        "description": "test",
+        "adapter": {"kind": "lora"},
+        "weights": weights,
+        "kernels": kernels,
+        "micro_batch_size": 3,
+        "sequence_length": 64,
+    }
+    assert dict(verdict(Job(SMALL, training), catalog).differences) == {}
+
+
 def test_every_family_is_drawn_and_every_model_is_one():
     from memplan.catalog.catalog import Catalog, data_directory
 

@@ -102,3 +102,11 @@ def test_codes_that_operators_of_torch_decode_are_refused_in_every_role(setup_of
     setup = setup_of(adapter=Adapter(rank=8), weights={"default": "bf16", role: "nf4-torchao"})
     with pytest.raises(CannotAnswerError, match=f"weights.{role}: nf4-torchao is decoded by operators of torch"):
         _ = CompiledPlan(catalog_model("gpt2-xl", CATALOG), setup).forms
+
+
+@pytest.mark.parametrize("role", ["embedding", "head"])
+def test_a_float_narrower_than_what_multiplies_it_is_refused_where_nothing_casts_it(role):
+    config = TrainingConfig(description="drawn", compute_dtype="fp32", weights={"default": "fp32", role: "bf16"})
+    with pytest.raises(MemplanError, match=f"bf16 is narrower than compute_dtype .* give {role} fp32"):
+        resolve(config, CATALOG, "job")
+    assert resolve(TrainingConfig(description="drawn", weights={"default": "fp32", role: "bf16"}), CATALOG, "job")

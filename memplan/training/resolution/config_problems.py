@@ -31,6 +31,7 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
     else:
         stack = catalog.stack(config.stack)
         yield from _contradictions(whole := filled(config, stack))
+        yield from _narrow_weights(whole, stack)
         yield from _layer_problems(whole, stack)
         yield from method_problems(whole, stack)
         yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
@@ -87,6 +88,18 @@ def _layer_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
     elif parallel.pipeline > 1 or config.compile != "none":
         other = "over a pipeline" if parallel.pipeline > 1 else "of a compiled model"
         yield key, f"checkpointing of some layers only is not modelled {other}; leave it out"
+
+
+def _narrow_weights(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield the weights that are narrower than what they would be multiplied by, of models that no library casts."""
+    compute = config.compute_dtype
+    if FLOAT_BYTES.get(format_name(config, "hidden_matrix"), 4) < FLOAT_BYTES[compute] or not stack.own_models:
+        return  # said of compute_dtype itself; or cast by a library
+    for role in ("embedding", "head", "expert_matrix"):
+        name = format_name(config, role)
+        if FLOAT_BYTES.get(name, 4) < FLOAT_BYTES[compute]:
+            why = f"torch multiplies no {name} by {compute}; give {role} {compute}"
+            yield ("weights", role), f"{name} is narrower than compute_dtype ({compute}): {why}"
 
 
 def _contradictions(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
