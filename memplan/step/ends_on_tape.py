@@ -95,7 +95,9 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if block.divided:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
-    tape.apply("embedding", [], x, weights=[weight], traits=Traits(workspace=sums))
+    decoding = [(quantity, size) for _, quantity, size in weight.decoding]  # in forward alone
+    looked_up = replace(weight, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0)
+    tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
     scales = settings.embedding_scale and not block.code.scales_embedded
     if settings.input_gradients and not scales and not x.needs_gradient:

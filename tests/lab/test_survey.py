@@ -130,6 +130,12 @@ def test_weights_of_other_formats_than_the_rest_agree_at_every_instant(catalog, 
     assert dict(verdict(Job(SMALL, training), catalog).differences) == {}
 
 
+def test_rows_of_a_trained_table_of_codes_are_decoded_in_forward_alone(catalog):
+    weights = {"default": "bf16", "hidden_matrix": "q4-0", "embedding": "q4-0", "head": "bf16"}
+    training = {"description": "test", "weights": weights, "micro_batch_size": 3, "sequence_length": 64}
+    assert dict(verdict(Job(SMALL, training), catalog).differences) == {}
+
+
 def test_every_family_is_drawn_and_every_model_is_one():
     from memplan.catalog.catalog import Catalog, data_directory
 
