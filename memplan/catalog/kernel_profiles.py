@@ -26,6 +26,7 @@ LossKernel = Literal[
     "fp32-pieces",
     "log-probabilities",
     "fp32-stretches",
+    "weighted-tokens",
 ]
 ElementwiseKernel = Literal["composite", "fused", "in-place"]
 RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]

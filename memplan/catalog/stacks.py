@@ -82,14 +82,15 @@ class RotaryTables:
         each: Whether the ``model`` has one for all its layers, or each ``layer`` its own.
         dtype: That of products (``compute``), that of the ``residual`` stream, or fp32 always.
         halved: Whether a pair of dimensions that turn together shares its entries.
-        rows: Positions that there are entries for: those of a ``sequence``, or all that the ``model`` is made for.
+        rows: Positions that there are entries for: those of a ``sequence``, or of each sequence of a ``batch``, which says them; or
+            all that the ``model`` is made for.
         gathered: Whether each layer gathers the rows of the tokens' positions, and saves them for backward.
     """
 
     each: Literal["model", "layer"]
     dtype: Literal["compute", "residual", "fp32", "fp32-unless-whole"]
     halved: bool
-    rows: Literal["sequence", "model"]
+    rows: Literal["sequence", "batch", "model"]
     gathered: bool
 
 
@@ -127,7 +128,8 @@ class Loop:
     """What a training loop has names for, and where its loss is formed.
 
     Attributes:
-        holds: What it keeps alive through backward, and until the next forward is done: ``logits``.
+        holds: What it keeps alive through backward, and until the next forward is done: ``logits``, or the ``loss`` alone; either
+            with what the graph behind it still has.
         loss: ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop
             does, and lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
         labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
@@ -141,7 +143,7 @@ class Loop:
             collator has joined the rows.
     """
 
-    holds: tuple[Literal["logits"], ...]
+    holds: tuple[Literal["logits", "loss"], ...]
     loss: Literal["model", "loop", "named"]
     labels: Literal["given", "shifted"]
     metrics: Metrics = "none"
@@ -283,7 +285,7 @@ class Stack:
     unused_parameters: UnusedParameters = "never"
     vision: Literal["as-language", "frozen"] = "as-language"
     quantised_formats: tuple[str, ...] | None = None
-    sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl"] = "root"
+    sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl", "own-root"] = "root"
     adapted_loss: LossKernel | None = None
     pair_kbit_floats: KbitFloats | None = None
     divides: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from memplan.plan.allowances import (
 )
 from memplan.plan.job_allowances import allowances_of, engine_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
-from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled
+from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
@@ -248,6 +248,7 @@ class CompiledPlan:
         total = allowances.device_bytes(allocated)
         upper = allowances.upper_bytes(allocated + self._doubt_bytes(batch * length))
         usable = device.usable_bytes(self.setup.reserve_bytes)
+        refuse_whole_load(self.model, self.setup, usable)
         parts = list(peak.form.part_bytes(values))
         parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
         return MemoryPlan(

@@ -25,6 +25,7 @@ from memplan.step.losses.cross_entropy import (
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
+from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
@@ -163,11 +164,15 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
-        if block.code.returns_logits:
+        if settings.loss == "weighted-tokens":
+            kept = model_loss(builder, logits)
+        elif block.code.returns_logits:
             logits = builder.cast(logits, 4)
         elif settings.loss not in ("fp32-pieces", "log-probabilities") and not settings.loss_behind:
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
-    if settings.loss == "log-probabilities":
+    if settings.loss == "weighted-tokens":
+        loss = weighted_cross_entropy(builder, logits, kept)
+    elif settings.loss == "log-probabilities":
         loss = _compared(builder, settings, logits)
     elif block.code.returns_logits:
         builder.tape.ends(entry)

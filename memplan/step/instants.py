@@ -105,7 +105,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         one_sequence=batch == 1
         and (
             profile.attention in ("math", "eager")
-            or profile.loss in ("chunked-backward", "chunked-logits", *IN_PIECES, *TOKEN_CHUNKS)
+            or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
             or learned
             or setup.config.parallel.sequence

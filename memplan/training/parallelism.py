@@ -34,6 +34,7 @@ _BY_ACCELERATE = ("bf16", "fp32", "fused-linear", "fused-head")
 _LOSSES = {
     "accelerate": _BY_ACCELERATE,
     "axolotl": (*_BY_ACCELERATE, "cut-cross-entropy"),
+    "own-root": ("weighted-tokens",),
     "ends-apart": ("bf16", "fp32", "chunked-backward"),
 }
 """Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
@@ -296,6 +297,14 @@ def _when_sharded(
     if config.adapter is not None and stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
         text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
+    if not config.parallel.reshard_after_forward and stack.sharded_units == "own-root":
+        yield (
+            ("parallel", "reshard_after_forward"),
+            f"false is not modelled for {stack.name}; leave it out, or {INSTEAD}",
+        )
+    if config.adapter is not None and stack.sharded_units == "own-root":
+        text = f"adapters with zero_stage 3 are not modelled for {stack.name}, whose FSDP2 engine makes each of their matrices a unit; {INSTEAD}"
+        yield ("adapter",), text
     if config.adapter is not None and stack.own_models:
         yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
     if config.adapter is not None and config.adapter.modules_to_save:

@@ -92,6 +92,17 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{setup.name}: images: {model.spec.name} has no vision tower, or {stack.label} runs the text model alone"
         )
+    shards = setup.config.parallel.zero_stage and setup.config.parallel.engine == "torch"
+    if stack.sharded_units == "own-root" and shards and not model.spec.tie_word_embeddings:
+        raise CannotAnswerError(
+            f"{setup.name}: model: {stack.label} shards {model.spec.name}'s embedding, which its head is not tied to, as a unit "
+            "below the layers, which is not modelled; tied models are, and others under LLaMA-Factory's Trainer (--stack llama-factory)"
+        )
+    if model.spec.learned_positions and stack.rotary_tables.rows == "batch":
+        raise CannotAnswerError(
+            f"{setup.name}: model: {stack.label} says the positions of every row, for which {model.spec.name}'s learned ones "
+            "are looked up row by row, which is not modelled; use --stack llama-factory"
+        )
     rules, family = stack.models, model.spec.architecture
     if rules.families and family not in rules.families:
         known = ", ".join(rules.families)

@@ -38,6 +38,8 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     with_kernels,
     with_stage,
 )
+from memplan.lab.stack_survey.drawn_v1_engine import STACK as V1_ENGINE
+from memplan.lab.stack_survey.drawn_v1_engine import v1_job
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines, reserve_lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = options.at or ""
         numbers = range(options.jobs)
         jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear, version=at) for n in numbers]
+    if not options.job:
+        jobs = [v1_job(job, shards=options.zero > 0) if job.stack == V1_ENGINE else job for job in jobs]
     if options.stage and not options.job:
         jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
     if options.images and not options.job:

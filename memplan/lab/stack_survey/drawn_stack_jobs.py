@@ -30,7 +30,7 @@ from memplan.training.rules.method_rules import GENERATING, REFERRED
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""
-ALONE = ("llama-factory", "ms-swift")
+ALONE = ("llama-factory", "llama-factory-v1", "ms-swift")
 """Stacks that take the same jobs in an environment of their own."""
 LLAMA_LIKE = ("axolotl",)
 """Stacks whose own code takes models that are built like Llama."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from memplan.errors import CannotAnswerError
+from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.step.kernels.family_code import family_code
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.adapters import adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.units import format_bytes
 
 
 def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
@@ -98,4 +101,21 @@ def _refuse_clipped_projections(model: Model, setup: TrainingSetup) -> None:
         raise CannotAnswerError(
             f"{setup.name}: activation_checkpointing: selective keeps products that {model.spec.name} clips in place "
             "(clip_qkv), which torch refuses; use full or none"
+        )
+
+
+def refuse_whole_load(model: Model, setup: TrainingSetup, usable_bytes: int) -> None:
+    """Refuse shards of a model that a GPU cannot hold whole in fp32, as it does while it is loaded.
+
+    Source:
+        ``_init_model`` in llamafactory/v1/core/model_engine.py (0.9.5), where ``init_config`` does not say otherwise.
+
+    Raises:
+        CannotAnswerError: It cannot.
+    """
+    whole = 4 * parameter_count(model.inventory)
+    if setup.stack.sharded_units == "own-root" and is_sharded(setup.config.parallel) and whole > usable_bytes:
+        raise CannotAnswerError(
+            f"{setup.name}: stack: {setup.stack.label} loads all of {model.spec.name} in fp32 on each GPU before it is sharded, "
+            f"{format_bytes(whole)}, which is more than the {format_bytes(usable_bytes)} that are usable; loading by its init_config is not modelled"
         )

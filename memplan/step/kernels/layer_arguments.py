@@ -42,7 +42,7 @@ def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, ke
     """Return the numbers of the positions: three of each token where rows hold images, which no layer is given."""
     if has_images(spec, setup):
         return ZERO if kept else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
-    if not code.forms_tables or (kept and not code.passes_positions):
+    if not code.forms_tables or (kept and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
         return ZERO
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)
 
@@ -93,7 +93,7 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
-    rows = Quantity.TOKENS if code.sequence_tables else Quantity.POSITIONS
+    rows = Quantity.TOKENS if code.sequence_tables or tables.rows == "batch" else Quantity.POSITIONS
     return single_form(Part.ACTIVATIONS, rows, row_bytes)
 
 

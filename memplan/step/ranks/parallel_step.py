@@ -39,10 +39,13 @@ from memplan.step.ranks.sharded_forward import (
 from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import buffers, kept_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
+
+LOG_BYTES = 4
+"""Of a number of a log-softmax."""
 
 
 def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> StepForms:
@@ -128,7 +131,10 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
     head, tail = step.taped.head, step.tail.gathered_bytes
-    at_once = step.root_again or head.logits is None or step.stays
+    at_once = (step.root_again and not step.loss_on_both_sides) or head.logits is None or step.stays
+    if step.loss_on_both_sides:
+        yield from _root_behind_loss(step, around, played)
+        return
     if step.root_again:
         yield with_gathered("loss backward", "copy of the root", around + played.head.saved, step.tail.copied_bytes)
     if step.gathers_before_head and not at_once:
@@ -140,6 +146,23 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
         yield instant_with(instant, tail + ahead)
+
+
+def _root_behind_loss(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
+    """Yield the backward of a loss outside the root, which is gathered again when the gradient of its logits is there, and of the head."""
+    head, settings = step.taped.head, step.taped.settings
+    assert head.logits is not None
+    logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
+    if settings.bounded_logits or settings.scaled_logits:  # before what the model does to them runs backward
+        gone = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
+        form, size = around + played.head.saved - gone + logits, step.tail.copied_bytes
+        yield with_gathered("loss backward", "copy of the root", form, size)
+    yield with_gathered(
+        "head backward", "copy of the root", around + rows_of_head(step) + logits, step.tail.copied_bytes
+    )
+    for instant in head_backward(step.inputs, head, played.head, around, "first"):
+        inside = instant.name != "loss backward"
+        yield instant_with(instant, (step.tail.gathered_bytes + step.last.buffer_bytes) * inside)
 
 
 def _tail_unit(step: ShardedStep, around: Form, whole: int, of: Pass) -> Iterator[Instant]:

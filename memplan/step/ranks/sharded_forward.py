@@ -14,7 +14,7 @@ from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.played import BEHIND_REGION, Instant
 
 
 def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:
@@ -85,7 +85,9 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
         gathered = held + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
         yield with_gathered("forward", "copy of the last layer", form, gathered)
-    if step.loss_inside or step.chunked:
+    if step.loss_on_both_sides:
+        yield from _loss_on_both_sides(step, base + leaf_of(step) + played.saved)
+    elif step.loss_inside or step.chunked:
         yield from _head_inside(step, base + leaf_of(step) + played.saved)
     else:
         yield from _loss_outside(step, base + played.saved)
@@ -125,6 +127,15 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
         yield with_gathered("forward", moment.operation, moment.form, gathered)
     for moment in behind_forward(step.inputs, step.taped, around + step.played.head.saved):
         yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes + step.below_head)
+
+
+def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    """Yield norm, head and the model's own loss inside the root, which has let go of all buffers before the trainer forms another."""
+    around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    gathered = step.tail.gathered_bytes + step.last.buffer_bytes
+    for moment in step.played.head.forward:
+        inside = moment.name != BEHIND_REGION
+        yield with_gathered("forward", moment.operation, around + moment.form, gathered * inside)
 
 
 def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:

@@ -62,9 +62,14 @@ class ShardedStep:
         return is_accelerated(self.inputs.setup)
 
     @property
+    def loss_on_both_sides(self) -> bool:
+        """Whether the model forms a loss of its own, and a trainer outside of it the one that runs backward."""
+        return self.inputs.setup.profile.loss == "weighted-tokens"
+
+    @property
     def root_again(self) -> bool:
         """Whether the root is let go of after forward, and gathered again when backward begins."""
-        return self.inputs.setup.stack.sharded_units == "axolotl" and not self.flat
+        return self.inputs.setup.stack.sharded_units in ("axolotl", "own-root") and not self.flat
 
     @property
     def head_instant(self) -> str:
@@ -295,7 +300,7 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         ]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None
-    if layout in ("root", "axolotl") or spec.tie_word_embeddings:
+    if layout in ("root", "axolotl", "own-root") or spec.tie_word_embeddings:
         root = unit(ends, setup)
         return root, root, rest
     embeddings = [tensor for tensor in ends if tensor.role == "embedding"]

@@ -32,6 +32,7 @@ PROGRAMS: Mapping[str, str] = {
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
     "litgpt": "memplan.trace.stacks.litgpt_finetune",
     "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",
+    "llama-factory-v1": "memplan.trace.stacks.factory.v1_trainer",
     "ms-swift": "memplan.trace.stacks.swift.swift_trainers",
     "nanogpt": "memplan.trace.stacks.nanogpt_train",
 }
@@ -40,7 +41,7 @@ PROGRAMS: Mapping[str, str] = {
 OLDER: Mapping[str, tuple[str, str]] = {"torchtitan": ("0.3", "memplan.trace.stacks.titan.torchtitan_older")}
 """Stack -> the version from which on its program is the one above, and that of the versions before."""
 
-ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan")
+ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan", "llama-factory-v1")
 """Stacks whose own code is traced as one rank of several."""
 
 IN_THE_EXTRA = ("plain-loop", "transformers", "trl")

@@ -147,7 +147,8 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         stack: Its stack.
         hidden: Weight format of the hidden matrices.
     """
-    if stack.autocast == "never" and hidden == "fp32" and config.compute_dtype != "fp32":
+    alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
+    if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype
         text = f"{narrow} on fp32 weights is autocast, which {stack.name} does not run; use weights: {narrow}"
         yield ("compute_dtype",), text

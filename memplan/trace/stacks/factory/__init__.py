@@ -1,0 +1,1 @@
+"""LLaMA-Factory's v1 engine, which has a trainer of its own."""
