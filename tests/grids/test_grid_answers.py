@@ -11,13 +11,31 @@ from memplan.report.json_schemas import schema_of
 LLAMA = ("fit", "llama-70b", "--gpus", "64x h100", "--tp", "8", "--pp", "4")
 
 
-def test_the_answer_names_the_fullest_rank_and_what_is_left(cli):
+def test_the_answer_names_the_fullest_rank_and_what_it_takes(cli):
     ran = cli(*LLAMA, "--zero", "1")
-    assert ran.exit_code == 3
-    assert ran.out.startswith("UNKNOWN 25.39 GiB kept between steps, ")
-    assert ran.out.splitlines()[-1].startswith("UNKNOWN: before a step rank 48 holds 28.05 GiB of ")
+    assert ran.exit_code == 0
+    assert ran.out.startswith("FITS    33.53 GiB expected, ")
+    assert "25.39 GiB kept between steps" in ran.out
+    assert ran.out.splitlines()[-1].startswith("FITS: rank 48, the fullest, takes 33.53 GiB in a step and ")
     assert "tensor 8, pipeline 4, data 2; distributed optimizer" in ran.out
     assert max(map(len, ran.out.split("Assumed")[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("length", "words", "verdict", "code"),
+    [
+        (4096, (), "fits", 0),
+        (12288, (), "tight", 0),
+        (12288, ("--strict",), "tight", 1),
+        (14336, (), "unknown", 3),
+        (131072, (), "no", 1),
+    ],
+)
+def test_every_verdict_has_its_exit_code(cli, length, words, verdict, code):
+    job = ("fit", "llama-8b", "--gpus", "8x h100", "--tp", "2", "--zero", "1", "-s", str(length), "--json")
+    ran = cli(*job, *words)
+    assert (ran.data["verdict"], ran.exit_code) == (verdict, code)
+    assert ran.data["least_bytes"] < ran.data["expected_bytes"] < ran.data["upper_bytes"]
 
 
 def test_json_follows_its_schema_and_adds_up(cli):
@@ -121,6 +139,7 @@ RUN = """MODEL_ARGS:
   --grad-reduce-in-bf16: true
   --make-vocab-size-divisible-by: 1024
   --overlap-grad-reduce: true
+  --hidden-dropout: 0.0
 """
 
 
@@ -158,7 +177,7 @@ def test_more_flags_of_megatron_say_what_is_kept(cli, tmp_path):
         "optimizer=adamw-bf16",
         "parallel.transformer_impl=local",
         "activation_checkpointing=selective",
-        "parallel.recompute_modules=[mlp]",
+        "parallel.recompute_modules=[core_attn,mlp]",
         "gradients.dtype=bf16",
     )
     keys += (

@@ -49,7 +49,7 @@ def fit_command(
     if method.method not in (None, "pretrain"):
         options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
     if grid.divides(model.model, options):
-        return _divided(model, options, grid, plot, output, detail)
+        return _divided(model, options, grid, plot, verdict, output, detail)
     if grid.rank != "worst":
         return _ranks(model, options, grid, verdict, output)
     if options["config"] is None:
@@ -72,6 +72,7 @@ def _divided(
     options: JobOptions,
     grid: GridOptions,
     plot: PlotOptions,
+    verdict: VerdictOptions,
     output: OutputOptions,
     detail: DetailOptions,
 ) -> int:
@@ -81,7 +82,7 @@ def _divided(
     if plot.plot is not None:
         raise InvalidFileError(["--plot: a divided model has no picture yet; leave it out"])
     answer = plan_grid(model.model, rank=grid.rank, **options)
-    return emit(answer.document(output.unit, full=output.whole), output, detail)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 
 
 def _ranks(

@@ -1,4 +1,4 @@
-"""A model over a grid of GPUs: from keywords to what each rank keeps."""
+"""A model over a grid of GPUs: from keywords to what each rank keeps and takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import grid_of
-from memplan.step.grids.megatron_activations import MegatronBatch, least_activations
+from memplan.step.grids.megatron_activations import MegatronBatch
+from memplan.step.grids.megatron_layers import MegatronKernels
+from memplan.step.grids.megatron_peaks import step_intervals
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of, chunks_of_layout
@@ -45,7 +47,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe
 
 @dataclass(frozen=True)
 class Gridded(Answer):
-    """What each rank of a grid keeps between steps.
+    """What each rank of a grid keeps between steps and takes in one.
 
     Attributes:
         plan: All ranks.
@@ -62,15 +64,14 @@ class Gridded(Answer):
 
     @property
     def verdict(self) -> str:
-        """``no`` where model states and what layers keep at least do not fit, else ``unknown``."""
+        """``fits``, ``tight``, ``no``, or ``unknown`` where only the lower end fits."""
         return self.plan.verdict
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer as tables, sentences and JSON."""
         from memplan.report.plans.grid_answer import grid_document
 
-        del strict
-        return grid_document(self.plan, self.rank, self.notes, self.catalog.hash if full else "", unit)
+        return grid_document(self.plan, self.rank, self.notes, self.catalog.hash if full else "", unit, strict=strict)
 
 
 def is_grid(given: ModelGiven, options: JobOptions) -> bool:
@@ -95,7 +96,7 @@ def _config(inputs: JobInputs) -> TrainingConfig:
 
 
 def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) -> Gridded:
-    """Return what the ranks of a grid keep between steps.
+    """Return what the ranks of a grid keep between steps and take in one.
 
     Args:
         model: The model.
@@ -113,7 +114,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     _refuse(config)
     known, device = inputs.model(), inputs.device()
     grid = grid_of(_laid_out(config.parallel), inputs.options.get("gpus"))
-    if not any(tensor.experts_per_token for tensor in known.inventory):
+    routed = any(tensor.experts_per_token for tensor in known.inventory)
+    if not routed:
         for name, several in (
             ("expert", grid.expert > 1),
             ("expert_tensor", grid.expert_tensor not in (1, grid.tensor)),
@@ -123,12 +125,14 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     settings = _settings(config, inputs.catalog)
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
-    activations = least_activations(known.spec, grid, chunks, settings.build, _batch(config, settings))
-    outside = outside_of(grid, device, hardware_tables(inputs.catalog.root))
+    batch = _batch(config, settings)
+    steps = step_intervals(known.spec, grid, chunks, settings.build, batch, _kernels(config, batch))
+    share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
+    outside = outside_of(grid, device, hardware_tables(inputs.catalog.root), share)
     usable = device.usable_bytes(parse_bytes(config.reserve))
-    plan = GridPlan(known, device, grid, stages, activations, usable, outside)
+    plan = GridPlan(known, device, grid, stages, steps, usable, outside)
     _check_rank(rank, grid.world)
-    return Gridded(plan, config, rank, (*_notes(config), *known.notes), inputs.catalog)
+    return Gridded(plan, config, rank, (*_notes(config, routed=routed), *known.notes), inputs.catalog)
 
 
 def _check_rank(rank: str, world: int) -> None:
@@ -198,6 +202,14 @@ def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
     )
 
 
+def _kernels(config: TrainingConfig, batch: MegatronBatch) -> MegatronKernels:
+    """Return what runs: scores are formed where a config says so, and in fp32, which no fused attention takes."""
+    engine = config.parallel.transformer_impl == "transformer_engine"
+    fused = engine and batch.element_bytes == 2 and config.kernels.attention != "math"
+    dropout = bool(config.dropout)
+    return MegatronKernels(engine, engine, engine, fused, dropout, dropout, batch.micro_batch_size)
+
+
 def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
     """Return the bytes of what Megatron-LM keeps of an element."""
     names = set(config.weights.values()) or {"bf16"}
@@ -249,7 +261,7 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
     return sizes.pop()
 
 
-def _notes(config: TrainingConfig) -> tuple[str, ...]:
+def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
     """Return what is taken for granted."""
     parallel = config.parallel
     modules = "modules with Transformer Engine" if parallel.transformer_impl == "transformer_engine" else "own modules"
@@ -266,4 +278,12 @@ def _notes(config: TrainingConfig) -> tuple[str, ...]:
         f"activations are those of {config.micro_batch_size:,} x {config.sequence_length:,} tokens, "
         f"{config.gradient_accumulation_steps:,} micro-batches a step, recompute {config.activation_checkpointing or 'none'}"
     )
+    fused = parallel.transformer_impl == "transformer_engine" and config.kernels.attention != "math"
+    notes.append(
+        "attention is flash's or cuDNN's, which forms no scores"
+        if fused
+        else "attention forms scores, of every pair of tokens"
+    )
+    if routed:
+        notes.append("every expert is given as many tokens; experts' rows were read in source, not traced")
     return tuple(notes)

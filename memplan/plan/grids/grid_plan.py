@@ -1,19 +1,22 @@
-"""What the ranks of a grid keep between steps against one GPU, and what is left for a step."""
+"""What the ranks of a grid keep between steps and take in a step, against one GPU."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Literal
 
+from memplan.catalog.shipped_tables import ReserveShare
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.model import Model
 from memplan.plan.allowances import communicator_of, library_workspace_bytes
 from memplan.plan.memory_plan import Device
 from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_peaks import StepInterval
 from memplan.step.grids.rank_states import RankStates, StageStates
 from memplan.values import dataclass
 
-GridVerdict = Literal["no", "unknown"]
+GridVerdict = Literal["fits", "tight", "no", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +27,23 @@ class Outside:
         workspaces: Workspaces of matrix products.
         context: Memory outside the allocator, as expected.
         least_context: The same at the lower end.
+        most_context: The same at the upper end.
         communicators: Groups that the rank communicates in.
         communicator_bytes: Their buffers, as expected.
         most_communicator_bytes: The same at the upper end.
+        reserve: Share of the allocated bytes that the allocator holds besides, as expected.
+        most_reserve: The same at the upper end.
     """
 
     workspaces: int
     context: int
     least_context: int
+    most_context: int
     communicators: tuple[str, ...]
     communicator_bytes: int
     most_communicator_bytes: int
+    reserve: Fraction
+    most_reserve: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class GridPlan:
 
     Attributes:
         stages: What the ranks of each pipeline stage keep, the first stage first.
-        activations: What forward leaves for backward on the ranks of each stage at once, and logits, at least.
+        steps: What a step takes besides on the ranks of each stage.
         usable_bytes: What the GPU has for the job.
         outside: What is not tensors.
     """
@@ -52,18 +61,18 @@ class GridPlan:
     device: Device
     grid: Grid
     stages: tuple[StageStates, ...]
-    activations: tuple[int, ...]
+    steps: tuple[StepInterval, ...]
     usable_bytes: int
     outside: Outside
 
     @property
     def fullest(self) -> StageStates:
-        """The stage whose ranks keep most."""
-        return max(self.stages, key=lambda stage: stage.fullest.total)
+        """The stage whose ranks hold most in a step, as expected."""
+        return max(self.stages, key=self.expected_of)
 
     @property
     def fullest_rank(self) -> int:
-        """The first of all ranks that keep most."""
+        """The first of all ranks that hold most in a step."""
         return self.first_rank(self.fullest) + self.fullest.fullest_rank
 
     def first_rank(self, stage: StageStates) -> int:
@@ -80,36 +89,69 @@ class GridPlan:
         return self.stages[stage].rank(position)
 
     @property
-    def fullest_in_step(self) -> StageStates:
-        """The stage whose ranks keep most together with their activations, at least."""
-        return max(self.stages, key=lambda stage: stage.fullest.total + self.activations[stage.index])
+    def persistent_bytes(self) -> int:
+        """What the ranks that keep most keep between steps."""
+        return max(stage.fullest.total for stage in self.stages)
+
+    def expected_of(self, stage: StageStates) -> int:
+        """Return what the fullest rank of a stage is expected to hold in a step."""
+        allocated = self._allocated(stage.fullest, self.steps[stage.index].expected)
+        return allocated + self.reserved_of(allocated) + self.outside.context + self.outside.communicator_bytes
+
+    def reserved_of(self, allocated_bytes: int) -> int:
+        """Return what the allocator is expected to hold besides."""
+        return int(allocated_bytes * self.outside.reserve)
+
+    def _allocated(self, states: RankStates, step: int) -> int:
+        return states.total + step + self.outside.workspaces
+
+    @property
+    def expected_bytes(self) -> int:
+        """What the GPU of the fullest rank is expected to hold in a step."""
+        return max(map(self.expected_of, self.stages))
+
+    @property
+    def fullest_at_least(self) -> int:
+        """The first of all ranks that hold most in a step at the lower end."""
+        stage = max(self.stages, key=lambda stage: self._allocated(stage.fullest, self.steps[stage.index].least))
+        return self.first_rank(stage) + stage.fullest_rank
 
     @property
     def least_bytes(self) -> int:
         """What the GPU of the rank that is fullest in a step holds then, at least."""
-        stage = self.fullest_in_step
-        states = stage.fullest.total + self.activations[stage.index]
-        return states + self.outside.workspaces + self.outside.least_context
+        allocated = (self._allocated(stage.fullest, self.steps[stage.index].least) for stage in self.stages)
+        return max(allocated) + self.outside.least_context
 
     @property
-    def expected_bytes(self) -> int:
-        """What it is expected to hold then."""
+    def upper_bytes(self) -> int:
+        """What it holds at most, beside collectives' buffers inside the allocator."""
         outside = self.outside
-        return self.fullest.fullest.total + outside.workspaces + outside.context + outside.communicator_bytes
+        between = [4 * stage.parameters for stage in self.stages]
+        allocated = max(
+            self._allocated(stage.fullest, max(self.steps[stage.index].most, copies))
+            for stage, copies in zip(self.stages, between, strict=True)
+        )
+        return (
+            allocated + int(allocated * outside.most_reserve) + outside.most_context + outside.most_communicator_bytes
+        )
 
     @property
     def verdict(self) -> GridVerdict:
-        """``no`` where not even what is kept between steps and activations fit; what a step takes besides is not modelled."""
-        return "no" if self.least_bytes > self.usable_bytes else "unknown"
+        """``fits`` at the upper end, ``tight`` as expected alone, ``no`` where not even the lower end fits; else ``unknown``."""
+        usable = self.usable_bytes
+        if self.upper_bytes <= usable:
+            return "fits"
+        return "tight" if self.expected_bytes <= usable else "no" if self.least_bytes > usable else "unknown"
 
 
-def outside_of(grid: Grid, device: Device, tables: HardwareTables) -> Outside:
+def outside_of(grid: Grid, device: Device, tables: HardwareTables, share: ReserveShare) -> Outside:
     """Return what a rank's process takes besides tensors.
 
     Args:
         grid: Degrees of parallelism.
         device: The GPU.
         tables: What is taken on cards.
+        share: What the allocator needs beyond what it hands out.
     """
     groups = communicators(grid)
     figures = [communicator_of(device.gpu, ranks, tables) for ranks in groups.values()]
@@ -118,9 +160,12 @@ def outside_of(grid: Grid, device: Device, tables: HardwareTables) -> Outside:
         library_workspace_bytes(device.gpu, tables),
         context.expected_bytes,
         context.least_bytes,
+        context.most_bytes,
         tuple(groups),
         sum(figure.expected_bytes for figure in figures),
         sum(figure.most_bytes for figure in figures),
+        Fraction(share.expected_per_mille, 1000),
+        Fraction(share.upper_per_mille, 1000),
     )
 
 

@@ -1,4 +1,4 @@
-"""The answer for a model over a grid: what each rank keeps between steps, by stage."""
+"""The answer for a model over a grid: what each rank keeps between steps and takes in one, by stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 DEGREES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
 NOT_MODELLED = (
-    "temporaries of a step under Megatron-LM, and activations beyond those that every kernel keeps",
+    "kernels that allocate more inside themselves than the upper end allows for",
     "collectives' buffers inside the allocator",
 )
+CODES = {"fits": 0, "tight": 0, "no": 1, "unknown": 3}
 
 
-def grid_document(plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_hash: str, unit: str) -> Document:
-    """Return the verdict as far as it goes, a table by stage and the states of one rank.
+def grid_document(
+    plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_hash: str, unit: str, *, strict: bool = False
+) -> Document:
+    """Return the verdict, a table by stage and what one rank holds in a step.
 
     Args:
         plan: All ranks.
@@ -31,6 +34,7 @@ def grid_document(plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_has
         notes: What is taken for granted.
         catalog_hash: Of the catalog, or nothing.
         unit: Of bytes, or nothing.
+        strict: TIGHT counts as NO.
     """
     number = plan.fullest_rank if rank in ("worst", "all") else int(rank)
     blocks = (
@@ -41,21 +45,25 @@ def grid_document(plan: GridPlan, rank: str, notes: tuple[str, ...], catalog_has
         tuple(f"Not modelled: {what}" for what in NOT_MODELLED),
         grid_sentence(plan, unit),
     )
-    return Document(_data(plan, number, notes, catalog_hash), blocks, 1 if plan.verdict == "no" else 3)
+    code = 1 if strict and plan.verdict == "tight" else CODES[plan.verdict]
+    return Document(_data(plan, number, notes, catalog_hash), blocks, code)
 
 
 def grid_sentence(plan: GridPlan, unit: str = "") -> str:
-    """Return the verdict in one sentence, as far as it goes."""
+    """Return the verdict in one sentence."""
     usable, least = format_bytes(plan.usable_bytes, unit), format_bytes(plan.least_bytes, unit)
-    stage = plan.fullest_in_step
-    rank = plan.first_rank(stage) + stage.fullest_rank
+    expected, most = format_bytes(plan.expected_bytes, unit), format_bytes(plan.upper_bytes, unit)
+    of, rank = f"{usable} usable on {plan.device.name}", plan.fullest_rank
+    if plan.verdict == "fits":
+        return f"FITS: rank {rank}, the fullest, takes {expected} in a step and {most} at most, of {of}."
+    if plan.verdict == "tight":
+        return f"TIGHT: rank {rank}, the fullest, takes {expected} in a step as expected, but may take {most}, of {of}."
     if plan.verdict == "no":
-        return f"NO: rank {rank} takes {least} at least with what its layers keep for backward, of {usable} usable on {plan.device.name}."
-    left = format_bytes(plan.usable_bytes - plan.expected_bytes, unit)
+        return (
+            f"NO: rank {plan.fullest_at_least} takes {least} at least with what its layers keep for backward, of {of}."
+        )
     return (
-        f"UNKNOWN: before a step rank {plan.fullest_rank} holds {format_bytes(plan.expected_bytes, unit)} of {usable} usable on "
-        f"{plan.device.name}; whether a step fits into the {left} left is not modelled, of which activations of rank {rank} take "
-        f"{format_bytes(plan.activations[stage.index], unit)} at least."
+        f"UNKNOWN: rank {rank} is expected to take {expected} in a step, more than {of}, but only {least} are certain."
     )
 
 
@@ -79,13 +87,14 @@ def _head(plan: GridPlan, unit: str) -> tuple[str, ...]:
 
 
 def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
-    usable, states = format_bytes(plan.usable_bytes, unit), format_bytes(plan.fullest.fullest.total, unit)
-    if plan.verdict == "no":
-        return (
-            f"NO      {format_bytes(plan.least_bytes, unit)} at least, {usable} usable; {states} kept between steps",
-        )
-    left = format_bytes(plan.usable_bytes - plan.expected_bytes, unit)
-    return (f"UNKNOWN {states} kept between steps, {usable} usable, {left} left",)
+    usable, kept = format_bytes(plan.usable_bytes, unit), format_bytes(plan.persistent_bytes, unit)
+    sizes = (plan.least_bytes, plan.expected_bytes, plan.upper_bytes)
+    least, expected, most = (format_bytes(size, unit) for size in sizes)
+    said = f"{least} at least" if plan.verdict == "no" else f"{expected} expected"
+    return (
+        f"{plan.verdict.upper():<7} {said}, {most} worst case, {usable} usable",
+        f"        {kept} kept between steps",
+    )
 
 
 def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
@@ -93,7 +102,7 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
     size = plan.grid.world // plan.grid.pipeline
     rows = []
     for _, group in groupby(
-        plan.stages, key=lambda stage: (_holds(stage), stage.states, stage.places, plan.activations[stage.index])
+        plan.stages, key=lambda stage: (_holds(stage), stage.states, stage.places, plan.steps[stage.index])
     ):
         stages = list(group)
         first, last = stages[0], stages[-1]
@@ -104,9 +113,9 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
         kept = reversed(first.states) if every else (first.fullest,)
         for position, states in enumerate(kept):
             head = (name, ranks, _holds(first)) if position == 0 else ("", "", "")
-            activations = format_bytes(plan.activations[first.index], unit)
-            rows.append((*head, *_sizes(states, unit), f"{activations}+" if position == 0 else ""))
-    return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept", ">activations"), tuple(rows))
+            step = format_bytes(plan.steps[first.index].expected, unit)
+            rows.append((*head, *_sizes(states, unit), step if position == 0 else ""))
+    return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept", ">a step"), tuple(rows))
 
 
 def _holds(stage: StageStates) -> str:
@@ -121,11 +130,14 @@ def _sizes(states: RankStates, unit: str) -> tuple[str, ...]:
 
 
 def _lines(plan: GridPlan, number: int) -> dict[str, int]:
-    """Return the lines of what a rank's GPU holds before a step."""
-    states, outside = asdict(plan.rank(number)), plan.outside
+    """Return the lines of what a rank's GPU holds at the peak of a step."""
+    states, outside = plan.rank(number), plan.outside
+    step = plan.steps[number // (plan.grid.world // plan.grid.pipeline)].expected
     return {
-        **states,
+        **asdict(states),
+        "step": step,
         "library_workspaces": outside.workspaces,
+        "allocator_reserve": plan.reserved_of(states.total + step + outside.workspaces),
         "device_context": outside.context,
         "communicators": outside.communicator_bytes,
     }
@@ -134,7 +146,7 @@ def _lines(plan: GridPlan, number: int) -> dict[str, int]:
 def _components(plan: GridPlan, number: int, unit: str) -> Table:
     lines = _lines(plan, number)
     total = sum(lines.values())
-    shown = [*((name, size) for name, size in lines.items() if size), ("before a step", total)]
+    shown = [*((name, size) for name, size in lines.items() if size), ("in a step", total)]
     rows = tuple((name, format_bytes(size, unit), f"{100 * size / total:.1f} %") for name, size in shown)
     return Table(("component", ">bytes", ">share"), rows, f"rank {number}")
 
@@ -169,9 +181,10 @@ def _data(plan: GridPlan, number: int, notes: tuple[str, ...], catalog_hash: str
             "persistent_bytes": plan.rank(number).total,
         },
         "fullest_rank": plan.fullest_rank,
-        "persistent_bytes": plan.fullest.fullest.total,
+        "persistent_bytes": plan.persistent_bytes,
         "expected_bytes": plan.expected_bytes,
         "least_bytes": plan.least_bytes,
+        "upper_bytes": plan.upper_bytes,
         "communicators": list(plan.outside.communicators),
         "most_communicator_bytes": plan.outside.most_communicator_bytes,
         "assumptions": list(notes),
@@ -197,5 +210,7 @@ def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
         "components": _named(asdict(stage.fullest)),
         "persistent_bytes": stage.fullest.total,
         "least_persistent_bytes": min(states.total for states in stage.states),
-        "least_activation_bytes": plan.activations[stage.index],
+        "least_activation_bytes": plan.steps[stage.index].least,
+        "step_bytes": plan.steps[stage.index].expected,
+        "most_step_bytes": plan.steps[stage.index].most,
     }

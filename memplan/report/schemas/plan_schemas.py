@@ -113,6 +113,7 @@ def grid_schema() -> t.Schema:
             **t.same(t.FLAG, "embedding", "head"),
             "components": component,
             **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes", "least_activation_bytes"),
+            **t.same(t.BYTES, "step_bytes", "most_step_bytes"),
         }
     )
     degrees = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
@@ -120,7 +121,7 @@ def grid_schema() -> t.Schema:
         {
             "schema": {"const": "memplan/grid/1"},
             **t.same(t.TEXT, "memplan_version", "catalog_hash", "answer", "stack"),
-            "verdict": {"enum": ["no", "unknown"]},
+            "verdict": {"enum": ["fits", "tight", "no", "unknown"]},
             "model": _model(),
             "gpu": t.object_schema(
                 {"name": t.TEXT, "count": t.COUNT, **t.same(t.BYTES, "memory_bytes", "usable_bytes")}
@@ -128,7 +129,7 @@ def grid_schema() -> t.Schema:
             "parallel": t.object_schema({**t.same(t.COUNT, *degrees), "zero_stage": t.BYTES, "sequence": t.FLAG}),
             "stages": t.array_schema(stage),
             "rank": t.object_schema({"number": t.BYTES, "components": component, "persistent_bytes": t.BYTES}),
-            **t.same(t.BYTES, "fullest_rank", "persistent_bytes", "expected_bytes", "least_bytes"),
+            **t.same(t.BYTES, "fullest_rank", "persistent_bytes", "expected_bytes", "least_bytes", "upper_bytes"),
             **t.same(t.BYTES, "most_communicator_bytes"),
             **t.same(t.array_schema(t.TEXT), "communicators", "assumptions", "not_modelled"),
         }

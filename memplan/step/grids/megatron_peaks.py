@@ -1,0 +1,203 @@
+"""The most that a step of Megatron-LM takes on each stage's ranks, beside weights, gradients' buffers and optimizer states.
+
+What layers keep for backward lies over each other, pair by pair in flight; the peak is that sum and the fullest instant of one
+layer's backward, of the head and its loss, or of the embedding.
+
+Source:
+    megatron-core 0.16.1 (core/): pipeline_parallel/schedules.py; tensor_parallel/layers.py and cross_entropy.py. Traced:
+    tests/grids/traced_peaks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
+from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_activations import MegatronBatch, least_activations, pairs_in_flight
+from memplan.step.grids.megatron_layers import MegatronKernels, RankSizes, layer_sizes
+from memplan.step.grids.megatron_tensors import MegatronBuild, layers_of_chunk
+from memplan.step.grids.pipeline_stages import Chunk
+from memplan.units import round_up
+from memplan.values import dataclass
+
+ENGINE_WORKSPACE, GROUPED_WORKSPACES = 32 * 1024 * 1024 + 1024, 4
+"""What Transformer Engine allocates for cuBLAS on Hopper and later (cpp_extensions/gemm.py, 2.20.2), and how many for grouped products."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInterval:
+    """What a step takes on the ranks of one stage beside what is kept between steps.
+
+    Attributes:
+        least: What is there at once whatever kernels run.
+        expected: The peak with Megatron-LM's defaults.
+        most: The peak with what of its flags takes most.
+    """
+
+    least: int
+    expected: int
+    most: int
+
+
+def step_intervals(
+    spec: ModelSpec,
+    grid: Grid,
+    stages: Sequence[Sequence[Chunk]],
+    build: MegatronBuild,
+    batch: MegatronBatch,
+    kernels: MegatronKernels,
+) -> tuple[StepInterval, ...]:
+    """Return the interval of each stage.
+
+    Args:
+        spec: The model.
+        grid: Degrees of parallelism.
+        stages: The chunks of every stage, the first stage first.
+        build: How the model is built.
+        batch: What a step is given.
+        kernels: What runs as far as it is known; fused gradients and rotation may be or not.
+    """
+    given = (spec, grid, stages, build)
+    routed = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
+    workspace = ENGINE_WORKSPACE * (1 + GROUPED_WORKSPACES * routed) * kernels.engine
+    expected = step_peaks(*given, batch, kernels)
+    named = replace(
+        batch, modules=batch.modules & {"core_attn"}
+    )  # what else is computed again may not be less at the peak
+    apart = [
+        step_peaks(*given, modules, replace(kernels, fused_gradients=fused, fused_rotary=rotary, most=True))
+        for modules, fused, rotary in product((batch, named), (True, False), (True, False))
+    ]
+    most = [max(each) for each in zip(*apart, strict=True)]
+    least = least_activations(*given, batch)
+    return tuple(
+        StepInterval(low, max(low, mean) + workspace, max(low, mean, high) + workspace)
+        for low, mean, high in zip(least, expected, most, strict=True)
+    )
+
+
+def step_peaks(
+    spec: ModelSpec,
+    grid: Grid,
+    stages: Sequence[Sequence[Chunk]],
+    build: MegatronBuild,
+    batch: MegatronBatch,
+    kernels: MegatronKernels,
+) -> tuple[int, ...]:
+    """Return the peak of a step on the ranks of each stage beyond weights, gradients' buffers and optimizer states.
+
+    Args:
+        spec: The model.
+        grid: Degrees of parallelism.
+        stages: The chunks of every stage, the first stage first.
+        build: How the model is built.
+        batch: What a step is given.
+        kernels: What runs.
+    """
+    rank = RankSizes(spec, grid, batch, kernels)
+    return tuple(_stage(rank, index, chunks, build) for index, chunks in enumerate(stages))
+
+
+def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk], build: MegatronBuild) -> int:
+    """Return one stage's peak: what pairs in flight keep, of chunks that keep most first, and the fullest instant on top."""
+    layers = [list(layers_of_chunk(rank.spec, chunk)) for chunk in chunks]
+    kept = [sum(layer_sizes(rank, layer)[0] for layer in chunk) for chunk in layers]
+    flying = pairs_in_flight(rank.grid, index, rank.batch.micro_batches)
+    per_chunk = _pairs_of_chunks(rank.grid, flying, len(chunks))
+    below = sum(count * size for count, size in zip(per_chunk, kept, strict=True))
+    ends = chunks[-1].ends
+    instants = [max((layer_sizes(rank, layer)[1] for layer in chunk), default=0) for chunk in layers]
+    top = max(instants)
+    size, hidden = rank.batch.element_bytes, rank.spec.hidden_size
+    table = _words(rank, build) * hidden * size
+    square = rank.square if rank.batch.whole_layers or "core_attn" in rank.batch.modules else 0
+    if ends:
+        tied = rank.spec.tie_word_embeddings and chunks[0].embeds and not rank.kernels.fused_gradients
+        top = max(top + table * tied, _head(rank, build))
+    if chunks[0].embeds:
+        below += per_chunk[0] * (rank.mask + 8 * rank.tokens)
+        tables = table * (1 + (ends and rank.spec.tie_word_embeddings))
+        top = max(top, tables + rank.whole + rank.stream - kept[0] - rank.mask - square)
+    below += flying * square
+    if rank.kernels.most:  # what is sent and received, and what an operation forms beside its result
+        top += 4 * rank.stream + 2 * (rank.whole + rank.wide(_widest(rank.spec)) + rank.square) + 64 * rank.tokens
+    return below + top + _always(rank, chunks, build)
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Return the most elements of a token that tensor ranks share."""
+    parts = [run.layer.feed_forward for run in spec.runs]
+    return max(spec.hidden_size, *(part.intermediate_size * (1 + part.gated) for part in parts))
+
+
+def _pairs_of_chunks(grid: Grid, flying: int, chunks: int) -> list[int]:
+    """Return how many pairs of each chunk are in flight at most: groups of as many micro-batches as stages, chunk after chunk."""
+    counts = [0] * chunks
+    for pair in range(flying):
+        counts[pair // grid.pipeline % chunks if chunks > 1 else 0] += 1
+    return counts
+
+
+def _always(rank: RankSizes, chunks: Sequence[Chunk], build: MegatronBuild) -> int:
+    """Return what stays from step to step: rotation's table, the buffer that sequences are gathered in, what stages received last."""
+    spec, kernels = rank.spec, rank.kernels
+    size = 0
+    dimensions = [run.layer.attention.rotary_dim for run in spec.runs if isinstance(run.layer.attention, Attention)]
+    size += 4 * rank.batch.sequence_length * max(dimensions, default=0) * (1 if chunks[-1].ends else len(chunks))
+    if chunks[-1].ends:
+        size += rank.gathered
+    if not kernels.engine:
+        heads = max(
+            run.layer.attention.num_heads
+            for run in spec.runs
+            if isinstance(run.layer.attention, Attention | LatentAttention)
+        )
+        pairs = rank.tokens * rank.batch.sequence_length * (heads // rank.grid.tensor)
+        size += pairs * rank.batch.element_bytes
+    received = 2 * sum(not chunk.embeds for chunk in chunks)
+    if not chunks[-1].ends:  # what is sent and received while something else is computed, where there are chunks
+        received += (1 if chunks[0].embeds else 3) if len(chunks) > 1 else -(not chunks[0].embeds)
+    size += rank.stream * received
+    if kernels.fused_gradients and kernels.engine:
+        shapes = {
+            shape for chunk in chunks for layer in layers_of_chunk(spec, chunk) for shape in _matrices(rank, layer)
+        }
+        shapes |= {(_words(rank, build), spec.hidden_size) for chunk in chunks if chunk.ends}
+        size += sum(rows * columns * rank.batch.element_bytes for rows, columns in shapes)
+    return size
+
+
+def _matrices(rank: RankSizes, layer: Layer) -> list[tuple[int, int]]:
+    """Return the shapes of a layer's matrices, of each of which one empty gradient stands for all (``get_dummy_wgrad``)."""
+    hidden, degree, part = rank.spec.hidden_size, rank.grid.tensor, layer.attention
+    shapes = []
+    if isinstance(part, Attention):
+        shapes = [((part.query_size + 2 * part.key_value_size) // degree, hidden), (hidden, part.query_size // degree)]
+    if isinstance(layer.feed_forward, Mlp):
+        width = layer.feed_forward.intermediate_size // degree
+        shapes += [(width * (1 + layer.feed_forward.gated), hidden), (hidden, width)]
+    return shapes
+
+
+def _words(rank: RankSizes, build: MegatronBuild) -> int:
+    """Return how many words a rank has rows of."""
+    return round_up(rank.spec.vocab_size, build.vocabulary_multiple * rank.grid.tensor) // rank.grid.tensor
+
+
+def _head(rank: RankSizes, build: MegatronBuild) -> int:
+    """Return the most that the final norm, the head and its loss take, forward and backward."""
+    spec, size = rank.spec, rank.batch.element_bytes
+    rows = _words(rank, build)
+    logits, own = rank.tokens * rows * size, rank.product_gradient(spec.hidden_size, rows, shared=False)
+    wide = rank.tokens * rows * 4 if rank.batch.wide_logits else 0
+    norm = 2 * rank.stream + 4 * rank.rows * (1 + (spec.final_norm.kind == "layer"))
+    forming = (
+        logits
+        + wide
+        + rank.square * (not (rank.batch.whole_layers or "core_attn" in rank.batch.modules))
+        + 56 * rank.tokens
+    )
+    return norm + max(forming, logits + rank.whole + rank.scattered + own)
