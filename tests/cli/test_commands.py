@@ -12,8 +12,8 @@ import pytest
 
 from memplan.cli.main import COMMANDS
 
-FIT = ("fit", "llama-8b", "--gpu", "rtx4090")
-FIT_ONE = (*FIT, "--config", "tier3")
+FIT = ("fit", "gpt2", "--gpu", "rtx4090")
+FIT_ONE = ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "tier3")
 ANSWERS = {
     "fit": FIT,
     "plan": FIT_ONE,
@@ -33,7 +33,7 @@ ANSWERS = {
     "show-optimizer": ("show", "muon-int4"),
     "show-config": ("show", "tier1"),
     "recommend": ("recommend", "--gpu", "rtx4090"),
-    "tables": ("tables", "s000.t15"),
+    "tables": ("tables", "s000.t04"),
     "doctor": ("doctor",),
 }
 SCHEMAS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 ANSWERS = {
-    "fit": ("fit", "llama-8b", "--gpu", "rtx4090"),
+    "fit": ("fit", "gpt2", "--gpu", "t4"),
     "plan": ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "bf16-adamw"),
     "max": ("max", "--config", "tier3", "--gpu", "rtx4090"),
     "where": ("where", "llama-70b", "--config", "tier1"),
@@ -50,7 +50,9 @@ def test_every_number_of_the_json_stands_uncut_in_the_table(cli, environment, fo
         assert f"{number:,} B" in out
 
 
-def test_every_gpu_of_max_has_its_bound_and_model_uncut(cli, environment):
+def test_every_gpu_of_max_has_its_bound_and_model_uncut(cli, monkeypatch):
+    for key, value in NARROW.items():
+        monkeypatch.setenv(key, value)
     lines = cli("max", "--config", "tier3", "--all").out.splitlines()
     for row in cli("max", "--config", "tier3", "--json").data["rows"]:
         found = [line for line in lines if row["gpu"] in line.replace(",", " ").replace("|", " ").split()]

@@ -91,9 +91,9 @@ def test_all_has_every_config_as_the_json_has(cli):
     assert cli(*job, "--all").out.splitlines()[-1] == cli(*job, "-q").out.strip()
 
 
-@pytest.mark.parametrize(("model", "gpu", "code"), [("gpt2", "t4", 0), ("llama-13b", "rtx3050", 1)])
-def test_every_form_of_the_answer_exits_alike(cli, model, gpu, code):
-    job = ("fit", model, "--gpu", gpu)
+@pytest.mark.parametrize(("device", "code"), [(("--gpu", "t4"), 0), (("--gpu-memory", "512MiB"), 1)])
+def test_every_form_of_the_answer_exits_alike(cli, device, code):
+    job = ("fit", "gpt2", *device)
     assert [cli(*job, *more).exit_code for more in ((), ("--all",), ("-q",), ("--json",))] == [code] * 4
 
 
@@ -101,7 +101,7 @@ OTHERS = [
     pytest.param(("max",), marks=pytest.mark.thorough),
     ("max", "--gpu", "rtx4090"),
     ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
-    ("where", "llama-70b", "--config", "qlora"),
+    ("where", "llama-70b", "--config", "tier1"),
     ("compare", "llama-8b", "-c", "qlora", "-c", "lora", "-c", "bf16-adamw", "--gpu", "rtx4090"),
     ("compare", "gpt2", "-c", "tier1", "--gpu", "rtx4090", "--gpu", "t4"),
 ]
@@ -119,10 +119,9 @@ def test_other_answers_have_a_screen_with_bars_and_end_in_the_same_sentence(cli,
 
 
 def test_a_screen_names_what_it_leaves_out(cli):
-    shown = [
-        line for line in cli("where", "llama-70b", "--config", "qlora").out.splitlines() if line.endswith("--all.")
-    ]
-    rows = cli("where", "llama-70b", "--config", "qlora", "--json").data["rows"]
+    asked = ("where", "llama-70b", "--config", "tier1")
+    shown = [line for line in cli(*asked).out.splitlines() if line.endswith("--all.")]
+    rows = cli(*asked, "--json").data["rows"]
     assert shown == [f"{len(rows) - 12} more kinds of GPU: --all."]
 
 

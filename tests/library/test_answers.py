@@ -50,7 +50,7 @@ QUESTIONS = {
         lambda: memplan.plan(memplan.Shapes(layers=12, hidden=768, heads=12), gpu_memory="24GiB", config="muon"),
         ("fit", "--layers", 12, "--hidden", 768, "--heads", 12, "--gpu-memory", "24GiB", "--config", "muon"),
     ),
-    "fit": (lambda: memplan.fit("llama-3.1-8b", **ON), ("fit", *LLAMA)),
+    "fit": (lambda: memplan.fit("gpt2", **ON), ("fit", "gpt2", "-g", "rtx4090")),
     "fit-of-several-gpus": (lambda: memplan.fit("gpt2", gpus=2, **ON), ("fit", "gpt2", "-g", "rtx4090", "--gpus", 2)),
     "compare": (
         lambda: memplan.compare("gpt2", ["lora", "tier3"], on=["rtx4090", "h100"]),

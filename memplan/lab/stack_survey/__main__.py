@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +47,19 @@ from memplan.lab.survey.drawn_models import LINEAR
 from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
+Draw = Callable[[StackJob, int, int], StackJob]
+
+DRAWN: Mapping[str, tuple[str, Draw]] = {
+    "some_layers": ("jobs that checkpoint some layers only, which is drawn", layered_job),
+    "experts": ("jobs of mixtures of experts, which are drawn", mixed_job),
+    "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
+    "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
+}
+SHARDED: Mapping[str, tuple[str, Draw]] = {
+    "no_reshard": ("jobs whose layers stay gathered until their backward", staying_job),
+    "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
+}
+"""Flags -> what they say of themselves, and what they draw, in this order; these after the ranks are known."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,36 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = options.at or ""
         numbers = range(options.jobs)
         jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear, version=at) for n in numbers]
-    if not options.job:
-        jobs = [v1_job(job, shards=options.zero > 0) if job.stack == V1_ENGINE else job for job in jobs]
-    if options.stage and not options.job:
-        jobs = [with_stage(job, options.seed, number, tuple(options.stage)) for number, job in enumerate(jobs)]
-    if options.images and not options.job:
-        jobs = [with_images(job, options.seed, number, catalog) for number, job in enumerate(jobs)]
-    if options.deepspeed and not options.job:
-        stages = (options.zero,) if options.zero else (1, 2, 3, 3) if options.offload else DEEPSPEED_STAGES
-        jobs = [under_deepspeed(job, options.seed, number, stages) for number, job in enumerate(jobs)]
-    if options.divided and not options.job:
-        jobs = [divided_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.piped and not options.job:
-        jobs = [with_fullest(piped_job(job, options.seed, number), number, catalog) for number, job in enumerate(jobs)]
-    if options.some_layers and not options.job:
-        jobs = [layered_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.experts and not options.job:
-        jobs = [mixed_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.hsdp and not options.job:
-        jobs = [replicated_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.frozen and not options.job:
-        jobs = [frozen_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.fsdp1 and not options.job:
-        adapted = options.adapters
-        jobs = [flat_job(job, options.seed, number, adapted=adapted) for number, job in enumerate(jobs)]
+        jobs = [_drawn(job, number, options, catalog) for number, job in enumerate(jobs)]
     if not options.deepspeed:
         jobs = [replace(job, job=on_several(job.job, options.gpus, options.zero)) for job in jobs]
-    if options.no_reshard and not options.job:
-        jobs = [staying_job(job, options.seed, number) for number, job in enumerate(jobs)]
-    if options.offload and not options.job:
-        jobs = [offloaded_job(job, options.seed, number) for number, job in enumerate(jobs)]
+    for name, (_, drawn) in SHARDED.items():
+        if getattr(options, name) and not options.job:
+            jobs = [drawn(job, options.seed, number) for number, job in enumerate(jobs)]
     chosen = dict(pair.split("=", 1) for pair in options.kernel or ())
     jobs = [with_kernels(job, chosen) for job in jobs] if chosen else jobs
     jobs = [at_version(job, options.at) for job in jobs] if options.at else jobs
@@ -110,6 +99,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in summary(judged):
         write_answer(line + "\n")
     return int(any(verdict.outcome in ("differs", "crashed") for _, verdict in judged))
+
+
+def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Catalog) -> StackJob:
+    """Return a job of a survey with what the options ask to be drawn besides."""
+    seed = options.seed
+    job = v1_job(job, shards=options.zero > 0) if job.stack == V1_ENGINE else job
+    job = with_stage(job, seed, number, tuple(options.stage)) if options.stage else job
+    job = with_images(job, seed, number, catalog) if options.images else job
+    if options.deepspeed:
+        stages = (options.zero,) if options.zero else (1, 2, 3, 3) if options.offload else DEEPSPEED_STAGES
+        job = under_deepspeed(job, seed, number, stages)
+    job = divided_job(job, seed, number) if options.divided else job
+    job = with_fullest(piped_job(job, seed, number), number, catalog) if options.piped else job
+    for name, (_, drawn) in DRAWN.items():
+        job = drawn(job, seed, number) if getattr(options, name) else job
+    return flat_job(job, seed, number, adapted=options.adapters) if options.fsdp1 else job
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,25 +145,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--divided", action="store_true", help="jobs whose matrices GPUs share, on degrees that are drawn"
     )
     parser.add_argument(
-        "--hsdp", action="store_true", help="jobs of groups of GPUs that each divide everything, groups and GPUs drawn"
-    )
-    parser.add_argument(
         "--piped", action="store_true", help="jobs over pipelines, on degrees and schedules that are drawn"
     )
     parser.add_argument(
         "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
-    parser.add_argument("--frozen", action="store_true", help="jobs of which parts of the model train, which are drawn")
     parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
     parser.add_argument("--images", action="store_true", help="jobs whose rows hold images, drawn with their models")
-    parser.add_argument(
-        "--some-layers", action="store_true", help="jobs that checkpoint some layers only, which is drawn"
-    )
-    parser.add_argument("--experts", action="store_true", help="jobs of mixtures of experts, which are drawn")
-    parser.add_argument("--offload", action="store_true", help="jobs whose engine keeps what it can in host memory")
-    parser.add_argument(
-        "--no-reshard", action="store_true", help="jobs whose layers stay gathered until their backward"
-    )
+    for name, (told, _) in {**DRAWN, **SHARDED}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=told)
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
 

@@ -210,8 +210,7 @@ def drawn_stack_job(
         number: Of the job in it.
         catalog: Has the released models.
         stacks: Of which one is drawn.
-        linear: Whether the model has gated delta networks, as none has otherwise; they run by torch or by kernels where
-            these are installed.
+        linear: Whether the model has gated delta networks, as none has otherwise; kernels run them where installed.
         version: An older one of a stack, whose models or configs may be others.
     """
     rng = Random(f"memplan stacks {seed} {number}")
@@ -224,8 +223,7 @@ def drawn_stack_job(
         drawn = OLDER_MODELS.get(f"{stack}@{version}", OWN_MODELS[stack])
         return StackJob(Job(*drawn(rng)), OWN_CARD, reentrant=False)
     training = {"description": "drawn at random", "stack": stack, **_weights(rng)}
-    eager = rng.random() < 0.3
-    if eager:
+    if eager := rng.random() < 0.3:
         training["kernels"] = {"attention": "eager"}
     training["sequence_length"] = rng.choice(EAGER_LENGTHS if eager else LENGTHS)
     if values["model_type"] == "gpt2":
@@ -244,11 +242,13 @@ def drawn_stack_job(
     if linear and find_spec("fla") is not None and rng.random() < 0.5:
         training["kernels"] = {**training.get("kernels", {}), "linear_attention": "fla"}
     if stack in LLAMA_LIKE:
-        liger = {
-            key: value for key, value in LIGER.items() if rng.random() < 0.3 and values["model_type"] not in TOWERS
-        }
-        training["kernels"] = {**training.get("kernels", {}), **liger}
+        training["kernels"] = {**training.get("kernels", {}), **_liger(rng, values["model_type"])}
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
+
+
+def _liger(rng: Random, family: str) -> dict[str, str]:
+    """Return some of Liger's kernels; a vision-language model runs none."""
+    return {key: value for key, value in LIGER.items() if rng.random() < 0.3 and family not in TOWERS}
 
 
 def _weights(rng: Random) -> dict[str, Any]:

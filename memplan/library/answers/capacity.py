@@ -13,7 +13,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, prin
 from memplan.library.answers.answer import Answer
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, is_whole, job_inputs, keys_set
 from memplan.model.model import Model
-from memplan.report.document import Block, Document
+from memplan.report.document import Document
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:  # each question imports what it alone needs
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # each question imports what it alone needs
     from memplan.plan.largest_model import LargestModel
     from memplan.plan.memory_plan import Verdict
     from memplan.plan.placements import Placements
-    from memplan.report.canvas import Canvas
     from memplan.report.largest.largest_model_answer import Prices
     from memplan.solver.batch_frontier import Frontier
     from memplan.solver.largest_per_device import Largest, Quantity
@@ -59,16 +58,11 @@ class LargestModels(Answer):
         from memplan.published.printed_cell import printed_maxima
         from memplan.published.table_schema import Library
         from memplan.report.largest.largest_model_answer import max_document
+        from memplan.report.screens.size_screens import max_screen
 
         document = max_document(self.rows, printed_maxima(Library(self.catalog.root)), unit)
         head, sentence = str(document.blocks[0]), str(document.blocks[-1])
-
-        def screen(canvas: Canvas) -> tuple[Block, ...]:
-            from memplan.report.screens.size_screens import max_screen
-
-            return max_screen(self.rows, canvas, unit, head, sentence)
-
-        return replace(document, screen=screen)
+        return replace(document, screen=lambda canvas: max_screen(self.rows, canvas, unit, head, sentence))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -101,16 +95,11 @@ class LargestValues(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan max --for``."""
         from memplan.report.largest.largest_value_answer import largest_document
+        from memplan.report.screens.size_screens import values_screen
 
         document = largest_document(self.of, self.model, self.setup, self.rows, unit, strict=strict)
         head, sentence = str(document.blocks[0]), str(document.blocks[-1])
-
-        def screen(canvas: Canvas) -> tuple[Block, ...]:
-            from memplan.report.screens.size_screens import values_screen
-
-            return values_screen(self.rows, canvas, self.of, head, sentence)
-
-        return replace(document, screen=screen)
+        return replace(document, screen=lambda canvas: values_screen(self.rows, canvas, self.of, head, sentence))
 
 
 @overload
@@ -198,17 +187,14 @@ class Where(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan where``."""
         from memplan.report.largest.largest_model_answer import places_in_order, where_document
+        from memplan.report.screens.size_screens import where_screen
 
         document = where_document(self.model, self.setup, self.placements, unit, self.prices)
         head, words = str(document.blocks[0]), [str(block) for block in document.blocks[2:]]
         ordered = places_in_order(self.placements, self.prices)
-
-        def screen(canvas: Canvas) -> tuple[Block, ...]:
-            from memplan.report.screens.size_screens import where_screen
-
-            return where_screen(ordered, canvas, unit, head, words)
-
-        return document if self.prices is not None else replace(document, screen=screen)
+        if self.prices is not None:
+            return document
+        return replace(document, screen=lambda canvas: where_screen(ordered, canvas, unit, head, words))
 
 
 def where(model: ModelGiven = None, *, price: FilePath | None = None, **options: Unpack[JobOptions]) -> Where:

@@ -22,15 +22,13 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
-from memplan.report.document import Block, Document
+from memplan.report.document import Document
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.half_precision import fp16_settings
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from memplan.report.canvas import Canvas
 
 COMPARED = ("bf16-adamw", "tier1")
 METHODS = ("qlora", "lora", "bf16-adamw-8bit", "bf16-adamw", "mixed-adamw")
@@ -198,17 +196,13 @@ class Comparison(Answer):
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer of ``memplan compare``."""
         from memplan.report.plans.compare_answer import compare_document
+        from memplan.report.screens.size_screens import compare_screen
 
         plans = [row.memory for row in self.rows]
         catalog_hash = self.catalog.hash if full else ""
         document = compare_document(plans, catalog_hash, unit, several=self.several, strict=strict)
-
-        def screen(canvas: Canvas) -> tuple[Block, ...]:
-            from memplan.report.screens.size_screens import compare_screen
-
-            return compare_screen(plans, canvas, unit, document.blocks, several=self.several)
-
-        return replace(document, screen=screen)
+        blocks, several = document.blocks, self.several
+        return replace(document, screen=lambda canvas: compare_screen(plans, canvas, unit, blocks, several=several))
 
 
 def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
