@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
-from memplan.model.model import Model
-from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
-from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,27 +59,6 @@ class Marker:
 
     def on_host(self, tensor: Tensor) -> None:
         """Do nothing: the CPU's allocator cannot tell host from device."""
-
-
-def cpu_peaks(model: Model, setup: TrainingSetup, *, steps: int = 2) -> dict[str, int]:
-    """Return the greatest need of each instant of the last step, measured on this machine's CPU.
-
-    The figures come from the allocation events of torch's profiler, counted from before the
-    first weight. Memory that kernels take from elsewhere, oneDNN's say, is in neither side.
-
-    Args:
-        model: A small model: it is really trained.
-        setup: The training setup; attention, norms and optimizers run as torch's CPU build has them.
-        steps: Steps to run.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        session = Session(model.spec, setup, device="cpu", target="cpu")
-        marker = Marker()
-        session.watch(marker)
-        for _ in range(steps):
-            marker.instant(NEXT_STEP)
-            session.step(marker)
-    return peaks_of(recorded.profiler.kineto_results.experimental_event_tree())
 
 
 def peaks_of(tree: list[Any]) -> dict[str, int]:

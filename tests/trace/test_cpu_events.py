@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter, Gradients  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
-from memplan.trace.cpu_events import cpu_peaks  # noqa: E402
+from memplan.trace.cpu_events import NEXT_STEP, Marker, peaks_of  # noqa: E402
+from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 
 pytestmark = pytest.mark.thorough
@@ -64,6 +65,18 @@ FAMILIES = (
     "phi-3-mini",
     *MIXTURES,
 )
+
+
+def cpu_peaks(model, setup, steps: int = 2) -> dict[str, int]:
+    """Return the greatest need of each instant of the last of some steps, by the events of this machine's CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        session = Session(model.spec, setup, device="cpu", target="cpu")
+        marker = Marker()
+        session.watch(marker)
+        for _ in range(steps):
+            marker.instant(NEXT_STEP)
+            session.step(marker)
+    return peaks_of(recorded.profiler.kineto_results.experimental_event_tree())
 
 
 def difference(model: Model, setup: Any) -> float:

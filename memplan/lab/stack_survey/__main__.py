@@ -55,11 +55,12 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
     "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }
+"""Flag -> what it says of itself, and what it draws; in this order."""
 SHARDED: Mapping[str, tuple[str, Draw]] = {
     "no_reshard": ("jobs whose layers stay gathered until their backward", staying_job),
     "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
 }
-"""Flags -> what they say of themselves, and what they draw, in this order; these after the ranks are known."""
+"""The same, after the ranks are known."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

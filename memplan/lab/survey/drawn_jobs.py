@@ -84,11 +84,6 @@ class Verdict:
     traced_reserved_bytes: int = 0
 
     @property
-    def reserved_share(self) -> float:
-        """Difference of the reserved bytes as a share of those that the trace has."""
-        return abs(self.reserved_bytes - self.traced_reserved_bytes) / max(1, self.traced_reserved_bytes)
-
-    @property
     def peak_share(self) -> float:
         """Difference of the peaks as a share of the traced one."""
         return abs(self.formula_bytes - self.traced_bytes) / max(1, self.traced_bytes)

@@ -48,11 +48,6 @@ IN_THE_EXTRA = ("plain-loop", "transformers", "trl")
 """Those whose packages ``memplan[stacks]`` installs; others need an environment of their own (tests/stacks/environments.yaml)."""
 
 
-def traceable_stacks() -> tuple[str, ...]:
-    """Return the names of stacks whose own code can be traced."""
-    return tuple(PROGRAMS)
-
-
 def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> tuple[Trace, str]:
     """Return the trace of a stack's own training step, and what was run, in words.
 
