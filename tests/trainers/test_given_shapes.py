@@ -210,3 +210,11 @@ def test_every_spelling_of_true_is_true(tmp_path, spelled):
     )
     answer = memplan.import_file(written(tmp_path, text)).to_dict()
     assert (answer["training"]["kernels"]["attention"], answer["packing"]) == ("flash", True)
+
+
+def test_a_loss_that_preferences_are_not_compared_by_is_refused_by_the_key_that_the_file_has(tmp_path):
+    path = tmp_path / "job.json"
+    keys = {"rlhf_type": "dpo", "model": "Qwen/Qwen2.5-0.5B-Instruct", "tuner_type": "lora", "dataset": ["a/b"]}
+    path.write_text(json.dumps({**keys, "max_length": 2048, "use_liger_kernel": True}))
+    with pytest.raises(memplan.MemplanError, match="leave it out, there use_liger_kernel"):
+        memplan.plan(path, gpu="h100-sxm-80gb")

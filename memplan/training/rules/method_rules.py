@@ -165,10 +165,9 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
     elif whole and config.kernels.loss not in (None, "log-probabilities"):
-        yield (
-            ("kernels", "loss"),
-            f"{config.kernels.loss} is not what {stack.label} compares preferences by; leave it out",
-        )
+        there = f", there {stack.keys['kernels.loss']}" if "kernels.loss" in stack.keys else ""
+        text = f"{config.kernels.loss} is not what preferences are compared by in what is modelled of {stack.label}; leave it out{there}"
+        yield ("kernels", "loss"), text
     elif softmax and stage in UNREFERRED and config.method.chosen_nll:
         text = f"{stack.label} takes no second loss from logits: it adds log-probabilities that are there (pref_ftx); leave it out"
         yield ("method", "chosen_nll"), text
