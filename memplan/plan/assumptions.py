@@ -300,7 +300,10 @@ def _flat_units(config: TrainingConfig, *, coded: bool) -> str:
     """Return what torch's ``FullyShardedDataParallel`` shards as one, be its matrices codes or not."""
     parallel = config.parallel
     ahead = {"none": "as it is needed", "pre": "as the one before it begins", "post": "as the one before it is done"}
-    kind = "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
+    several, again = parallel.replicate > 1, parallel.reshard_after_forward
+    kind = "HYBRID_SHARD" if several else "FULL_SHARD"
+    if not again:
+        kind = "HYBRID_SHARD_ZERO2" if several else "SHARD_GRAD_OP"
     if config.adapter is not None:
         codes = f"4-bit codes are stored in {config.compute_dtype} (bnb_4bit_quant_storage), and their scales are whole on each GPU; "
         return (
@@ -310,7 +313,8 @@ def _flat_units(config: TrainingConfig, *, coded: bool) -> str:
         )
     return (
         f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as accelerate wraps layers, the rest "
-        f"one unit; each a flat tensor, gathered in {config.compute_dtype}, in backward {ahead[parallel.flat.backward_prefetch]}; "
+        f"one unit; each a flat tensor, gathered in {config.compute_dtype}, "
+        f"{f'in backward {ahead[parallel.flat.backward_prefetch]}' if again else 'not resharded after forward'}; "
         f"gradients are put together in one tensor and reduced in {config.compute_dtype}; those of micro-steps before the last stay "
         "whole (no_sync)"
     )

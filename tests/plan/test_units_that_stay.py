@@ -31,6 +31,15 @@ def test_all_layers_are_gathered_beside_the_head(stack, model, instant, ahead, e
     assert stays.instants["optimizer step"] == again.instants["optimizer step"]
 
 
+def test_fsdp1s_layers_stay_until_their_own_backward():
+    flat = {"parallel.engine": "fsdp1"}
+    stays, again = planned(**flat, **STAYS), planned(**flat)
+    assert stays.memory.persistent_bytes == again.memory.persistent_bytes
+    assert stays.instants["loss backward"] > again.instants["loss backward"]
+    assert stays.instants["optimizer step"] == again.instants["optimizer step"]
+    assert "SHARD_GRAD_OP" in " ".join(stays.memory.assumptions)
+
+
 def test_the_answer_says_that_nothing_is_resharded():
     said = " ".join(planned(**STAYS).memory.assumptions)
     assert "one unit per layer, not resharded after forward" in said
@@ -40,7 +49,7 @@ def test_the_answer_says_that_nothing_is_resharded():
     ("keys", "reason"),
     [
         ({"stack": "axolotl"}, "not under axolotl"),
-        ({"parallel.engine": "fsdp1"}, "not as SHARD_GRAD_OP"),
+        ({"parallel.engine": "fsdp1", "adapter.kind": "lora"}, "as SHARD_GRAD_OP is modelled without adapters"),
         ({"evaluation": True}, "leaves all layers gathered"),
         ({"stack": "torchtitan", "compile": "layers"}, "compiled layers"),
         ({"stack": "torchtitan", "parallel.tensor": 2, "parallel.data": 4}, "tensor parallelism"),

@@ -1012,6 +1012,15 @@ def test_a_launcher_that_names_no_version_starts_the_first_fsdp(tmp_path):
     assert parallel["flat"] == {"backward_prefetch": "pre", "use_orig_params": False}
 
 
+@pytest.mark.parametrize(("strategy", "hybrid"), [("2", False), ("SHARD_GRAD_OP", False), ("5", True)])
+def test_the_first_fsdp_may_keep_layers_gathered(tmp_path, strategy, hybrid):
+    launcher = written(tmp_path, LAUNCHED.format(strategy, "BACKWARD_PRE", LAYERS), "launch.yaml")
+    answer = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()
+    parallel = answer["training"]["parallel"]
+    assert (parallel["zero_stage"], parallel["engine"], parallel["reshard_after_forward"]) == (3, "fsdp1", False)
+    assert any("parallel.replicate" in need for need in answer["needs"]) == hybrid
+
+
 def test_fsdps_hybrid_strategy_asks_how_many_groups_there_are(tmp_path):
     launcher = written(tmp_path, LAUNCHED.format("HYBRID_SHARD", "NO_PREFETCH", LAYERS), "launch.yaml")
     answer = memplan.import_file(written(tmp_path, TRL), beside=[launcher]).to_dict()

@@ -2,7 +2,8 @@
 
 A unit is gathered when its backward begins, and let go of when its gradients have been put together, which are reduced
 thereupon; the root is gathered from forward to the end. The next unit is gathered when the backward of one begins (``pre``),
-when it is done (``post``), or when its own begins.
+when it is done (``post``), or when its own begins. Where units stay gathered (SHARD_GRAD_OP), nothing is gathered in backward, and
+micro-steps before the last let go of none (``_should_free_in_backward``).
 
 Source:
     ``_pre_backward_hook``, ``_post_backward_hook``, ``_reduce_grad`` and ``_prefetch_handle`` in
@@ -41,7 +42,7 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         first = base + played.saved + played.head.saved
         yield with_gathered("loss backward", "gather of the last layer", first, root + step.last.copied_bytes)
     for instant in head_backward(step.inputs, head, played.head, base + played.saved, "first"):
-        yield instant_with(instant, root + ahead)
+        yield instant_with(instant, root + ahead + step.below_head)
     above = waiting = head.section.gradients or head.delayed_bytes
     saved = played.saved
     for index in reversed(range(len(step.units))):
@@ -54,6 +55,7 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         above += left * run.count
         saved = rest
     around = bare + constant_form(Part.GRADIENTS, above)
+    root += 0 if of.reduces else step.below_head
     for instant in tied_sum(step.inputs, step.taped, around, "first"):
         yield with_gathered(instant.name, instant.operation, instant.form, root)
     for instant in played.embedding.backward:
@@ -63,7 +65,7 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
 
 
 def _prefetches(step: ShardedStep, when: str) -> bool:
-    return step.flat is not None and step.flat.backward_prefetch == when
+    return step.flat is not None and not step.stays and step.flat.backward_prefetch == when
 
 
 def _left(unit: Unit, of: Pass) -> int:
@@ -78,6 +80,7 @@ def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Play
     index, position = place
     own, run = step.units[index], step.taped.runs[index]
     under, root, arrived = step.neighbour(index, position, -1), step.first.gathered_bytes, step.arrived
+    root += step.staying(index, position) if of.reduces else max(step.below_head - own.gathered_bytes, 0)
     name = f"layer {run.first + position} backward"
     top = position == run.count and index == len(step.units) - 1
     before = step.head_instant if top else f"layer {run.first + position + 1} backward"

@@ -109,9 +109,8 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
             if run is step.taped.runs[0] and position == 0:
                 below -= entered
             if step.flat:
-                yield with_gathered(
-                    "forward", "gather of a layer", below + entry_of(step), step.held_bytes + own.copied_bytes
-                )
+                before = step.held_bytes + step.staying(index, position + 1)
+                yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)
             for moment in part.forward:
                 held = gathered + step.staying(index, position + 1)
                 yield with_gathered("forward", moment.operation, below + moment.form, held)

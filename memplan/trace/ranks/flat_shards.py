@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.fsdp import _common_utils, _init_utils, _runtime_utils
+from torch.distributed.fsdp import _common_utils, _flat_param, _init_utils, _runtime_utils
 
 from memplan.catalog.training_config import Parallel
 from memplan.trace.ranks.fully_shard import META, ShardedRecorder
@@ -49,6 +49,11 @@ def flat_shards(parallel: Parallel, recorder: ShardedRecorder) -> Iterator[None]
         (_init_utils, "_need_to_materialize_module", lambda *_: (False, False)),
         (_init_utils, "_move_module_to_device", lambda *_: None),
         (_init_utils, "_get_compute_device", lambda *_: META),
+        (
+            _flat_param,
+            "_data_ptr_allocated",
+            lambda tensor: tensor.untyped_storage().size() > 0,
+        ),  # all have one address
         (_runtime_utils, "_catch_all_reshard", _catch_all_reshard),
         (_runtime_utils, "_accumulate_sharded_grad", _marked(_runtime_utils._accumulate_sharded_grad, recorder)),
     ]

@@ -98,7 +98,11 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
 
 def _flat_options(parallel: Parallel) -> dict[str, Any]:
     """Return the plugin's keywords for FSDP1."""
-    flat, strategy = parallel.flat, "HYBRID_SHARD" if parallel.replicate > 1 else "FULL_SHARD"
+    flat, hybrid = parallel.flat, parallel.replicate > 1
+    if parallel.reshard_after_forward:
+        strategy = "HYBRID_SHARD" if hybrid else "FULL_SHARD"
+    else:
+        strategy = "HYBRID_SHARD_ZERO2" if hybrid else "SHARD_GRAD_OP"
     when = {"none": "NO_PREFETCH", "pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}[flat.backward_prefetch]
     return {"use_orig_params": flat.use_orig_params, "backward_prefetch": when, "sharding_strategy": strategy}
 

@@ -17,12 +17,10 @@ def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Sta
         return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
     if config.adapter is not None and (refused := _when_adapters_are_units(config, formats, stack)):
         return refused
-    if not parallel.reshard_after_forward:
-        return "is modelled with units that are resharded after forward, not as SHARD_GRAD_OP; use FULL_SHARD, or engine: torch (FSDP2)"
+    if not parallel.reshard_after_forward and (config.adapter is not None or config.offload.weights != "none"):
+        return "as SHARD_GRAD_OP is modelled without adapters and host memory; use FULL_SHARD, or engine: torch (FSDP2)"
     if parallel.zero_stage != 3 or config.evaluation:
-        return (
-            "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD) and without evaluation; use engine: torch (FSDP2)"
-        )
+        return "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP) and without evaluation; use engine: torch (FSDP2)"
     return ""
 
 
