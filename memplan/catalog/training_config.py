@@ -381,6 +381,7 @@ class TrainingConfig:
         weights: Format by role; ``default`` stands for roles that are not named.
         master_weights: A second copy that the optimizer updates.
         compute_dtype: Dtype of matrix products; narrower than the weights means autocast.
+        autocast: Whether the model runs under autocast where products are in 16 bits; None is as the stack does.
         optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
             with states in the dtype of the weights where it is not given.
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
@@ -409,6 +410,7 @@ class TrainingConfig:
     weights: Mapping[str, str] = field(default_factory=lambda: {"default": "bf16"})
     master_weights: MasterWeights = "none"
     compute_dtype: ComputeDtype = "bf16"
+    autocast: bool | None = None
     gradients: Gradients = Gradients()
     optimizer: Mapping[str, str] = field(default_factory=dict)
     micro_batch_size: int = 1

@@ -82,7 +82,7 @@ class TrainingSetup:
         """Whether CUDA autocast casts weights and activations to a narrower compute dtype."""
         if self.config.parallel.engine == "deepspeed":
             return False  # the engine casts the weights beforehand
-        return runs_autocast(self.stack, self.format_names["hidden_matrix"], self.config.compute_dtype)
+        return runs_autocast(self.config, self.stack, self.format_names["hidden_matrix"])
 
     @property
     def attention_choice(self) -> AttentionKernel:

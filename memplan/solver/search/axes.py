@@ -57,7 +57,7 @@ def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], s
     released = not (base.clip_gradients or base.zero_gradients == "fill" or step_batch > max(batches))
     return Space(
         base=base,
-        weights=tuple(choice for choice in _weight_choices(catalog, base) if _holds(stack, choice)),
+        weights=tuple(choice for choice in _weight_choices(catalog, base) if _holds(stack, choice, base)),
         masters=("none",) if adapters else _able(stack, "master_weights", "none", ("fp32",)),
         gradients=(None,) if adapters else _able(stack, "gradients.dtype", None, _gradient_dtypes(catalog)),
         lifetimes=_able(stack, "gradients.lifetime", "step", ("layer",)) if released else ("step",),
@@ -87,9 +87,12 @@ def _able(stack: Stack, key: str, chosen: T, others: Sequence[T]) -> tuple[T, ..
     return _first(chosen, tuple(other for other in others if is_settable(stack, [(key, other)])))
 
 
-def _holds(stack: Stack, choice: WeightChoice) -> bool:
-    """Tell whether a stack can hold weights so."""
-    if stack.autocast == "never" and choice.dtype == "fp32" and choice.compute_dtype != "fp32":
+def _holds(stack: Stack, choice: WeightChoice, base: TrainingConfig) -> bool:
+    """Tell whether a stack can hold weights so, where a config may say that nothing runs under autocast."""
+    never = stack.autocast == "never" or base.autocast is False
+    if never and choice.dtype == "fp32" and choice.compute_dtype != "fp32":
+        return False
+    if base.autocast is False and choice.loss_scaling:
         return False
     key = next((key for key in ("weights.hidden_matrix", "weights.default") if key in stack.keys), None)
     return choice.dtype in FLOAT_BYTES if stack.keys and key is None else is_settable(stack, [(str(key), choice.dtype)])

@@ -50,16 +50,32 @@ def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, 
     return replace(profile, adapters="composite") if alone else profile
 
 
-def runs_autocast(stack: Stack, hidden: str, compute_dtype: str) -> bool:
-    """Tell whether a stack runs the model under autocast.
+def runs_autocast(config: TrainingConfig, stack: Stack, hidden: str) -> bool:
+    """Tell whether a stack runs the model of a config under autocast.
 
     Args:
+        config: The config.
         stack: The stack.
         hidden: Weight format of the hidden matrices.
-        compute_dtype: Dtype of matrix products.
     """
-    narrow = compute_dtype != "fp32"
-    return narrow and (stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32"))
+    if config.compute_dtype == "fp32" or config.autocast is not None:
+        return config.compute_dtype != "fp32" and bool(config.autocast)
+    return stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32")
+
+
+def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield why a stack cannot be told whether it runs a config's model under autocast."""
+    key, narrow = ("autocast",), config.compute_dtype
+    if config.autocast is None:
+        return
+    if "autocast" not in stack.keys:
+        yield key, f"{stack.name} has no key that switches it; leave it out"
+    elif not config.autocast and hidden == "fp32" != narrow:
+        yield key, f"fp32 weights compute in fp32 without it; use compute_dtype: fp32, or weights: {narrow}"
+    elif not config.autocast and (config.parallel.zero_stage or config.parallel.engine != "torch"):
+        yield key, "shards and engines of 16-bit weights without mixed precision are not modelled; leave it out"
+    elif not config.autocast and config.loss_scaling:
+        yield key, "a loss scale comes with autocast in fp16; leave one of them out"
 
 
 def beside_codes(config: TrainingConfig, hidden: str) -> bool:
@@ -147,6 +163,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         stack: Its stack.
         hidden: Weight format of the hidden matrices.
     """
+    yield from _autocast_problems(config, stack, hidden)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype
