@@ -12,6 +12,9 @@ LANGUAGE = "model.language_model."
 """What the names of the text model's modules begin with inside the whole, as transformers names them."""
 
 
+TowerKind = Literal["windows", "pooled"]
+
+
 @dataclass(frozen=True, slots=True)
 class TowerTensor:
     """One parameter tensor of a tower, or one in each of ``count`` blocks; linear layers are hidden matrices.
@@ -56,6 +59,9 @@ class TowerShape:
         window: Tokens of a window of attention, each way.
         full_blocks: Blocks whose attention is over the whole image.
         output_size: Width of a token for the text model.
+        kind: What patches pass through: blocks with ``windows`` of attention and tables of rotation behind which patches are merged,
+            or ones that attend to a whole image of one size, whose patches are ``pooled``.
+        image_size: Pixels each way of the one size that its processor makes every image; None where it leaves them their own.
     """
 
     hidden_size: int
@@ -68,6 +74,8 @@ class TowerShape:
     window: int
     full_blocks: tuple[int, ...]
     output_size: int
+    kind: TowerKind = "windows"
+    image_size: int | None = None
 
     @property
     def step(self) -> int:
@@ -81,6 +89,8 @@ class TowerShape:
             >>> TowerShape(1280, 3420, 32, 16, 14, 1176, 2, 4, (7,), 3584).sides(None, None, 1_003_520)
             (896, 1120)
         """
+        if self.image_size is not None:
+            return self.image_size, self.image_size
         if height is not None and width is not None:
             return height, width
         most = (pixels or 0) // self.step**2
@@ -98,6 +108,9 @@ class TowerShape:
             ImageGrid(patches=60, merged=15, windows=(48, 12))
         """
         rows, columns, unit = height // self.step, width // self.step, self.merge**2
+        if self.kind == "pooled":
+            patches = (height // self.patch_size) * (width // self.patch_size)
+            return ImageGrid(patches, rows * columns, (patches,))
         sides = [
             [min(self.window, length - self.window * index) for index in range(ceil_div(length, self.window))]
             for length in (rows, columns)

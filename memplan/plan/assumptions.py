@@ -21,7 +21,8 @@ from memplan.step.states.parallel_shards import (
 )
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.training.resolved import FLOAT_BYTES
-from memplan.training.stack_models import TEXT_ALONE, WITH_IMAGES
+from memplan.training.rules.image_models import WITH_IMAGES
+from memplan.training.stack_models import TEXT_ALONE
 from memplan.units import format_bytes, format_fraction
 
 if TYPE_CHECKING:

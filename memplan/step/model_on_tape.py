@@ -11,6 +11,7 @@ from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.end_settings import EndSettings, end_settings
 from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
+from memplan.step.kernels.image_rows import attends_jointly
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.places import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
@@ -139,7 +140,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     reads = embedding.output.needs_gradient
     tower = tower_on_tape(
         tower_settings(spec, inputs.setup, block, inputs.states, reads_tokens=reads),
-        {name.removeprefix("model.visual."): weight for name, weight in visual.items()},
+        {name.removeprefix("model."): weight for name, weight in visual.items()},
+        again=inputs.setup.checkpointing != "none",
     )
     needs = reads if tower is None else tower.closing.output.needs_gradient
     leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
@@ -190,6 +192,7 @@ class _Kinds:
         )
         self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
         setup = inputs.setup
+        self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
         self.trained_alone = setup.stack.input_gradients == "trained-layers" and setup.config.freeze != ALL_TRAIN
         self.sections: list[Section] = []
         self.again: list[bool] = []
@@ -201,7 +204,7 @@ class _Kinds:
     def of(self, run: LayerRun, stream: Stream) -> int:
         """Return the kind of a run's layers, by number, where the first of them is given such a stream."""
         inputs, own = self._inputs, self._own(run)
-        unmasked = inputs.regime.masked and run.first in inputs.spec.full_layers
+        unmasked = inputs.regime.masked and run.first in self._unmasked_layers
         again = inputs.setup.computes_again(run.first) and (self.trains(run) or not self.trained_alone)
         key = (run.layer, own, stream, unmasked, again)
         if key not in self._known:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from memplan.catalog.stacks import StackModels
-from memplan.catalog.training_config import ALL_TRAIN, Images, Parallel
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
@@ -16,12 +14,11 @@ from memplan.model.tower import LANGUAGE
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
+from memplan.training.rules.image_models import WITH_IMAGES, noted, with_images
 from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 """Embeddings that TRL casts back to bf16, by name (``peft_module_casting_to_bf16`` in trl/experimental/utils.py, 1.16.0)."""
-WITH_IMAGES = ("plain-loop", "transformers", "trl")
-"""Stacks whose own code was traced on rows with images."""
 UNWRAPPED = ("gemma3",)
 """Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
 
@@ -68,6 +65,10 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         )
     if stack.autocast == "always" and setup.autocast and not setup.config.parallel.zero_stage:
         _refuse_kept_graph(setup)
+    if setup.config.autocast is False and stack.kbit_floats == "fp32-but-ends" and _multiplies_integers(setup):
+        raise CannotAnswerError(
+            f"{setup.name}: autocast: LLM.int8 without it, as {stack.label} casts beside it, is not modelled; leave it out, there bf16: true"
+        )
     embedding = model.spec.names.embedding.rpartition(".")[-1]
     if stack.kbit_floats == "fp32-norms" and setup.kbit_floats and embedding not in CAST_BACK:
         raise CannotAnswerError(
@@ -115,6 +116,11 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _multiplies_integers(setup: TrainingSetup) -> bool:
+    """Tell whether hidden matrices are multiplied as integers."""
+    return setup.formats["hidden_matrix"].product == "integers"
 
 
 def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -166,7 +172,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
     """
     if setup.stack.model_code != "transformers":
-        return _noted(text_model(model), f"{setup.stack.label} {TEXT_ALONE}")
+        return noted(text_model(model), f"{setup.stack.label} {TEXT_ALONE}")
     where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
     parallel = setup.config.parallel
     plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
@@ -180,12 +186,13 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
             f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
             "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"
         )
-    if setup.stack.kbit_floats == "fp32-but-ends" and setup.formats["hidden_matrix"].product == "integers":
+    if setup.stack.kbit_floats == "fp32-but-ends" and _multiplies_integers(setup):
         raise CannotAnswerError(
             f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
         )
     if setup.config.images.per_row:
-        return _with_images(model, setup)
+        integers = _multiplies_integers(setup)
+        return with_images(model, setup.name, setup.config, setup.stack, setup.profile, integers=integers)
     tower = [tensor for tensor in model.inventory if not tensor.used]
     if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, setup) for tensor in tower):
         instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
@@ -200,87 +207,7 @@ def _with_tower(model: Model, setup: TrainingSetup) -> Model:
         note += " (images.per_row: 1 plans them)"
     if parallel.zero_stage:
         note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
-    return _noted(model, note)
-
-
-def _with_images(model: Model, setup: TrainingSetup) -> Model:
-    """Return a vision-language model as a stack trains it on rows with images.
-
-    Raises:
-        InvalidFileError: Images are no whole patches, or leave a row no text.
-        CannotAnswerError: They pass through a tower, or in a way, that is not modelled.
-    """
-    tower, images, config = model.spec.tower, setup.config.images, setup.config
-    assert tower is not None
-    where, shape = f"{setup.name}: images:", tower.shape
-    if shape is None:
-        raise CannotAnswerError(
-            f"{where} what images pass through of family {model.spec.architecture} is not modelled; of qwen2_5_vl it is"
-        )
-    for text in _unmodelled_images(setup):
-        raise CannotAnswerError(f"{where} {text}")
-    if images.pixels is not None and images.pixels < shape.step**2:
-        text = f"an image becomes no token of {images.pixels} pixels (images.pixels); the least is {shape.step**2}"
-        raise InvalidFileError([f"{where} {text}"])
-    height, width = shape.sides(images.height, images.width, images.pixels)
-    if wrong := [side for side in (height, width) if side % shape.step]:
-        below = max(shape.step, wrong[0] // shape.step * shape.step)
-        text = (
-            f"{wrong[0]} is no multiple of {shape.step} pixels, as {model.spec.name}'s processor makes it; {below} is"
-        )
-        raise InvalidFileError([f"{where} {text}"])
-    tokens = shape.grid(height, width).merged * images.per_row
-    said = f"{images.per_row} of {height} x {width} pixels"
-    if tokens >= config.sequence_length:
-        text = f"{said} become {tokens:,} tokens, and a row has {config.sequence_length:,} (sequence_length)"
-        raise InvalidFileError([f"{where} {text}"])
-    frozen = config.adapter is None
-    inventory = tuple(
-        tensor
-        if tensor.used
-        else replace(tensor, used=True, frozen=frozen and _is_frozen(tensor, tower.projector, images))
-        for tensor in model.inventory
-    )
-    note = (
-        f"images in each row: {said}, {tokens:,} of its {config.sequence_length:,} tokens; cuDNN's workspace for the patches' "
-        "convolution is not counted"
-    )
-    return _noted(replace(model, inventory=inventory), note)
-
-
-def _noted(model: Model, note: str) -> Model:
-    """Return a model with a note, once where it was built before, as it is for each card."""
-    return replace(model, notes=tuple(dict.fromkeys((*model.notes, note))))
-
-
-def _is_frozen(tensor: ParameterTensor, projector: str, images: Images) -> bool:
-    """Tell whether a tensor of a tower or its projector is frozen."""
-    return (images.projector if tensor.name.startswith(projector) else images.tower) == "frozen"
-
-
-def _unmodelled_images(setup: TrainingSetup) -> Iterator[str]:
-    """Yield what of a job with images is not modelled."""
-    config, stack = setup.config, setup.stack
-    if stack.name not in WITH_IMAGES:
-        yield f"not modelled for stack {stack.name}; {', '.join(WITH_IMAGES)} are; or plan rows of text (images.per_row: 0)"
-    if config.parallel != Parallel():
-        yield "not modelled on several GPUs; plan one (parallel.data: 1), or rows of text"
-    if config.method.stage != "sft":
-        yield f"not modelled for method.stage {config.method.stage}; sft is"
-    if config.freeze != ALL_TRAIN:
-        yield "not modelled with freeze; images.tower and images.projector say what of theirs is frozen"
-    if config.evaluation:
-        yield "a forward that evaluates is not modelled with images; leave evaluation out"
-    if config.compile != "none":
-        yield "not modelled for compiled models; use compile: none"
-    if setup.attention_choice in ("eager", "math", "flex"):
-        yield f"attention of patches by {setup.attention_choice} is not modelled; use kernels.attention: auto"
-    if setup.formats["hidden_matrix"].product == "integers":
-        yield "LLM.int8 of a tower that images pass through is not modelled; use nf4"
-    if any(getattr(setup.profile, key) == "in-place" for key in ("norm", "rotary", "activation")):
-        yield "Liger's kernels in a tower are not modelled; leave them out"
-    if setup.checkpointing == "selective":
-        yield "selective checkpointing of a tower is not modelled; use full or none"
+    return noted(model, note)
 
 
 def _trains_idle(tensor: ParameterTensor, setup: TrainingSetup) -> bool:

@@ -197,6 +197,37 @@ def test_pixels_are_planned_as_the_image_of_most_tokens():
     assert peak(at_most) == peak(replace(SEEN, images=Images(per_row=1, height=252, width=1036)))
 
 
+POOLED = replace(SEEN, images=Images(per_row=2))
+
+
+def test_every_image_is_of_one_size_where_its_patches_are_pooled():
+    shape = catalog_model("gemma-3-4b", CATALOG).spec.tower.shape
+    assert shape.sides(None, None, None) == (896, 896)
+    grid = shape.grid(896, 896)
+    assert (grid.patches, grid.merged, grid.windows) == (64 * 64, 256, (64 * 64,))
+    assert peak(POOLED, "gemma-3-4b") == peak(with_images(height=896, width=896), "gemma-3-4b")
+    with pytest.raises(InvalidFileError, match="896 x 896"):
+        compiled(with_images(height=448, width=448), "gemma-3-4b")
+
+
+def test_tokens_of_images_that_attend_jointly_have_each_layer_keep_a_mask():
+    plan = compiled(POOLED, "gemma-3-4b").evaluate(H100)
+    flash = replace(POOLED, kernels=Kernels(attention="flash"))
+    text = compiled(replace(SEEN, images=Images()), "gemma-3-4b").evaluate(H100)
+    kept = 34 * 2 * 1024**2
+    assert plan.requested_bytes - peak(flash, "gemma-3-4b") > kept
+    assert plan.requested_bytes > text.requested_bytes + kept
+
+
+def test_a_pooled_tower_is_trained_but_where_it_is_frozen():
+    tower = sum(
+        t.elements * t.count for t in compiled(POOLED, "gemma-3-4b").model.inventory if "language" not in t.name
+    )
+    trained = compiled(POOLED, "gemma-3-4b").states.gradient_bytes
+    still = replace(POOLED, images=replace(POOLED.images, tower="frozen", projector="frozen"))
+    assert trained - compiled(still, "gemma-3-4b").states.gradient_bytes == 2 * tower
+
+
 @pytest.mark.parametrize(
     ("config", "model", "reason"),
     [

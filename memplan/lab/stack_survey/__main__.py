@@ -37,13 +37,14 @@ from memplan.lab.stack_survey.drawn_stack_jobs import (
     with_images,
     with_kernels,
     with_stage,
+    without_autocast,
 )
 from memplan.lab.stack_survey.drawn_v1_engine import STACK as V1_ENGINE
 from memplan.lab.stack_survey.drawn_v1_engine import v1_job
 from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines, reserve_lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
-from memplan.lab.survey.drawn_models import LINEAR
+from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, LINEAR
 from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
@@ -107,7 +108,9 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
     seed = options.seed
     job = v1_job(job, shards=options.zero > 0) if job.stack == V1_ENGINE else job
     job = with_stage(job, seed, number, tuple(options.stage)) if options.stage else job
-    job = with_images(job, seed, number, catalog) if options.images else job
+    families = tuple(options.family or IMAGE_FAMILIES)
+    job = with_images(job, seed, number, catalog, families) if options.images else job
+    job = without_autocast(job) if options.no_autocast else job
     if options.deepspeed:
         stages = (options.zero,) if options.zero else (1, 2, 3, 3) if options.offload else DEEPSPEED_STAGES
         job = under_deepspeed(job, seed, number, stages)
@@ -152,6 +155,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
     parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
+    parser.add_argument(
+        "--no-autocast", action="store_true", help="jobs over 16-bit weights without mixed precision, all of them"
+    )
     parser.add_argument("--images", action="store_true", help="jobs whose rows hold images, drawn with their models")
     for name, (told, _) in {**DRAWN, **SHARDED}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=told)

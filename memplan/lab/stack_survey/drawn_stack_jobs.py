@@ -13,7 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
 from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, reserved, resolved
-from memplan.lab.survey.drawn_models import TOWERS, image_model, model_values
+from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, TOWERS, image_model, model_values
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
@@ -160,13 +160,18 @@ SIDES = (28, 56, 140, 224, 252, 448, 644, 1008)
 """Pixels of an image, each way."""
 
 
-def with_images(job: StackJob, seed: int, number: int, catalog: Catalog) -> StackJob:
+def with_images(
+    job: StackJob, seed: int, number: int, catalog: Catalog, families: Sequence[str] = IMAGE_FAMILIES
+) -> StackJob:
     """Return a job whose rows hold images, drawn with the model that they are for, and whether its tower is trained."""
     rng, training = Random(f"memplan images {seed} {number}"), dict(job.job.training)
-    values = image_model(rng, catalog)
+    values = image_model(rng, catalog, families)
     training.pop("kernels", None)
     count, height, width = rng.choice((1, 1, 2, 3)), rng.choice(SIDES), rng.choice(SIDES)
     tokens = count * (height // 28) * (width // 28)
+    if "mm_tokens_per_image" in values:
+        height = width = values["vision_config"]["image_size"]
+        tokens = count * values["mm_tokens_per_image"]
     training["sequence_length"] = max(training["sequence_length"], tokens + rng.choice((7, 100)))
     images: dict[str, Any] = {"per_row": count, "height": height, "width": width}
     if "adapter" not in training:
@@ -178,6 +183,19 @@ def with_images(job: StackJob, seed: int, number: int, catalog: Catalog) -> Stac
     if training["compute_dtype"] != "fp32" and job.card != "7.5" and rng.random() < 0.3:
         training["kernels"] = {"attention": "flash"}
     return replace(job, job=Job(values, {**training, "images": images}))
+
+
+def without_autocast(job: StackJob) -> StackJob:
+    """Return a job over 16-bit weights whose trainer has no mixed precision on."""
+    training = dict(job.job.training)
+    dtype = "bf16" if training["compute_dtype"] == "fp32" else training["compute_dtype"]
+    training |= {"weights": {**training["weights"], "default": dtype}, "compute_dtype": dtype, "autocast": False}
+    training.pop("loss_scaling", None)
+    if "adapter" not in training:
+        training["optimizer"] = {"default": "adamw-bf16"}
+    if job.card == CARDS[0] and dtype == "bf16":
+        job = replace(job, card=CARDS[1])
+    return replace(job, job=Job(job.job.model, training))
 
 
 def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:

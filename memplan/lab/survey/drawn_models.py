@@ -85,14 +85,25 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
     return _released(rng, family, entries) if entries and rng.random() < 0.6 else _odd(rng, family)
 
 
-IMAGE_FAMILIES = ("qwen2_5_vl",)
+IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")
 """Families of which rows with images are modelled."""
 
 
-def image_model(rng: Random, catalog: Catalog) -> Values:
-    """Return a model of a family whose tower images pass through, some with blocks of a released width."""
-    values = _with_tower(rng, rng.choice(IMAGE_FAMILIES), catalog)
+POOLED_IMAGES = ((56, 4), (112, 4), (112, 16), (224, 64), (448, 256))
+"""Pixels of an image, each way, and the tokens that it becomes where patches are pooled."""
+
+
+def image_model(rng: Random, catalog: Catalog, families: Sequence[str] = IMAGE_FAMILIES) -> Values:
+    """Return a model of one of these families, whose tower images pass through, some with blocks of a released width."""
+    family = rng.choice(families)
+    values = _with_tower(rng, family, catalog)
     vision: Values = values["vision_config"]
+    if family == "gemma3":
+        side, tokens = rng.choice(POOLED_IMAGES)
+        vision["image_size"] = side
+        if rng.random() < 0.3:
+            vision |= {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16}
+        return {**values, "vision_config": vision, "mm_tokens_per_image": tokens, "image_token_index": 5}
     if rng.random() < 0.4:
         vision |= {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
     blocks = range(vision["depth"])

@@ -22,6 +22,21 @@ def has_images(spec: ModelSpec, setup: TrainingSetup) -> bool:
     return spec.tower is not None and setup.config.images.per_row > 0
 
 
+def attends_jointly(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether tokens of an image attend to all of it, for which every layer's attention is given a mask.
+
+    Source:
+        ``create_masks_for_vision_model`` in transformers/models/gemma3/modeling_gemma3.py (5.23.0); flash-attn is given none.
+    """
+    return is_pooled(spec, setup) and not setup.runs_flash_attn
+
+
+def is_pooled(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether rows hold images whose patches are pooled."""
+    shape = spec.tower.shape if spec.tower is not None and has_images(spec, setup) else None
+    return shape is not None and shape.kind == "pooled"
+
+
 def image_grid(spec: ModelSpec, setup: TrainingSetup) -> ImageGrid | None:
     """Return the patches of one image; None for rows of text."""
     if spec.tower is None or spec.tower.shape is None or not setup.config.images.per_row:
@@ -46,6 +61,12 @@ def named_features(spec: ModelSpec, setup: TrainingSetup, *, graph: bool = False
     if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup):
         return ZERO
     shape = spec.tower.shape
+    if shape.kind == "pooled":  # a norm under autocast returns fp32; ``special_image_mask``
+        last = 4 if setup.autocast else setup.residual_bytes
+        features = shape.output_size * (last + (setup.residual_bytes if setup.residual_bytes != last else 0))
+        form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, shape.hidden_size * last)
+        form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, 1)
+        return form + single_form(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS, features)
     stream = setup.compute_bytes if setup.autocast else setup.residual_bytes
     last = 0 if graph and stream == 4 else shape.hidden_size * stream
     features = shape.output_size * (stream + setup.residual_bytes)
@@ -64,5 +85,7 @@ def image_batch(spec: ModelSpec, setup: TrainingSetup, batches: int) -> Form:
         return ZERO
     form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, PIXEL_BYTES * spec.tower.shape.patch_values)
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, KIND_BYTES)
+    if spec.tower.shape.kind == "pooled":
+        return form * batches
     form += single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, AXES_BYTES * setup.config.images.per_row)
     return form * batches + single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, OFFSET_BYTES)

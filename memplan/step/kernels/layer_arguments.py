@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
 from memplan.step.kernels.family_code import FamilyCode, family_code, tables_apart
-from memplan.step.kernels.image_rows import AXES_BYTES, has_images, named_features
+from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
 
@@ -25,6 +25,8 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept
     asked = setup.profile.attention != "eager" and not setup.runs_flash_attn
     idle = code.idle_mask and not spec.window and not kept and asked
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
+    if attends_jointly(spec, setup) and not (kept and len(spec.full_layers) in (0, spec.num_hidden_layers)):
+        booleans *= 2  # within windows, and not
     images = ZERO if kept else named_features(spec, setup)
     return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(spec, setup, code, kept=kept) + images
 
@@ -40,7 +42,7 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: boo
 
 def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
     """Return the numbers of the positions: three of each token where rows hold images, which no layer is given."""
-    if has_images(spec, setup):
+    if has_images(spec, setup) and not is_pooled(spec, setup):
         return ZERO if kept else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
     if not code.forms_tables or (kept and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
         return ZERO
@@ -71,6 +73,8 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
         or steps_through_scores(spec, setup)
     ):
         return False
+    if attends_jointly(spec, setup):
+        return True
     return code.masks_always or (code.masks_layers and spec.window > 0) or 0 < spec.window <= length
 
 

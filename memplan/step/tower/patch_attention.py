@@ -46,6 +46,26 @@ def _one_by_one(builder: Builder, settings: TowerSettings, heads: Heads, lengths
         return tape.apply("cat", [(kept, SAME)], builder.fresh(kept), traits=SAVES_NOTHING)
 
 
+def attended_images(builder: Builder, settings: TowerSettings, heads: Heads) -> Value:
+    """Return what patches attend to, those of their image, by one call for all images."""
+    tape, kernel, number, length = builder.tape, builder.profile.attention, settings.shape.heads, settings.grid.patches
+    parts = [builder.lowered(x) for x in heads]
+    if builder.settings.flash_attn and parts[0].element_bytes == 4:  # ``fa_peft_integration_check`` of transformers
+        parts = [builder.cast(x, builder.compute) for x in parts]
+    out = builder.fresh(parts[0])
+    aligned = round_up(length, 32) if kernel == "efficient" else length
+    statistics = tape.value(ROWS, settings.per_row * aligned * number, 4)
+    states = FLASH_ATTN_RANDOM_BYTES if builder.settings.flash_attn else RANDOM_STATE_BYTES[kernel]
+    random = tape.value(ONE, states, 1)
+    unused = [(x.quantity, x.coefficient) for x in parts if not x.needs_gradient]
+    scratch = _flash_workspace(length, number, settings.head_dim) if kernel == "flash" else ()
+    each = [(ROWS, settings.per_row * size) for _, size in scratch]
+    traits = Traits(workspace=(*each, *unused), product=True)
+    ways = [(x, NEW) for x in parts]
+    tape.apply("attention", ways, (out, statistics, random), [*parts, out, statistics, random], traits=traits)
+    return out
+
+
 def _flash_workspace(length: int, heads: int, width: int) -> Sizes:
     """Return what flash attention's backward allocates inside itself for the longest of several calls.
 

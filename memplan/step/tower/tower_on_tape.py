@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
+from memplan.model.tower import TowerKind
 from memplan.step.playing.places import last_places
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode, Weight
-from memplan.step.tower.tower_sections import cast_pixels, closing_section, opening_section, tower_block
+from memplan.step.tower.pooled_sections import pooled_block, pooled_closing, pooled_opening
+from memplan.step.tower.tower_sections import Named, cast_pixels, closing_section, opening_section, tower_block
 from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TowerSettings
 
 Kinds = tuple[tuple[int, int], ...]
 """Runs of equal blocks: which of the kinds they are of, and how many they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCode:
+    """What makes the parts of a tower of one kind, and where their parameters are.
+
+    Attributes:
+        first: What the names of the parameters before the blocks begin with.
+        block: The same of a block's.
+        last: The same of those behind the blocks.
+        opening: Makes the part before the blocks.
+        inner: Makes a block.
+        closing: Makes the part behind the blocks.
+    """
+
+    first: str
+    block: str
+    last: tuple[str, ...]
+    opening: Callable[[TowerSettings, Named], Section]
+    inner: Callable[[TowerSettings, Named, bool, bool, int], Section]
+    closing: Callable[[TowerSettings, Named, bool, int, int], Section]
+
+
+CODE: Mapping[TowerKind, TowerCode] = {
+    "windows": TowerCode(
+        "visual.patch_embed", "visual.blocks.{}", ("visual.merger",), opening_section, tower_block, closing_section
+    ),
+    "pooled": TowerCode(
+        "vision_tower.embeddings",
+        "vision_tower.encoder.layers.{}",
+        ("vision_tower.post_layernorm", "multi_modal_projector"),
+        pooled_opening,
+        pooled_block,
+        pooled_closing,
+    ),
+}
+"""Kind of a tower -> what makes its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +67,7 @@ class TowerOnTape:
         blocks: One block of each kind.
         runs: Runs of equal blocks, in order.
         closing: The projector, and what puts its result among tokens.
+        again: Whether checkpointing is of its blocks.
     """
 
     settings: TowerSettings
@@ -35,6 +75,7 @@ class TowerOnTape:
     blocks: tuple[Section, ...]
     runs: Kinds
     closing: Section
+    again: bool = False
 
     @property
     def graph(self) -> bool:
@@ -60,8 +101,19 @@ class TowerOnTape:
         width = self.settings.shape.hidden_size * self.settings.stream_bytes
         return single_form(Part.ACTIVATIONS, Quantity.PATCHES, width)
 
+    @property
+    def patches(self) -> Form:
+        """What the first block is given, which a tower has a name for, where the block does not save it."""
+        first = self.blocks[self.runs[0][0]]
+        saved = {storage for node in first.tape.nodes for storage in node.saved}
+        if first.entry.needs_gradient and (self.again or first.entry.storage in saved):
+            return ZERO
+        return single_form(Part.ACTIVATIONS, Quantity.PATCHES, first.entry.coefficient)
+
     def held(self) -> Form:
         """Return what the tower has names for, or its caller, while its blocks run."""
+        if self.settings.shape.kind == "pooled":
+            return self.patches
         positions = single_form(Part.ACTIVATIONS, Quantity.PATCHES, ROW_AND_COLUMN_BYTES)
         saved = {storage for node in self.opening.tape.nodes for storage in node.saved}
         pixels = ZERO if self.opening.entry.storage in saved else single_form(*cast_pixels(self.settings))
@@ -155,17 +207,19 @@ class PlayedTower:
         return sum((self.blocks[kind].saved * count for kind, count in counts.items()), bare)
 
 
-def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight]) -> TowerOnTape | None:
+def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight], *, again: bool) -> TowerOnTape | None:
     """Return a tower on tape, its parts the same ones each time; None for rows of text.
 
     Args:
         settings: What its parts depend on.
-        weights: Its parameters, by name relative to it.
+        weights: Its parameters, by name relative to the model.
+        again: Whether checkpointing is of its blocks.
     """
     if settings is None:
         return None
-    opening = opening_section(settings, _under(weights, "patch_embed", whole=True))
-    own = _under(weights, "blocks.{}")
+    code = CODE[settings.shape.kind]
+    opening = code.opening(settings, _under(weights, code.first, whole=True))
+    own = _under(weights, code.block)
     kinds: list[tuple[bool, bool, int]] = []
     sections: list[Section] = []
     runs: list[tuple[int, int]] = []
@@ -174,18 +228,19 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight])
         key = (number in settings.shape.full_blocks, needs, width)
         if key not in kinds:
             kinds.append(key)
-            sections.append(tower_block(settings, own, *key))
+            sections.append(code.inner(settings, own, *key))
         kind = kinds.index(key)
         if runs and runs[-1][0] == kind:
             runs[-1] = (kind, runs[-1][1] + 1)
         else:
             runs.append((kind, 1))
         needs, width = sections[kind].output.needs_gradient, sections[kind].output.element_bytes
-    tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening)
+    tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening, again)
     held = tower.held() - (tower.tables if needs else ZERO)
     size = held.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
-    closing = closing_section(settings, _under(weights, "merger"), needs, width, size)
-    return TowerOnTape(settings, opening, tuple(sections), tuple(runs), closing)
+    last = tuple(part for prefix in code.last for part in _under(weights, prefix, whole=True))
+    closing = code.closing(settings, last, needs, width, size)
+    return replace(tower, closing=closing)
 
 
 def _under(weights: Mapping[str, Weight], prefix: str, *, whole: bool = False) -> tuple[tuple[str, Weight], ...]:

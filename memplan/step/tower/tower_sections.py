@@ -35,14 +35,13 @@ INSTANT = "end of backward"
 @lru_cache(maxsize=MOST_PARTS)
 def opening_section(settings: TowerSettings, weights: Named) -> Section:
     """Return what makes patches of pixels, puts those of a window together, and makes tables for them."""
-    builder, shape = Builder(settings.block, dict(weights)), settings.shape
+    builder = Builder(settings.block, dict(weights))
     tape = builder.tape
     tape.instant = INSTANT
-    cast = settings.patch_bytes != 4
-    pixels = (tape.given if cast else tape.part_of)(PATCHES, shape.patch_values, settings.patch_bytes, False)
+    pixels = given_pixels(builder, settings)
     positions = tape.make("positions", tape.value(PATCHES, ROW_AND_COLUMN_BYTES, 1))
     with tape.alive(positions):
-        x = _convolved(builder, settings, pixels)
+        x = convolved(builder, settings, pixels, "visual.patch_embed.proj")
         x.needs_gradient = x.needs_gradient or settings.leaf
         x = tape.apply("windows", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
         with tape.alive(x):
@@ -52,17 +51,34 @@ def opening_section(settings: TowerSettings, weights: Named) -> Section:
     return Section(tape, pixels, x)
 
 
-def _convolved(builder: Builder, settings: TowerSettings, pixels: Value) -> Value:
-    """Return the product of each patch's numbers with the patches' weight, a convolution that no patch overlaps in."""
-    tape, weight = builder.tape, builder.weight("patch_embed.proj.weight")
+def given_pixels(builder: Builder, settings: TowerSettings) -> Value:
+    """Return the numbers of patches: a copy in the dtype of the patches' weight, or where that is fp32 what the batch has."""
+    tape = builder.tape
+    given = tape.given if settings.patch_bytes != 4 else tape.part_of
+    return given(PATCHES, settings.shape.patch_values, settings.patch_bytes, False)
+
+
+def convolved(builder: Builder, settings: TowerSettings, pixels: Value, name: str) -> Value:
+    """Return the product of each patch's numbers with the weight of this name, a convolution that no patch overlaps in.
+
+    SigLIP's says its padding in a word (``valid``): autocast does not know that overload, and casts nothing.
+
+    Source:
+        ``AT_FORALL_LOWER_PRECISION_FP`` in aten/src/ATen/autocast_mode.h: ``conv2d`` and ``conv3d``; ``conv2d.padding`` in
+        aten/src/ATen/native/Convolution.cpp (v2.13.0).
+    """
+    tape, weight, bias = builder.tape, builder.weight(f"{name}.weight"), builder.weights.get(f"{name}.bias")
     given, copy = pixels, None
-    if settings.block.autocast:
+    casts = settings.block.autocast and settings.shape.kind != "pooled"
+    if casts:
         given = builder.cast(pixels, builder.compute)
         copy = builder.cast_weight(weight)
         weight = replace(weight, formed_bytes=weight.copy_bytes if weight.trainable else 0)
     saves = [given, *([] if copy is None else [copy])] if weight.trainable else []
-    out = tape.value(PATCHES, settings.shape.hidden_size, settings.stream_bytes)
-    tape.apply("patches", [], out, saves, [weight], Traits(packs=weight.trainable))
+    width = builder.compute if casts else settings.patch_bytes
+    out = tape.value(PATCHES, settings.shape.hidden_size, width)
+    used = [weight] if bias is None else [weight, bias]
+    tape.apply("patches", [], out, saves, used, Traits(packs=weight.trainable))
     tape.touch(*([copy] if copy is not None else []))
     return out
 
@@ -142,15 +158,15 @@ def closing_section(
     entry = tape.given(PATCHES, shape.hidden_size, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
     held = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
-    normed = normalised(builder, entry, Norm("rms"), "ln_q", shape.hidden_size)
+    normed = normalised(builder, entry, Norm("rms"), "visual.merger.ln_q", shape.hidden_size)
     merged = Value(
         normed.storage, IMAGE_TOKENS, normed.coefficient * unit, normed.element_bytes, foreign=normed.foreign
     )
     tape.apply("view", [(normed, SAME)], merged, traits=SAVES_NOTHING)
     with tape.alive(merged):
-        x = linear(builder, merged, "mlp.0", shape.hidden_size * unit)
+        x = linear(builder, merged, "visual.merger.mlp.0", shape.hidden_size * unit)
         x = builder.pointwise("gelu", x, (x,))
-        x = linear(builder, x, "mlp.2", shape.output_size)
+        x = linear(builder, x, "visual.merger.mlp.2", shape.output_size)
     pooled = tape.apply("order", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
     tape.ends(held)
     parts = tape.apply("split", [(pooled, NEW)], tape.view(pooled), traits=SAVES_NOTHING)
@@ -158,20 +174,19 @@ def closing_section(
         joined = tape.apply("cat", [(parts, SAME)], builder.fresh(parts), traits=SAVES_NOTHING)
         features = builder.cast(joined, settings.text_bytes)
         with tape.alive(features):
-            output = _scattered(builder, settings, tokens, features)
+            output = scattered(builder, settings, tokens, features, masks=2)
     return Section(tape, entry, output)
 
 
-def _scattered(builder: Builder, settings: TowerSettings, tokens: Value, features: Value) -> Value:
-    """Return tokens with images' in their places: CUDA counts the places of a mask as wide as the tokens, and looks them up again.
+def scattered(builder: Builder, settings: TowerSettings, tokens: Value, features: Value, masks: int) -> Value:
+    """Return tokens with images' in their places, by the first of so many masks: CUDA counts the places of a mask as wide as the tokens, and looks them up again.
 
     Source:
         aten/src/ATen/native/cuda/IndexKernel.cpp and IndexKernel.cu: a sum of 64 bits and the mask for each number;
         Nonzero.cu: the mask, and three indices of 64 bits for each number that it chooses (v2.13.0).
     """
     tape, width = builder.tape, settings.text_width
-    mask = tape.make("mask", tape.value(TOKENS, MASK_BYTES, 1), tokens)
-    other = tape.make("mask", tape.value(TOKENS, MASK_BYTES, 1), tokens)  # of videos
+    mask, *others = [tape.make("mask", tape.value(TOKENS, MASK_BYTES, 1), tokens) for _ in range(masks)]
     tape.touch(mask)
     indices = (IMAGE_TOKENS, 3 * 8 * width)
     chosen = tape.apply(
@@ -182,7 +197,7 @@ def _scattered(builder: Builder, settings: TowerSettings, tokens: Value, feature
     out = builder.fresh(tokens)
     traits = Traits(scratch=[(TOKENS, 8 * width), (TOKENS, width)])
     tape.apply("scatter", [(tokens, NEW), (found, SAME)], out, [mask], traits=traits)
-    tape.touch(mask, other)
+    tape.touch(mask, *others)
     return out
 
 

@@ -55,6 +55,8 @@ class TowerSettings:
     @property
     def table_bytes(self) -> int:
         """Of a patch: its rows of the tables of cosines and sines, in fp32."""
+        if self.shape.kind == "pooled":
+            return 0
         return 2 * 4 * self.head_dim
 
 
@@ -73,7 +75,8 @@ def tower_settings(
     shape = spec.tower.shape
     patches = next(entry for entry in states.tensors if is_of_tower(entry.tensor.name))
     attention = setup.tower_attention or setup.profile.attention
-    stream = setup.compute_bytes if setup.autocast else patches.element_bytes
+    casts = setup.autocast and shape.kind != "pooled"
+    stream = setup.compute_bytes if casts else patches.element_bytes
     own = replace(
         block,
         hidden_size=shape.hidden_size,

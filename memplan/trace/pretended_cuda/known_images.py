@@ -48,11 +48,19 @@ def image_columns(spec: ModelSpec, setup: TrainingSetup, rows: int) -> dict[str,
         return {}
     grid = shape.grid(*shape.sides(images.height, images.width, images.pixels))
     patches = grid.patches * images.per_row * rows
+    kinds = (rows, setup.config.sequence_length)
     with torch.device("cpu"):
+        if shape.image_size is not None:
+            pixels = shape.image_size
+            channels = shape.patch_values // shape.patch_size**2
+            return {
+                "pixel_values": torch.zeros((images.per_row * rows, channels, pixels, pixels)),
+                "token_type_ids": torch.zeros(kinds, dtype=torch.long),
+            }
         return {
             "pixel_values": torch.zeros((patches, shape.patch_values)),
             "image_grid_thw": image_grids(spec, setup, rows),
-            "mm_token_type_ids": torch.zeros((rows, setup.config.sequence_length), dtype=torch.long),
+            "mm_token_type_ids": torch.zeros(kinds, dtype=torch.long),
         }
 
 
@@ -60,8 +68,8 @@ def image_columns(spec: ModelSpec, setup: TrainingSetup, rows: int) -> dict[str,
 def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     """Let a model of transformers run rows with images on tensors without memory."""
     shape = shape_of(spec, setup)
-    if shape is None:
-        yield
+    if shape is None or shape.image_size is not None:
+        yield  # sizes alone
         return
     config = setup.config
     family = spec.architecture

@@ -10,6 +10,8 @@ Path = tuple[str, ...]
 MOST_IMAGES, MOST_SIDE, MOST_PIXELS = 2**12, 2**14, 2**28
 """No row holds more images, and no image has more pixels each way, or in all; more is a slip."""
 
+UNSAID = "an image's height and width, such as 448, or its pixels"
+
 
 def image_problems(images: Images) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's images is out of range, missing, or said twice."""
@@ -22,7 +24,7 @@ def image_problems(images: Images) -> Iterator[tuple[Path, str]]:
     sides = [side for side in (images.height, images.width) if side is not None]
     if sides and images.pixels is not None:
         yield ("images", "pixels"), "height and width say how many pixels an image has; leave it out"
-    elif len(sides) == 1 or (images.per_row and not sides and images.pixels is None):
-        yield ("images", "height"), "rows with images need an image's height and width, such as 448, or its pixels"
+    elif len(sides) == 1:
+        yield ("images", "height"), f"rows with images need {UNSAID}"
     elif sides and not images.per_row:
         yield ("images", "per_row"), "rows hold text alone; say how many images each row has, such as 1"
