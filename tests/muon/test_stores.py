@@ -11,7 +11,7 @@ from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
 from memplan.muon.group_options import DEFAULTS
 from memplan.muon.stores.gradient_stores import DEFAULT_CHUNK_ELEMENTS
 from memplan.muon.updates.handles import join_, split_
-from memplan.muon.weights.grid_formats import GridFormat, grid_of
+from memplan.muon.weights.grid_formats import GridFormat, grid_of, lengths_of
 from memplan.muon.weights.quantised import DECODE_CHUNK, QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS, weight_format
@@ -19,6 +19,7 @@ from memplan.muon.weights.weight_formats import DECODED_AT_ONCE, TEMPORARIES
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS
 
 from .memory import LiveStorages, storage_bytes, tensors_of
+from .plain_grid_search import plain_sub_scales
 
 gguf = pytest.importorskip("gguf")
 
@@ -192,6 +193,7 @@ def test_temporaries_are_exact_and_bounded(name, blocks):
         torch.randn(blocks * chosen.block_elements),
     )
     out, noise = torch.empty_like(values), torch.Generator()
+    ordered = lengths_of(chosen.name)[:2] if isinstance(chosen, GridFormat) else ()
     cases = [
         (lambda: chosen.encode_(values, codes), chosen.encode_bytes(blocks)),
         (lambda: chosen.decode_(codes, out), chosen.decode_bytes(blocks)),
@@ -199,9 +201,18 @@ def test_temporaries_are_exact_and_bounded(name, blocks):
         (lambda: chosen.encode_(values, codes, noise, keep=True), chosen.update_bytes(blocks, stochastic=True)),
     ]
     for call, expected in cases:
-        with LiveStorages([codes, values, out, *tables(chosen)]) as memory:
+        with LiveStorages([codes, values, out, *tables(chosen), *ordered]) as memory:
             call()
         assert memory.extra == expected
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_scales_are_those_of_a_search_through_every_point(name):
+    chosen = weight_format(name)
+    subs = torch.randn(64, 256 // chosen.sub, chosen.sub, generator=torch.Generator().manual_seed(5)).abs_()
+    subs[0], subs[1] = 0, 1e-6 * subs[1]
+    plain = plain_sub_scales(chosen, subs.clamp_min(1e-20), 9)
+    assert torch.allclose(chosen._sub_scales(subs, 9)[1:], plain[1:], rtol=1e-5, atol=0)
 
 
 def test_rows_that_do_not_divide_and_unknown_formats_are_refused():

@@ -5,8 +5,10 @@ and which are read from it when first needed. A block of 256 has an fp16 scale `
 32 or 16 a 4-bit scale ``s``; a value is ``d * (0.5 + s) * factor * grid * sign``. Where only 7 of 8 signs
 are stored, the eighth makes the number of minus signs even.
 
-``gguf`` itself cannot encode these formats: the encoder here finds the nearest grid point by
-one matrix product, for scales that are least squares fits over a few candidates.
+``gguf`` itself cannot encode these formats: the encoder here finds the nearest grid point by one matrix product
+with all points, for scales that are least squares fits over a few candidates. Nothing is left out of either search:
+of points of one length only that of the largest product can be the nearest, at any scale, so that candidates are
+compared by one number for each length.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ SUPER = 256
 LEAST_DISTANCE = 1e-3
 _SMALLEST_SCALE = 1e-30
 _SIGN_GROUP = 8
+_FAR = 1e30
+"""What sets a score below the largest apart from it, however near."""
 
 
 class Grid(NamedTuple):
@@ -58,6 +62,28 @@ def grid_of(name: str, device: torch.device) -> Grid:
     grid = torch.from_numpy(kind.grid.reshape(kind.grid_shape)).clone().to(device)
     distances = torch.cdist(grid, grid, compute_mode="donot_use_mm_for_euclid_dist").clamp_min_(LEAST_DISTANCE)
     return Grid(grid, grid.square().sum(dim=1).div_(2), distances)
+
+
+class Lengths(NamedTuple):
+    """A grid's points by their length, fp32 on the CPU.
+
+    Attributes:
+        points: Shortest first, ``(points, group)``.
+        halves: Half the squared length, once for each length, ``(lengths, 1)``.
+        counts: Points of each length.
+    """
+
+    points: Tensor
+    halves: Tensor
+    counts: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def lengths_of(name: str) -> Lengths:
+    """Return the points of a format's grid, shortest first."""
+    grid = grid_of(name, torch.device("cpu"))
+    halves, counts = grid.halves.unique(return_counts=True)
+    return Lengths(grid.points[grid.halves.argsort()], halves[:, None], tuple(counts.tolist()))
 
 
 @lru_cache(maxsize=32)
@@ -109,7 +135,7 @@ class GridFormat(WeightFormat):
         if keep:
             d, scales = self._stored_scales(subs, blocks, largest_of(self.name))
         else:
-            d, scales = self._fresh_scales(subs, blocks, grid, search)
+            d, scales = self._fresh_scales(subs, blocks, search)
         step = (scales.add(0.5) * d).mul_(self.factor).clamp_min_(_SMALLEST_SCALE)
         points = (subs / step[:, :, None]).view(-1, self.group)
         index = _nearest(points, grid)
@@ -119,9 +145,9 @@ class GridFormat(WeightFormat):
         if generator is None and not keep:
             self._refit(blocks, values)
 
-    def _fresh_scales(self, subs: Tensor, blocks: Tensor, grid: Grid, search: int) -> tuple[Tensor, Tensor]:
+    def _fresh_scales(self, subs: Tensor, blocks: Tensor, search: int) -> tuple[Tensor, Tensor]:
         """Write a new ``d``, and return it with the 4-bit scales, fp32."""
-        best = self._sub_scales(subs, grid, search)
+        best = self._sub_scales(subs, search)
         d = write_scale(blocks, best.amax(dim=1, keepdim=True).div_(15.5 * self.factor))
         scales = best.div_(d.mul(self.factor).clamp_min_(_SMALLEST_SCALE)).sub_(0.5).round_().clamp_(0, 15)
         return d, scales
@@ -144,35 +170,50 @@ class GridFormat(WeightFormat):
         Where the number of minus signs is odd but must be even, the smallest element takes the wrong sign.
         """
         groups = values.view(-1, SUPER // _SIGN_GROUP, _SIGN_GROUP)
-        negative = groups < 0
-        if self.even_signs:
-            odd = negative.sum(dim=2, keepdim=True).remainder_(2).bool()
-            smallest = groups.abs().argmin(dim=2, keepdim=True)
-            negative.scatter_(2, smallest, negative.gather(2, smallest).logical_xor_(odd))
-        magnitudes = torch.where(negative, -groups, groups).view(-1, SUPER)
         powers = torch.arange(_SIGN_GROUP, device=values.device, dtype=torch.int32)
-        return (negative.to(torch.int32) << powers).sum(dim=2, dtype=torch.int32), magnitudes
+        signs = ((groups < 0).to(torch.int32) << powers).sum(dim=2, dtype=torch.int32)
+        magnitudes = groups.abs()
+        if self.even_signs:
+            smallest, place = magnitudes.min(dim=2)
+            odd = odd_ones(signs)
+            magnitudes.scatter_(2, place[:, :, None], smallest.mul_(1 - 2 * odd)[:, :, None])
+            signs ^= odd << place.to(torch.int32)
+        return signs, magnitudes.view(-1, SUPER)
 
-    def _sub_scales(self, subs: Tensor, grid: Grid, search: int) -> Tensor:
+    def _sub_scales(self, subs: Tensor, search: int) -> Tensor:
         """Return for each sub-block, ``(blocks, subs)``, the best least squares scale of a few tried.
 
-        Candidates map the largest magnitude to the grid's largest value and to ones beyond it.
+        Candidates map the largest magnitude to the grid's largest value and to ones beyond it. At a scale ``s`` the
+        point nearest to ``p / s`` has the largest ``p.g - s * g.g / 2``.
         """
-        largest = subs.amax(dim=2).div_(grid.points.max())
+        lengths = lengths_of(self.name)
+        halves = lengths.halves.to(subs.device)
+        largest = subs.amax(dim=2).div_(largest_of(self.name))
+        products = lengths.points.to(subs.device) @ subs.view(-1, self.group).mT
+        best_of_length = torch.stack([part.amax(dim=0) for part in products.split(lengths.counts)])
+        del products
+        scores = torch.empty_like(best_of_length)
         best = torch.zeros_like(largest)
         gain = torch.full_like(largest, -1)
         for candidate in range(search):
             share = 1.0 if search == 1 else 1.15 - 0.6 * candidate / (search - 1)
-            points = subs / largest.mul(share).clamp_min_(_SMALLEST_SCALE)[:, :, None]
-            index = _nearest(points.view(-1, self.group), grid)
-            chosen = torch.index_select(grid.points, 0, index, out=points.view(-1, self.group)).view(subs.shape)
-            square = chosen.square().sum(dim=2)
-            fit = chosen.mul_(subs).sum(dim=2).clamp_min_(0)
-            score = fit.square().div_(square)
+            scale = largest.mul(share).clamp_min_(_SMALLEST_SCALE)
+            fit, square = self._sums(best_of_length, scale, halves, scores)
+            score = fit.clamp_min_(0).square().div_(square)
             better = score > gain
             gain = torch.where(better, score, gain)
             best = torch.where(better, fit.div_(square), best)
         return best
+
+    def _sums(self, best_of_length: Tensor, scale: Tensor, halves: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``p.g`` and ``g.g`` of the nearest points, each summed over the groups of a sub-block."""
+        scales = scale[:, :, None].expand(*scale.shape, self.sub // self.group).reshape(-1)
+        torch.addcmul(best_of_length, halves, scales, value=-1, out=scores)
+        most = scores.amax(dim=0)
+        half = torch.add(halves, scores.sub_(most), alpha=_FAR, out=scores).amax(dim=0)
+        sums = (most.addcmul_(half, scales), half.mul_(2))
+        fit, square = (part.view(*scale.shape, -1).sum(dim=2) for part in sums)
+        return fit, square
 
     def _refit(self, blocks: Tensor, values: Tensor) -> None:
         """Replace each block's ``d`` by the least squares fit to the codes that were chosen."""
@@ -209,6 +250,14 @@ def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Gene
     odds = remainder.square().sum(dim=1) / along.gather(1, neighbour).squeeze(1).clamp_min_(1e-6)
     drawn = uniform(odds.shape, generator, odds.device)
     return torch.where(drawn < odds, neighbour.squeeze(1).to(torch.int32), index)
+
+
+def odd_ones(numbers: Tensor) -> Tensor:
+    """Return 1 for each of ``numbers``, integers of 8 bits, that has an odd number of ones, else 0."""
+    parity = numbers ^ (numbers >> 4)
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    return parity.bitwise_and_(1)
 
 
 def _sign_factors(signs: Tensor) -> Tensor:

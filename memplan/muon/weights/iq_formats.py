@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from memplan.muon.weights.grid_formats import GridFormat
+from memplan.muon.weights.grid_formats import GridFormat, odd_ones
 
 
 class Iq3Xxs(GridFormat):
@@ -102,10 +102,7 @@ def _joined_words(signs: Tensor, scales: Tensor) -> Tensor:
 
 def _with_even_sign(signs: Tensor) -> Tensor:
     """Return 7-bit ``signs`` with the eighth bit that makes the number of ones even."""
-    parity = signs ^ (signs >> 4)
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    return signs | (parity.bitwise_and_(1) << 7)
+    return signs | (odd_ones(signs) << 7)
 
 
 def _nibbles(packed: Tensor) -> Tensor:

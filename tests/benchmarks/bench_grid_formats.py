@@ -1,0 +1,44 @@
+"""How much faster scales of grid formats are found than by comparing every group with every point at every scale.
+
+Run it itself: ``python tests/benchmarks/bench_grid_formats.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from memplan.muon.weights.weight_codecs import weight_format
+from memplan.muon.weights.weight_formats import DEFAULT_SEARCH
+from tests.muon.plain_grid_search import plain_sub_scales
+
+BLOCKS, REPEATS = 256, 3
+
+
+def seconds(call, *arguments):
+    """Return the least time on the processor of a few calls, after one that is not counted."""
+    call(*arguments)
+    times = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        call(*arguments)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def main():
+    torch.set_num_threads(1)
+    for name in ("iq3-xxs", "iq2-xxs", "iq2-xs", "iq2-s"):
+        chosen = weight_format(name)
+        subs = torch.randn(BLOCKS, 256 // chosen.sub, chosen.sub, generator=torch.Generator().manual_seed(0)).abs()
+        plain = seconds(plain_sub_scales, chosen, subs, DEFAULT_SEARCH)
+        ours = seconds(chosen._sub_scales, subs, DEFAULT_SEARCH)
+        print(f"{name}: {plain / ours:.1f} times as fast ({ours / subs.numel() * 1e9:.0f} ns an element)")
+
+
+if __name__ == "__main__":
+    main()
