@@ -82,7 +82,7 @@ class Lengths(NamedTuple):
 def lengths_of(name: str) -> Lengths:
     """Return the points of a format's grid, shortest first."""
     grid = grid_of(name, torch.device("cpu"))
-    halves, counts = grid.halves.unique(return_counts=True)
+    halves, counts = grid.halves.unique(return_counts=True)  # type: ignore[no-untyped-call]
     return Lengths(grid.points[grid.halves.argsort()], halves[:, None], tuple(counts.tolist()))
 
 
@@ -190,8 +190,9 @@ class GridFormat(WeightFormat):
         halves = lengths.halves.to(subs.device)
         largest = subs.amax(dim=2).div_(largest_of(self.name))
         products = lengths.points.to(subs.device) @ subs.view(-1, self.group).mT
-        best_of_length = torch.stack([part.amax(dim=0) for part in products.split(lengths.counts)])
-        del products
+        classes = products.split(lengths.counts)  # type: ignore[no-untyped-call]
+        best_of_length = torch.stack([part.amax(dim=0) for part in classes])
+        del products, classes
         scores = torch.empty_like(best_of_length)
         best = torch.zeros_like(largest)
         gain = torch.full_like(largest, -1)
