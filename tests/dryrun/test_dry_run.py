@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,23 @@ def test_scripts_of_libraries_run_unchanged(name, tmp_path):
     assert ran.fits
     assert ran.outcome.steps == 3
     assert ran.trace.peak_instant.endswith("backward")
+
+
+@pytest.mark.slow
+def test_inputs_of_layers_wait_in_host_memory_where_unsloth_keeps_them(tmp_path):
+    if find_spec("unsloth") is None:  # which changes what is imported after it
+        pytest.skip("unsloth is not installed")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = folder_of_a_model(tmp_path)
+    keys = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**keys, "hidden_size": 1024, "num_hidden_layers": 8}))
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(model)
+    ran = memplan.run(SCRIPTS / "unsloth_sft.py", [str(model)], gpu="rtx4090", quiet=True)
+    assert ran.outcome.steps == 3
+    assert ran.trace.peak_instant.endswith("backward")
+    hidden = 2 * 1024 * 1024 * 2  # two rows of 1,024 tokens in 16 bits
+    alive = [storage for storage in ran.trace.largest_at_peak(200) if storage.bytes == hidden]
+    assert len(alive) < 8 + 6  # a layer keeps seven itself

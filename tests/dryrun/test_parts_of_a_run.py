@@ -183,6 +183,13 @@ def test_what_only_cuda_has_does_nothing_or_is_refused():
         with pytest.raises(RefusedError, match="captures CUDA graphs"):
             torch.cuda.CUDAGraph()
         assert torch.jit.script(layer) is layer
+        assert torch._C._cuda_getCurrentRawStream(torch.cuda.device("cuda:0").idx) == torch.cuda.device(0).idx == 0
+
+
+def test_numbers_are_read_on_the_cpu_wherever_tensors_are_made():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"), torch.device("cuda"):
+        assert torch.randn(2**11, 2**10).cpu().numpy().shape == (2**11, 2**10)
+        assert torch.randn(0, 4).tolist() == []
 
 
 def test_saved_tensors_may_wait_in_pinned_memory():

@@ -197,7 +197,9 @@ class _Finder:
         Raises:
             RefusedError: Another module of it.
         """
-        if name.partition(".")[0] != PACKAGE:
+        if name.partition(".")[0] != PACKAGE or name.startswith(
+            f"{PACKAGE}.cute"
+        ):  # that is flash-attn-4's, not installed
             return None
         if name not in _CONTENTS:
             raise RefusedError(
@@ -218,7 +220,7 @@ class _Finder:
         """Fill the module."""
         self.used = True
         for name, function in _CONTENTS[module.__name__].items():
-            own = self._checked(function) if name.startswith(PACKAGE) else function
+            own = self._checked(function) if function in FUNCTIONS else function
             setattr(module, name, own)
         if module.__name__ == PACKAGE:
             module.__version__ = VERSION  # type: ignore[attr-defined]
@@ -240,10 +242,19 @@ class _Finder:
         return checked
 
 
+class _Kernels:
+    """Stands for the compiled module, whose presence libraries look for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RefusedError(f"flash_attn's compiled {name} is not modelled, its functions of attention are")
+
+
 _ATTENTION = {function.__name__: function for function in FUNCTIONS}
 _CONTENTS: dict[str, dict[str, Any]] = {
     PACKAGE: _ATTENTION,
-    f"{PACKAGE}.flash_attn_interface": _ATTENTION,
+    f"{PACKAGE}.flash_attn_interface": {**_ATTENTION, "flash_attn_gpu": _Kernels()},
     f"{PACKAGE}.bert_padding": PADDING,
 }
 

@@ -1,12 +1,14 @@
-"""What is changed in transformers, bitsandbytes, TRL and Triton, so that their own code runs on tensors without memory.
+"""What is changed in transformers, bitsandbytes, TRL, Triton and unsloth, so that their own code runs on tensors without memory.
 
 ``from_pretrained`` builds a model from its ``config.json`` and loads weights that have a shape and a dtype; what loading
 does with them, quantising included, is transformers' own code. Kernels of bitsandbytes and of Triton (Liger's, TRL's, the
-script's own) are not launched: what is allocated for them is.
+script's own) are not launched: what is allocated for them is. No row of an embedding is taken for untrained, which unsloth
+would look for in the values of weights.
 
 Source:
     transformers 5.23.0, modeling_utils.py (``_get_resolved_checkpoint_files``, ``_load_pretrained_model``);
-    bitsandbytes 0.50.2, functional.py (``get_paged``, ``is_on_gpu``); trl 1.16.0, kernels/chunked_logprob.py.
+    bitsandbytes 0.50.2, functional.py (``get_paged``, ``is_on_gpu``); trl 1.16.0, kernels/chunked_logprob.py;
+    unsloth_zoo 2026.10.9, tokenizer_utils.py (``fix_untrained_tokens``).
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ def known_libraries(
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
+            "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
+                replaced(module, {"fix_untrained_tokens": lambda *_, **__: None})
+            ),
             "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
         }
         stack.enter_context(flash_attn_installed(compute_capability, notes))
@@ -125,10 +130,32 @@ def _quantised_on_the_gpu(module: Any, stack: ExitStack, compute_capability: str
         return state
 
     idle: Any = lambda *_, **__: None  # noqa: E731
-    changes = {"get_paged": paged, "is_on_gpu": lambda _: True, "prefetch_tensor": idle, "_get_tensor_stream": idle}
+    changes = {
+        "get_paged": paged,
+        "is_on_gpu": lambda _: True,
+        "lib": _NativeKernels(),
+        "prefetch_tensor": idle,
+        "_get_tensor_stream": idle,
+    }
     stack.enter_context(
         replaced(functional, {name: value for name, value in changes.items() if hasattr(functional, name)})
     )
+
+
+class _NativeKernels:
+    """Stands for bitsandbytes' compiled library, as other libraries call it by ctypes: each kernel writes into what it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _IdleKernel()
+
+
+class _IdleKernel:
+    restype = argtypes = None
+
+    def __call__(self, *_: Any) -> None:
+        """Launch nothing."""
 
 
 def _silent(module: Any, stack: ExitStack) -> None:

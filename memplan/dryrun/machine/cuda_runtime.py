@@ -42,6 +42,14 @@ class Nothing:
         return lambda *_args, **_options: _NOTHINGS[name]() if name in _NOTHINGS else None
 
 
+class _Guard(Nothing):
+    """Stands for a switch to a device."""
+
+    def __init__(self, device: Any = 0) -> None:
+        super().__init__()
+        self.idx = device if isinstance(device, int) else torch.device(device or 0).index or 0
+
+
 class NoProfile(Nothing):
     """Stands for a profiler, which would time what takes no time."""
 
@@ -98,7 +106,7 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
         (cuda.nvtx, {"_nvtx": Nothing()}),
         (torch.profiler, {"profile": NoProfile}),
         (torch.autograd.profiler, {"profile": NoProfile}),
-        (torch._C, {"_scatter": _scattered}),
+        (torch._C, {"_scatter": _scattered, "_cuda_getCurrentRawStream": lambda _: 0}),
         (torch.accelerator, _accelerator_answers(recorder, ranks)),
     ):
         yield from ((owner, name, value) for name, value in answers.items())
@@ -251,7 +259,7 @@ def _idle_answers() -> dict[str, Any]:
         "Event": Nothing,
         "stream": Nothing,
         "StreamContext": Nothing,
-        "device": Nothing,
+        "device": _Guard,
         "device_of": Nothing,
         "_DeviceGuard": Nothing,
         "current_stream": Nothing,

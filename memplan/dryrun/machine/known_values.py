@@ -196,8 +196,8 @@ class KnownValues:
         if known is not None:
             return known.clone()
         if tensor.numel() == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return torch.full(tensor.shape, self.number(tensor), dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return torch.full((), self.number(tensor), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
 def _known(tensor: Tensor) -> Known | None:
