@@ -217,8 +217,8 @@ class Stack:
         rotary_tables: What its models keep of cosines and sines.
         loop: What its loop keeps alive.
         batch: Tensors of a micro-batch on the device.
-        input_gradients: When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``;
-            ``trained-layers`` does so with the input of the first layer that trains, and checkpoints layers that train alone.
+        input_gradients: When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``,
+            before adapters are put on, or after them, which an adapter on the embedding tells; ``trained-layers`` does so with the input of the first layer that trains, and checkpoints layers that train alone.
         clip_gradients: Whether it clips where a config does not say.
         not_modelled: What else it does that the formula does not follow, a job of it being refused then.
         keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
@@ -271,7 +271,7 @@ class Stack:
     rotary_tables: RotaryTables
     loop: Loop
     batch: tuple[BatchTensor, ...]
-    input_gradients: Literal["never", "checkpointed", "always", "trained-layers"]
+    input_gradients: Literal["never", "checkpointed", "checkpointed-adapted", "always", "trained-layers"]
     clip_gradients: bool
     not_modelled: tuple[str, ...]
     keys: Mapping[str, str]

@@ -28,7 +28,7 @@ from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.played import Instant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
-from memplan.training.stack_models import built_by, with_frozen_embedding
+from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import round_up
 
 BLOCK_BYTES = 512
@@ -68,7 +68,7 @@ class CompiledPlan:
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
         self.model = built_by(model, setup)
-        setup = with_frozen_embedding(setup, self.model)
+        setup = with_model_built(setup, self.model, model)
         self.own = model = _of_rank(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)

@@ -37,6 +37,7 @@ class EndSettings:
         shifts_labels: Whether the loss is given a shifted copy of the labels.
         embedding_dropout: Probability with which the embedding's output is dropped.
         input_gradients: Whether the output of a frozen embedding is made to need a gradient.
+        table_gradients: Whether that is the table's own output, to which an adapter adds.
         scores: Whether the head yields scores for each token, of which the loss takes those of the last one.
         answers: Whether only the tokens that were generated have labels.
         metrics: What a loss's metrics copy of whole logits.
@@ -60,6 +61,7 @@ class EndSettings:
     shifts_labels: bool
     embedding_dropout: float
     input_gradients: bool
+    table_gradients: bool
     scores: bool = False
     answers: bool = False
     metrics: Metrics = "none"
@@ -107,6 +109,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=_input_gradients(setup),
+        table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
         scores=setup.scores,
         answers=setup.answer_length > 0,
         metrics=setup.stack.loop.metrics,
@@ -137,7 +140,9 @@ def _input_gradients(setup: TrainingSetup) -> bool:
     if setup.config.freeze.input_gradients is not None:
         return setup.config.freeze.input_gradients
     rule = setup.stack.input_gradients
-    checkpoints = rule == "checkpointed" or (rule == "trained-layers" and setup.config.freeze == ALL_TRAIN)
+    checkpoints = rule in ("checkpointed", "checkpointed-adapted") or (
+        rule == "trained-layers" and setup.config.freeze == ALL_TRAIN
+    )
     return rule == "always" or (checkpoints and setup.checkpointing != "none")
 
 

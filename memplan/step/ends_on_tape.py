@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from memplan.model.spec import Norm
+from memplan.step.blocks.adapted_embedding import adapted_embedding, has_adapter, row_sums
 from memplan.step.blocks.adapted_projections import adapted, linear
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
@@ -87,12 +88,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)
         weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
     entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
-    sums = [
-        *[(Quantity.SORTED_TOKENS, 8)] * 3,
-        *[(Quantity.TOUCHED_ROWS, 8)] * 2,
-        (Quantity.PARTIAL_SUMS, 8),
-        (Quantity.PARTIAL_SUMS, 4 * block.hidden_size),
-    ]
+    sums = row_sums(block.hidden_size)
     if block.divided:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
@@ -101,13 +97,17 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
     scales = settings.embedding_scale and not block.code.scales_embedded
-    if settings.input_gradients and not scales and not x.needs_gradient:
+    adapter = has_adapter(names.embedding, builder.weights)
+    asks = settings.input_gradients and (settings.table_gradients or not adapter)
+    if asks and not scales and not x.needs_gradient:
         x.needs_gradient, tape.leaf = True, x
+    if adapter:
+        x = adapted_embedding(builder, x, names.embedding, scales=scales, asks=asks)
     if f"{names.embedding}.norm.weight" in builder.weights:
         x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
     if settings.learned_positions:
         x = _with_positions(builder, x)
-    if settings.embedding_scale:
+    if settings.embedding_scale and not (scales and adapter):
         x = builder.pointwise("scale", x)
         x.needs_gradient = x.needs_gradient or settings.input_gradients
     return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
@@ -343,7 +343,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         if weight.coded and biases:
             logits = _with_bias(builder, logits, biases, x)
         head = settings.block.names.head
-        if (down := builder.weights.get(f"{head}.lora_A.weight")) is not None and not settings.tied:
+        if (down := builder.weights.get(f"{head}.lora_A.weight")) is not None:
+            builder.weights = {f"{head}.weight": weight, **builder.weights}  # a tied one has no other name
             logits = adapted(builder, x, logits, head, settings.vocab_size, down)
         tape.touch(*([copy] if copy is not None else []))
     tape.instant = "loss backward"

@@ -149,6 +149,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     kinds = _Kinds(inputs, block, weights, prefix)
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in weights
+    if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in weights:
+        given = False
     leaves = [0] if given else []
     for run in _runs(spec, inputs.setup, inputs.regime):
         if kinds.trained_alone and kinds.trains(run) and not stream[0] and inputs.setup.computes_again(run.first):

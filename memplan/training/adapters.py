@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.training_config import Adapter
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
+from memplan.training.adapted_ends import last_part, refuse_saved, targeted_ends
 from memplan.training.resolved import TrainingSetup
 
 ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
@@ -30,19 +31,22 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
 
     Raises:
         InvalidFileError: A target of the config is no projection of the model.
-        CannotAnswerError: Adapters are put on the head, or modules are trained whole that no copy is made of here.
+        CannotAnswerError: Adapters are put on ends so that no library's code was followed, or modules are trained whole that
+            no copy is made of here.
     """
     adapter = setup.config.adapter
     if adapter is None:
         return ()
-    _refuse_modules(model, setup, adapter.modules_to_save)
+    refuse_saved(model, setup)
     if setup.stack.model_code == "litgpt":
         return tuple(_litgpt_tensors(model, setup, litgpt_parts(model.spec, adapter.targets)))
-    known, head = projections(model), model.spec.names.head
-    wrong = [target for target in adapter.targets if target not in ("all-linear", head) and target not in known]
-    if head in adapter.targets:
-        _refuse_head(model, setup, head)
-    if wrong:
+    known, ends = projections(model), targeted_ends(model, setup)
+    if ends and adapts_experts(model, setup):
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.targets: all-linear, which puts adapters on stacked experts, is not modelled with {ends[0]}; "
+            "name the projections"
+        )
+    if wrong := [target for target in adapter.targets if target not in ("all-linear", *ends, *known)]:
         texts = ", ".join(known)
         raise InvalidFileError(
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
@@ -51,38 +55,39 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     tower = {t.name for t in model.spec.tower.tensors} if model.spec.tower is not None else set()
     for tensor in libraries_inventory(model.inventory, setup):
         idle = tensor.name in tower and not adapter.vision
-        adapted_head = tensor.role == "head" and tensor.name == f"{head}.weight" and head in adapter.targets
-        projection = tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)
-        if idle or not (projection or adapted_head):
+        if idle or not (tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
-        stem = tensor.name.removesuffix(".weight")
-        parts: dict[str, tuple[int, ...]] = {"lora_A": (adapter.rank, columns), "lora_B": (rows, adapter.rank)}
-        if adapter.kind == "dora":
-            parts["lora_magnitude_vector"] = (rows,)
-        tensors += [
-            replace(tensor, name=f"{stem}.{part}.weight", shape=shape, frozen=False) for part, shape in parts.items()
-        ]
-    return (*tensors, *_adapters_of_parameters(model, setup))
+        tensors += _factors(tensor, adapter, rows, columns)
+    return (*tensors, *_adapters_of_ends(model, setup, ends), *_adapters_of_parameters(model, setup))
 
 
-def _refuse_head(model: Model, setup: TrainingSetup, head: str) -> None:
-    """Raise for adapters on a head that is no matrix of its own, or that no library's code was followed with.
+def _factors(tensor: ParameterTensor, adapter: Adapter, rows: int, columns: int) -> Iterator[ParameterTensor]:
+    """Yield the matrices of an adapter on a linear layer of so many rows and columns, and DoRA's magnitudes of its rows."""
+    parts: dict[str, tuple[int, ...]] = {"lora_A": (adapter.rank, columns), "lora_B": (rows, adapter.rank)}
+    if adapter.kind == "dora":
+        parts["lora_magnitude_vector"] = (rows,)
+    stem = tensor.name.removesuffix(".weight")
+    for part, shape in parts.items():
+        yield replace(tensor, name=f"{stem}.{part}.weight", shape=shape, frozen=False)
 
-    Raises:
-        CannotAnswerError: It is tied to the embedding, of another library than torchtune, or the job is shared.
+
+def _adapters_of_ends(model: Model, setup: TrainingSetup, ends: Sequence[str]) -> Iterator[ParameterTensor]:
+    """Yield the matrices of adapters on embedding and head; those of a tied head are its own.
+
+    Source:
+        ``Embedding.update_layer`` in peft/tuners/lora/layer.py (0.21.2).
     """
-    where = f"{setup.name}: adapter.targets: adapters on the head, {head},"
-    if model.spec.tie_word_embeddings or setup.scores:
-        raise CannotAnswerError(f"{where} are not modelled where it is tied to the embedding, or yields a score")
-    if setup.stack.model_code != "torchtune":
-        raise CannotAnswerError(
-            f"{where} are not modelled of stack {setup.stack.name}; they are of torchtune and litgpt"
-        )
-    if setup.config.adapter is not None and setup.config.adapter.kind == "dora" and setup.profile.loss != "fp32":
-        raise CannotAnswerError(f"{where} are not modelled by dora with kernels.loss: {setup.profile.loss}; use fp32")
-    if setup.config.parallel != Parallel():
-        raise CannotAnswerError(f"{where} are not modelled on several GPUs")
+    spec, adapter = model.spec, setup.config.adapter
+    assert adapter is not None
+    table = ParameterTensor(spec.names.embedding, (spec.vocab_size, spec.hidden_size), "hidden_matrix")
+    if last_part(spec.names.embedding) in ends:
+        parts = {"A": (adapter.rank, spec.vocab_size), "B": (spec.hidden_size, adapter.rank)}
+        for part, shape in parts.items():
+            yield replace(table, name=f"{table.name}.lora_embedding_{part}.weight", shape=shape)
+    if last_part(spec.names.head) in ends:
+        head = replace(table, name=f"{spec.names.head}.weight", role="head")
+        yield from _factors(head, adapter, spec.vocab_size, spec.hidden_size)
 
 
 LITGPT_PARTS = ("query", "key", "value", "projection", "mlp", "head")
@@ -167,23 +172,14 @@ def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[Para
             yield ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first)
 
 
-def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
-    """Tell whether a tensor of the model is trained whole beside adapters, as a copy of a module."""
-    adapter = setup.config.adapter
-    if adapter is None or tensor.role not in ("embedding", "head") or not tensor.used:
-        return False
-    return _projection(tensor) in adapter.modules_to_save or (setup.scores and tensor.role == "head")
-
-
-def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
-    """Return the tensors of modules that stay beside the copies that are trained.
-
-    Source:
-        ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
-    """
+def replaced_table(inventory: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return the embedding that a ``StableEmbedding`` has taken the place of."""
     first = stable_names(inventory)[0] if setup.stable_embedding else None
-    saved = (tensor for tensor in inventory if tensor.name == first or is_saved(setup, tensor))
-    return tuple(replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight") for t in saved)
+    return tuple(
+        replace(t, name=f"{t.name.removesuffix('.weight')}.original_module.weight")
+        for t in inventory
+        if t.name == first
+    )
 
 
 def stable_names(inventory: Inventory) -> tuple[str, ...]:
@@ -201,28 +197,6 @@ def reference_tensors(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     if setup.config.method.reference_model != "resident":
         return ()
     return tuple(replace(tensor, name=f"{REFERENCE}{tensor.name}") for tensor in inventory)
-
-
-def _refuse_modules(model: Model, setup: TrainingSetup, modules: Sequence[str]) -> None:
-    """Refuse modules that are trained whole and that no copy is made of here.
-
-    Raises:
-        InvalidFileError: One is neither embedding nor head.
-        CannotAnswerError: The model's embedding is its head, or the stack's adapters do not copy modules.
-    """
-    known = [_projection(t) for t in model.inventory if t.role in ("embedding", "head") and t.used]
-    where = "adapter.modules_to_save"
-    if wrong := [name for name in modules if name not in known]:
-        texts = ", ".join(known)
-        raise InvalidFileError([f"{where}: {name!r} is no embedding or head; known: {texts}" for name in wrong])
-    if modules and model.spec.tie_word_embeddings:
-        raise CannotAnswerError(
-            f"{setup.name}: {where}: {model.spec.name} has one tensor for embedding and head; not modelled"
-        )
-    if modules and setup.stack.own_models:
-        raise CannotAnswerError(
-            f"{setup.name}: {where}: {setup.stack.name} copies no modules; use a stack that runs PEFT"
-        )
 
 
 def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory:

@@ -47,6 +47,7 @@ class TrainingSetup:
         unmodelled: What of the job the formula does not follow; it plans none of that.
         family_gaps: Families whose own code in the stack's library saves more than the stack says.
         masked_attention: Kernel of attention within a window on a card; None where there is no window to see to.
+        untied_ends: Whether a tied embedding and head are tensors of their own, as copies of either train.
         frozen_embedding: Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
         card_notes: What a card does in another way, one sentence each; none where there is no card.
     """
@@ -71,6 +72,7 @@ class TrainingSetup:
     tower_attention: AttentionKernel | None = None
     card_notes: tuple[str, ...] = ()
     frozen_embedding: bool = False
+    untied_ends: bool = False
 
     @property
     def label(self) -> str:

@@ -11,6 +11,7 @@ from memplan.model.inventory import ParameterTensor, inventory_of, parameter_cou
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
+from memplan.training.adapted_ends import untied
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
@@ -37,15 +38,18 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
             of its own.
         InvalidFileError: No parameter of it trains.
     """
-    return with_frozen(_built(model, setup), setup.config.freeze, f"{setup.name}: freeze")
+    return with_frozen(untied(_built(model, setup), setup), setup.config.freeze, f"{setup.name}: freeze")
 
 
-def with_frozen_embedding(setup: TrainingSetup, model: Model) -> TrainingSetup:
-    """Return a setup that says whether a model's embedding, as it was built, stays in the dtype that it was loaded in.
+def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> TrainingSetup:
+    """Return a setup that says what became of a model's ends as it was built: whether copies have untied them, and whether
+    the embedding stays in the dtype that it was loaded in.
 
     Source:
         ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which casts what trains to fp32.
     """
+    if untied(released, setup) is not released:
+        setup = replace(setup, untied_ends=True)
     table = f"{model.spec.names.embedding}.weight"
     frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)
     return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen" else setup

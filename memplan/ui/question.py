@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from memplan.catalog.training_config import Checkpointing
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.job_options import LIMITS
-from memplan.training.half_precision import fp16_settings
+from memplan.training.rules.half_precision import fp16_settings
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog, Shelf

@@ -110,6 +110,28 @@ def test_modules_that_are_trained_whole_are_copies_beside_their_originals(catalo
     assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
 
 
+ENDS = ("embed_tokens", "lm_head")
+
+
+@pytest.mark.parametrize("stack", ["plain-loop", "transformers"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize(
+    "adapter",
+    [Adapter(rank=4, targets=("q_proj", *ENDS)), Adapter(rank=4, modules_to_save=(*ENDS, "norm"))],
+    ids=["adapters", "copies"],
+)
+@pytest.mark.one_in(4)
+def test_ends_train_beside_adapters_be_they_tied_or_not(catalog, stack, tied, adapter):
+    keys, weights = {**KEYS, "tie_word_embeddings": tied}, {"default": "bf16"}
+    adapter = replace(adapter, dtype="fp32" if adapter.modules_to_save == () else "bf16")
+    found = differences(
+        catalog, keys, adapter=adapter, weights=weights, stack=stack, activation_checkpointing="full", kernels=EFFICIENT
+    )
+    largest = found.pop("head backward", 0)
+    assert abs(largest) <= 512 * 128 * 4, "which of two moments the sum of two dtypes belongs to"
+    assert {name: size for name, size in found.items() if abs(size) > TOLERANCE_BYTES} == {}
+
+
 @pytest.mark.parametrize("stack", ["transformers", "trl"])
 @pytest.mark.parametrize("loaded", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["none", "full"])

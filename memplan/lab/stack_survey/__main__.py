@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
+from memplan.lab.stack_survey.drawn_ends import with_ends
 from memplan.lab.stack_survey.drawn_freezing import frozen_job
 from memplan.lab.stack_survey.drawn_grids import (
     divided_job,
@@ -118,6 +119,7 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
     job = with_fullest(piped_job(job, seed, number), number, catalog) if options.piped else job
     for name, (_, drawn) in DRAWN.items():
         job = drawn(job, seed, number) if getattr(options, name) else job
+    job = with_ends(job, seed, number, catalog) if options.ends else job
     return flat_job(job, seed, number, adapted=options.adapters) if options.fsdp1 else job
 
 
@@ -159,6 +161,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--no-autocast", action="store_true", help="jobs over 16-bit weights without mixed precision, all of them"
     )
     parser.add_argument("--images", action="store_true", help="jobs whose rows hold images, drawn with their models")
+    parser.add_argument("--ends", action="store_true", help="jobs whose ends or norms train beside adapters, drawn too")
     for name, (told, _) in {**DRAWN, **SHARDED}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=told)
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")

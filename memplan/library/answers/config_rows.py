@@ -24,8 +24,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
 from memplan.step.kernels.on_card import emulated_dtype
-from memplan.training.half_precision import fp16_settings
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.half_precision import fp16_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -228,7 +228,7 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     from memplan.library.lookup import catalog_model, find_setup
     from memplan.plan.suggested.recent import recent_models
     from memplan.plan.suggested.suggested_configs import suggested_configs
-    from memplan.training.half_precision import fp16_settings
+    from memplan.training.rules.half_precision import fp16_settings
 
     every = "every shipped config that trains all weights is weighed"
     refused = {"config": every, "set": every, "shapes": "every model of the catalog is weighed"}

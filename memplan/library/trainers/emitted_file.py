@@ -13,6 +13,7 @@ from memplan.library.job_options import JobOptions, ModelGiven, catalog_of
 from memplan.library.lookup.trainer_files import trainer_mappings, training_data
 from memplan.library.trainers.emitted_launcher import DEEPSPEED, emit_deepspeed
 from memplan.library.trainers.spliced_text import toml_value
+from memplan.training.adapters import projections
 from memplan.training.own_settings import own_settings, with_words
 
 ALL_LINEAR = "all-linear"
@@ -97,8 +98,12 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
             keys[own.own_key] = own.own_value
     adapter = setup.config.adapter
     if adapter is not None:
-        every = ALL_LINEAR in adapter.targets
-        keys |= writes["all_linear"] if every else {writes["targets"]: f"[{', '.join(adapter.targets)}]"}
+        named = [target for target in adapter.targets if target != ALL_LINEAR]
+        if ALL_LINEAR in adapter.targets and named:  # the linear layers of an embedding or head besides, by their names
+            named = [*projections(plan.memory.model), *named]
+        keys |= {writes["targets"]: f"[{', '.join(named)}]"} if named else writes["all_linear"]
+        if adapter.modules_to_save:
+            keys[writes["saved"]] = f"[{', '.join(adapter.modules_to_save)}]"
         keys[writes["dropout"]] = str(adapter.dropout or 0.0)
     return keys
 

@@ -14,10 +14,10 @@ from memplan.plan.memory_plan import MemoryPlan, Suggestion
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.step.kernels.on_card import emulated_dtype
-from memplan.training.half_precision import fp16_settings
 from memplan.training.own_settings import is_settable, own_settings
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.rules.half_precision import fp16_settings
 
 Setting = tuple[str, Any]
 """A key of a training config, with dots, and its value."""

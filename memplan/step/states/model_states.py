@@ -20,7 +20,8 @@ from memplan.step.tensors.tensor_states import (
 )
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
-from memplan.training.adapters import is_saved, libraries_inventory, originals, reference_tensors, stable_names
+from memplan.training.adapted_ends import is_saved, originals, with_saved_alone
+from memplan.training.adapters import libraries_inventory, reference_tensors, replaced_table, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -58,7 +59,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         raise CannotAnswerError(setup.unmodelled[0])
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
-    own, added = held(inventory, setup), held(adapters, setup)
+    own, added = with_saved_alone(held(inventory, setup), setup), held(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
@@ -71,9 +72,8 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         still = tensor.frozen or not tensor.used or (frozen and tensor.kind not in saved)
         alike[tensor.kind] = tensor_states(setup, tensor, still, together)
     alike_added = {tensor.kind: adapter_states(setup, tensor) for tensor in merged(added)}
-    beside = [
-        tensor_states(setup, tensor, frozen=True) for tensor in (*originals(own, setup), *reference_tensors(own, setup))
-    ]
+    copied = (*originals(own, setup), *replaced_table(own, setup), *reference_tensors(own, setup))
+    beside = [tensor_states(setup, tensor, frozen=True) for tensor in copied]
     beside += _scales_beside_flats(inventory, setup)
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)

@@ -89,7 +89,7 @@ def tower_settings(
         regime=Regime(),
     )
     rule = setup.stack.input_gradients
-    asks = rule == "always" or (rule == "checkpointed" and setup.checkpointing != "none")
+    asks = rule == "always" or (rule.startswith("checkpointed") and setup.checkpointing != "none")
     return TowerSettings(
         block=own,
         shape=shape,

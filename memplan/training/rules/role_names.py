@@ -38,7 +38,9 @@ def filled(config: TrainingConfig, stack: Stack) -> TrainingConfig:
 
 def _is_whole(config: TrainingConfig, role: Role) -> bool:
     """Tell whether tensors of a role are trained whole beside adapters: modules to save, and a head that scores."""
-    if config.adapter is None or role not in ("embedding", "head"):
+    if config.adapter is None or role in (*MATRIX_ROLES, "router"):
+        return False
+    if role in ("norm", "bias") and config.adapter.kind == "dora":  # whose magnitudes go with the norms
         return False
     return bool(config.adapter.modules_to_save) or (config.method.stage in SCORED and role == "head")
 

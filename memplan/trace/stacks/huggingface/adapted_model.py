@@ -9,6 +9,7 @@ import peft
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import made_on
 from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.training.adapters import projections
 
 ALPHA_PER_RANK = 2
 TOWER = r".*\b(visual|vision_tower|multi_modal_projector)\b.*"
@@ -20,7 +21,9 @@ def lora_config(inputs: StackInputs) -> Any:
     adapter, details = inputs.setup.config.adapter, inputs.details
     assert adapter is not None
     targets: Any = list(adapter.targets)
-    if "all-linear" in targets:
+    if len(targets) > 1 and "all-linear" in targets:  # PEFT takes these words alone; trainers list what they stand for
+        targets = sorted({*targets, *projections(inputs.model)} - {"all-linear"})
+    elif "all-linear" in targets:
         targets = "all-linear"
     return peft.LoraConfig(
         r=adapter.rank,

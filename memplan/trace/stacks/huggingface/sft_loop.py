@@ -123,7 +123,8 @@ def run_on(
 def _in_the_setups_dtype(model: Any, inputs: StackInputs) -> None:
     """Give adapters the dtype that the setup says, where it is another one than TRL's own choice."""
     for name, parameter in model.named_parameters():
-        if (parameter.requires_grad and ".lora_A." in name) or ".lora_B." in name:
+        factor = ".lora_A." in name or ".lora_embedding_" in name
+        if (parameter.requires_grad and factor) or ".lora_B." in name:
             parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])
 
 

@@ -1,0 +1,138 @@
+"""What trains of a model's ends and norms beside adapters: adapters on embedding and head, and copies of modules trained whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memplan.catalog.training_config import Parallel
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.inventory import Inventory, ParameterTensor, inventory_of
+from memplan.model.model import Model
+from memplan.training.resolved import TrainingSetup
+
+SAVED_ROLES = ("embedding", "head", "norm", "bias")
+"""Roles of what can be trained whole as a copy of its module."""
+OWN_PRODUCTS = ("fused-head", "fused-linear", "cut-cross-entropy")
+"""Losses that multiply by the head's weight themselves, and pass its adapter by."""
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a module's name.
+
+    Example:
+        >>> last_part("model.embed_tokens")
+        'embed_tokens'
+    """
+    return name.rpartition(".")[-1]
+
+
+def module_of(tensor: ParameterTensor) -> str:
+    """Return the name of the module that a parameter tensor belongs to."""
+    return tensor.name.removesuffix(".weight").removesuffix(".bias")
+
+
+def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
+    """Tell whether a tensor of the model is trained whole beside adapters, in a copy of its module.
+
+    A module is meant whose name ends so, be it in the middle of a word: ``norm`` is every ``input_layernorm`` too.
+
+    Source:
+        ``_set_trainable`` in peft/utils/other.py (0.21.2).
+    """
+    adapter = setup.config.adapter
+    if adapter is None or tensor.role not in SAVED_ROLES or not tensor.used:
+        return False
+    return module_of(tensor).endswith(adapter.modules_to_save) or (setup.scores and tensor.role == "head")
+
+
+def with_saved_alone(own: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return tensors of which those of a copied module's roles that are not copied are marked as frozen."""
+    roles = {tensor.role for tensor in own if is_saved(setup, tensor)}
+    return tuple(replace(t, frozen=True) if t.role in roles and not is_saved(setup, t) else t for t in own)
+
+
+def originals(inventory: Inventory, setup: TrainingSetup) -> Inventory:
+    """Return the tensors of modules that stay beside the copies that are trained; a tied table stays once, as any copy's.
+
+    Source:
+        ``ModulesToSaveWrapper.update`` in peft/utils/other.py (0.21.2): a deep copy, beside ``original_module``.
+    """
+    saved = [tensor for tensor in inventory if is_saved(setup, tensor)]
+    if setup.untied_ends:
+        tables = [tensor for tensor in saved if tensor.role in ("embedding", "head") and len(tensor.shape) > 1]
+        saved.remove(tables[0])
+    return tuple(replace(t, name=f"{module_of(t)}.original_module.{last_part(t.name)}") for t in saved)
+
+
+def untied(model: Model, setup: TrainingSetup) -> Model:
+    """Return a model whose head and embedding are tensors of their own, where a copy of either is trained in its place."""
+    adapter, spec = setup.config.adapter, model.spec
+    if adapter is None or not spec.tie_word_embeddings or not adapter.modules_to_save:
+        return model
+    if not any(name.endswith(adapter.modules_to_save) for name in (spec.names.embedding, spec.names.head)):
+        return model
+    spec = replace(spec, tie_word_embeddings=False)
+    return replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def refuse_saved(model: Model, setup: TrainingSetup) -> None:
+    """Refuse modules that are trained whole and that no copy is made of here.
+
+    Raises:
+        InvalidFileError: One is neither embedding, head nor norm.
+        CannotAnswerError: The stack's adapters do not copy modules, or norms of other roles are copied than can be told apart.
+    """
+    assert setup.config.adapter is not None
+    where, modules = "adapter.modules_to_save", setup.config.adapter.modules_to_save
+    if modules and setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{setup.name}: {where}: {setup.stack.name} copies no modules; use a stack that runs PEFT"
+        )
+    names = [module_of(t) for t in model.inventory if t.role in ("embedding", "head", "norm") and t.used]
+    names += [model.spec.names.head] * model.spec.tie_word_embeddings
+    if wrong := [module for module in modules if not any(name.endswith(module) for name in names)]:
+        texts = ", ".join(dict.fromkeys(map(last_part, names)))
+        raise InvalidFileError([f"{where}: {name!r} is no embedding, head or norm; known: {texts}" for name in wrong])
+    copied = {tensor.role for tensor in model.inventory if module_of(tensor).endswith(modules)} if modules else set()
+    if copied - set(SAVED_ROLES):
+        raise CannotAnswerError(
+            f"{setup.name}: {where}: matrices of layers are not modelled; embedding, head and norms are"
+        )
+    if "norm" in copied and setup.config.adapter.kind == "dora":
+        raise CannotAnswerError(f"{setup.name}: {where}: norms are not modelled beside dora's magnitudes; use lora")
+
+
+def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:
+    """Return which of embedding and head adapters are put on, by the last part of their names.
+
+    Raises:
+        CannotAnswerError: No library's code was followed so.
+    """
+    assert setup.config.adapter is not None
+    adapter, names = setup.config.adapter, model.spec.names
+    table, head = last_part(names.embedding), last_part(names.head)
+    ends = [end for end in (table, head) if end in adapter.targets]
+    if not ends:
+        return ends
+    where, code, loss = f"{setup.name}: adapter.targets: adapters on", setup.stack.model_code, setup.profile.loss
+    if setup.config.parallel != Parallel():
+        raise CannotAnswerError(f"{where} {ends[0]} are not modelled on several GPUs; use adapter.modules_to_save")
+    if code not in ("transformers", "torchtune") or (code == "torchtune" and ends != [head]):
+        raise CannotAnswerError(f"{where} {ends[0]} are not modelled of stack {setup.stack.name}; leave it out")
+    if table in ends and adapter.kind == "dora":
+        raise CannotAnswerError(f"{where} the embedding, {table}, are not modelled by dora; use lora")
+    if head not in ends:
+        return ends
+    if setup.scores or (code == "torchtune" and model.spec.tie_word_embeddings):
+        raise CannotAnswerError(
+            f"{where} the head, {head}, are not modelled where it is tied to the embedding, or yields a score"
+        )
+    if loss in OWN_PRODUCTS:
+        raise CannotAnswerError(
+            f"{where} the head, {head}, are never trained with kernels.loss: {loss}, which multiplies by the head's own "
+            f"weight; use adapter.modules_to_save={head}"
+        )
+    if code == "torchtune" and adapter.kind == "dora" and loss != "fp32":
+        raise CannotAnswerError(f"{where} {head} are not modelled by dora with kernels.loss: {loss}; use fp32")
+    return ends

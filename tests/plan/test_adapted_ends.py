@@ -1,0 +1,58 @@
+"""What trains of embedding, head and norms beside adapters: how many bytes, of tied models too, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+
+TABLE = 128256 * 2048
+"""Elements of Llama-3.2-1B's embedding, which is its head."""
+WIDTH, LAYERS = 2048, 16
+
+
+def component(name: str, config: str = "lora", **settings) -> int:
+    plan = memplan.plan("llama-3.2-1b", gpu="h100", config=config, stack="plain-loop", set=settings)
+    return next(entry.bytes for entry in plan.memory.components if entry.name == name)
+
+
+def added(name: str, **settings) -> int:
+    """Return by how much what trains beside adapters changes a component."""
+    return component(name, **settings) - component(name)
+
+
+@pytest.mark.parametrize(
+    ("modules", "tables"), [("embed_tokens", 1), ("lm_head", 1), ("embed_tokens lm_head", 2), ("model.embed_tokens", 1)]
+)
+def test_copies_of_a_tied_table_are_tensors_of_their_own_beside_the_one_that_both_had(modules, tables):
+    settings = {"adapter.modules_to_save": modules.split()}
+    assert added("weights", **settings) == 2 * tables * TABLE
+    assert added("optimizer_states", **settings) == 2 * 2 * tables * TABLE
+
+
+def test_norms_are_copied_whose_names_end_so():
+    every = 2 * (2 * LAYERS + 1) * WIDTH
+    assert added("weights", **{"adapter.modules_to_save": ["norm"]}) == every
+    assert added("weights", **{"adapter.modules_to_save": ["model.norm"]}) == 2 * WIDTH
+    assert added("optimizer_states", **{"adapter.modules_to_save": ["input_layernorm"]}) == 2 * 2 * LAYERS * WIDTH
+
+
+def test_adapters_on_ends_are_a_pair_of_matrices_each():
+    rank, both = 16, ["all-linear", "embed_tokens", "lm_head"]
+    assert added("weights", **{"adapter.targets": both}) == 4 * 2 * rank * (128256 + WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("stack", "settings", "told"),
+    [
+        ("trl", {"adapter.targets": ["lm_head"]}, "never trained with kernels.loss: fused-head"),
+        ("plain-loop", {"adapter.targets": ["embed_tokens"], "adapter.kind": "dora"}, "not modelled by dora; use lora"),
+        ("plain-loop", {"adapter.modules_to_save": ["q_proj"]}, "is no embedding, head or norm; known: embed_tokens"),
+        ("plain-loop", {"adapter.modules_to_save": ["norm"], "adapter.kind": "dora"}, "magnitudes; use lora"),
+        ("litgpt", {"adapter.modules_to_save": ["lm_head"]}, "copies no modules; use a stack that runs PEFT"),
+    ],
+    ids=["trl", "dora", "matrix", "dora norm", "litgpt"],
+)
+def test_what_is_not_planned_says_what_is(stack, settings, told):
+    with pytest.raises(memplan.MemplanError, match=told):
+        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=settings)
