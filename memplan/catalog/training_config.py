@@ -53,10 +53,10 @@ class Adapter:
     Attributes:
         kind: ``lora``, or ``dora`` with a learned magnitude per output row.
         rank: Width of the adapter.
-        targets: Last part of the names of the adapted projections, or ``all-linear``.
+        targets: Last part of the names of the adapted projections, of the embedding or head, or ``all-linear``.
         dtype: Format of the adapter's weights; None is that of the stack.
         dropout: Probability with which the adapter's input is dropped; None is 0.
-        modules_to_save: Embedding and head, by the last part of their names, that are trained whole: as copies, beside
+        modules_to_save: Embedding, head and norms, by how their names end, that are trained whole: as copies, beside
             which the originals stay.
         vision: Whether targets count in a vision tower and its projector too; None is as the stack does.
     """
