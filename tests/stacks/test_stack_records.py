@@ -113,7 +113,7 @@ NEAR = {
     "transformers.gemma3-images": 0.95,
     "transformers.images": 1.0,
     "transformers.no-autocast": 1.0,
-    "transformers.ends": 0.96,
+    "transformers.ends": 0.95,
     "torchtitan.shards": 1.0,
     "torchtitan.tensor.shards": 1.0,
     "torchtitan.pipeline.shards": 1.0,
