@@ -49,6 +49,8 @@ def test_a_loop_runs_unchanged_and_is_told_where_it_would_run_out(tmp_path):
 def test_what_cannot_be_run_is_refused_before_torch_is_loaded(tmp_path):
     with pytest.raises(memplan.InvalidFileError, match="no such script"):
         memplan.run(tmp_path / "nothing.py")
+    with pytest.raises(memplan.InvalidFileError, match="too long"):
+        memplan.run("x" * 300)
     script = tmp_path / written(tmp_path, "")
     with pytest.raises(memplan.InvalidFileError, match="steps: expected at least 1"):
         memplan.run(script, steps=0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.escaping import json_text
+from memplan.documents.opening import is_file, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import hardware_tables
@@ -253,7 +254,7 @@ def _check(script: FilePath, options: RunOptions) -> None:
     unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
-    if not options.get("module", False) and not Path(script).is_file():
+    if not options.get("module", False) and not is_file(usable_path(script)):
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
     if (options.get("synthetic") or 1) < 1:
         raise InvalidFileError([f"synthetic: expected at least 1, got {options['synthetic']}"])
