@@ -168,8 +168,21 @@ def test_batches_of_muon_are_told_as_there_are(config, keys, line):
 
 def test_closed_forms_add_up_to_their_bytes(plan):
     """Coefficients are told with their quantities, a constant alone; put in, they are what the line says."""
-    known = {QUANTITIES[quantity]: plan.values[quantity] for quantity in Quantity}
     for line in plan.instant_forms:
-        terms = [term.split(" ", 1) for term in line.formula.split(" + ")]
-        values = [int(c.replace(",", "")) * (known[rest[0]] if rest else 1) for c, *rest in terms]
-        assert sum(values) == line.bytes
+        assert closed_sum(plan, line.formula) == line.bytes
+
+
+def test_what_passes_between_gpus_is_no_temporary_in_closed_form_either():
+    options = {"parallel.data": 8, "parallel.zero_stage": 3}
+    plan = memplan.plan("llama-3.2-1b", gpu="h100", config="bf16-adamw", set=options).memory
+    lines = {line.name: line for line in plan.components}
+    assert lines["communication"].bytes > 0
+    for name in ("temporaries", "activations"):
+        assert closed_sum(plan, lines[name].formula) == lines[name].bytes > 0
+
+
+def closed_sum(plan: MemoryPlan, formula: str) -> int:
+    """Return what a closed form comes to with the plan's quantities put in."""
+    known = {QUANTITIES[quantity]: plan.values[quantity] for quantity in Quantity}
+    terms = [term.split(" ", 1) for term in formula.split(" + ")]
+    return sum(int(c.replace(",", "")) * (known[rest[0]] if rest else 1) for c, *rest in terms)

@@ -55,6 +55,9 @@ def test_the_fullest_moment_is_the_sum_at_the_peak(job):
     assert timeline.reason == shares_reason(plan.memory)
     assert bool(timeline.reason) != timeline.told
     assert all(size >= 0 for column in timeline.columns for size in column.sizes)
+    ends = [-1, *[last for _, _, last in timeline.phases]]
+    assert [first for _, first, _ in timeline.phases] == [end + 1 for end in ends[:-1]]
+    assert ends[-1] == len(timeline.columns) - 1
 
 
 def test_instants_that_are_columns_have_the_bytes_of_the_table(monkeypatch):
