@@ -177,13 +177,18 @@ class Updates:
         self._stream.free_all(masters)
 
     def _stated(self, group: Sequence[Named], entries: Sequence[TensorStates], make: Callable[[int], None]) -> None:
-        """Write what an optimizer's entry states, tensor by tensor."""
+        """Write what an optimizer's entry states: copies of all tensors at once, the rest tensor by tensor."""
         for place in range(len(group)):
             make(place)
+        first = entries[0]
+        at_once = first.optimizer.scratch.all_tensors if first.stepper == first.optimizer.implementation else 0
+        sizes = [entry.tensor.elements * FLOAT_BYTES[entry.format_name] for entry in entries]
+        copies = self._stream.allocate_all(sizes * at_once)
         for entry in kinds(entries):
             alone = [entry.of(replace(entry.tensor, count=1))]
-            kind = entry.stepper or ""
-            self._stream.passing(scratch_of(entry.optimizer, kind, alone, self._setup.profile.optimizer)[0])
+            scratch = scratch_of(entry.optimizer, entry.stepper or "", alone, self._setup.profile.optimizer)[0]
+            self._stream.passing(scratch - at_once * entry.tensor.elements * FLOAT_BYTES[entry.format_name])
+        self._stream.free_all(reversed(copies))
 
     def _bundled(self, group: Sequence[Named], entries: Sequence[TensorStates], gradients: dict[str, int]) -> None:
         """Update tensor by tensor, or in batches; of those that are alike the first shows what all take and give back."""

@@ -60,9 +60,8 @@ def _relu_squared(builder: Builder, x: Value) -> Value:
     tape = builder.tape
     tape.entered[len(tape.operations)] = ACTIVATION
     positive = builder.fresh(x)
-    with tape.alive(
-        *((x, positive) if builder.settings.code.functions else ())
-    ):  # ``ReLUSquaredActivation`` has names for both
+    # A function's argument has a name as long as it runs; ``ReLUSquaredActivation`` has one for what it squares too.
+    with tape.alive(x, *([positive] if builder.settings.code.functions else [])):
         tape.apply("relu", [(x, NEW)], positive, [positive])
         wide = builder.cast(positive, 4) if builder.settings.wide_powers else positive
         traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)

@@ -140,10 +140,10 @@ class BlockwiseAdamw(_Plain):
         for number in ("1", "2"):
             dtype = torch.uint8 if eight_bit else torch.float32
             state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
-            if not eight_bit:
-                continue
-            if number not in self._tables:
-                self._tables[number] = torch.zeros(2**8, device=parameter.device)
-            state[f"qmap{number}"] = self._tables[number]
+            if eight_bit:
+                if number not in self._tables:
+                    self._tables[number] = torch.zeros(2**8, device=parameter.device)
+                state[f"qmap{number}"] = self._tables[number]
+        for number in ("1", "2") if eight_bit else ():
             blocks = -(-parameter.numel() // BLOCK_ELEMENTS)
             state[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
