@@ -94,7 +94,7 @@ def test_decoding_takes_what_the_library_allocates(catalog, name, shape, dtype):
     codes = torch.empty(rows, WEIGHT_FORMATS[name].row_bytes(columns), dtype=torch.uint8, device="meta")
     exact = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     decoded = QuantisedWeight(codes, name, columns).dequantise_bytes(exact)
-    config = replace(catalog.configs["tier1"], weights={"hidden_matrix": name, "default": "bf16"}, compute_dtype=dtype)
+    config = replace(catalog.configs["tier1"], weights={"hidden_matrix": name, "default": dtype}, compute_dtype=dtype)
     tensor = ParameterTensor("layers.0.w", shape, "hidden_matrix")
     entry = tensor_states(resolve(config, catalog, "test"), tensor, frozen=False)
     copy = rows * columns * exact.itemsize
