@@ -26,6 +26,24 @@ def test_a_starting_file_reads_back_to_the_same_bytes(tmp_path, trainer, config)
     assert memplan.import_file(path).to_dict()["keys"]["unknown"] == []
 
 
+@pytest.mark.parametrize("trainer", ["axolotl", "trl", "llama-factory"])
+def test_a_starting_file_says_that_nothing_runs_under_autocast(tmp_path, trainer):
+    options = {"config": "lora", "gpu": "a100-80gb", "micro_batch_size": 1, "sequence_length": 512}
+    path = tmp_path / "start.yaml"
+    path.write_text(memplan.emit("llama-3.2-1b", trainer, **options, set=["autocast=false"]))
+    assert memplan.plan(path, gpu="a100-80gb").training["autocast"] is False
+
+
+def test_fp16_without_autocast_is_written_where_a_trainer_can_say_it():
+    options = {"config": "lora", "gpu": "a100-80gb", "sequence_length": 512}
+    settings = ["autocast=false", "compute_dtype=fp16", "weights.default=fp16"]
+    text = memplan.emit("llama-3.2-1b", "trl", **options, set=settings)
+    assert "bf16: false\n" in text
+    assert "fp16: true" not in text
+    with pytest.raises(CannotAnswerError, match=r"it differs in .*compute_dtype"):
+        memplan.emit("llama-3.2-1b", "axolotl", **options, set=settings)
+
+
 def test_a_starting_file_for_torchtitan_is_toml(tmp_path):
     options = {"gpu": "h200", "set": ["weights.default=bf16"], "micro_batch_size": 1, "sequence_length": 512}
     path = tmp_path / "start.toml"

@@ -110,7 +110,11 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
 
 def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a config that starting files say, later ones over those before."""
-    yield "compute_dtype", config.compute_dtype
+    unmixed = config.autocast is False and config.compute_dtype != "fp32"
+    if not unmixed or config.compute_dtype == "bf16":  # the key of fp16 turns mixed precision on
+        yield "compute_dtype", config.compute_dtype
+    if unmixed:
+        yield "autocast", False
     yield "micro_batch_size", config.micro_batch_size
     yield "gradient_accumulation_steps", config.gradient_accumulation_steps
     yield "sequence_length", config.sequence_length
@@ -166,7 +170,7 @@ def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[
 
 
 def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse a text whose job, as it is read, would need other bytes.
+    """Refuse a text whose job, as it is read, would need other bytes, or compute in another precision.
 
     Raises:
         CannotAnswerError: With the keys in which it differs.
@@ -177,7 +181,8 @@ def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) ->
         again = planned(plan.memory.model, **given)
     except MemplanError as error:
         raise _unsaid(plan, str(error)) from None
-    if again.memory.device_bytes != plan.memory.device_bytes:
+    precisions = [(one.memory.setup.config.compute_dtype, one.memory.setup.autocast) for one in (plan, again)]
+    if again.memory.device_bytes != plan.memory.device_bytes or precisions[0] != precisions[1]:
         before, after = plan.training, again.training
         other = sorted(
             key for key in before if before[key] != after.get(key) and key not in ("description", "evidence", "status")

@@ -70,6 +70,9 @@ def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Ite
         return
     if "autocast" not in stack.keys:
         yield key, f"{stack.name} has no key that switches it; leave it out"
+    elif config.autocast and (narrow == "fp32" or config.parallel.engine == "deepspeed"):
+        why = "products in fp32 run without it" if narrow == "fp32" else "DeepSpeed's engine casts the weights itself"
+        yield key, f"{why}; leave it out"
     elif not config.autocast and hidden == "fp32" != narrow:
         yield key, f"fp32 weights compute in fp32 without it; use compute_dtype: fp32, or weights: {narrow}"
     elif not config.autocast and (config.parallel.zero_stage or config.parallel.engine != "torch"):
