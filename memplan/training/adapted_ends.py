@@ -73,7 +73,8 @@ def untied(model: Model, setup: TrainingSetup) -> Model:
     if not any(name.endswith(adapter.modules_to_save) for name in (spec.names.embedding, spec.names.head)):
         return model
     spec = replace(spec, tie_word_embeddings=False)
-    return replace(model, spec=spec, inventory=inventory_of(spec))
+    known = {tensor.name: tensor for tensor in model.inventory}  # a tower that images pass through says so there
+    return replace(model, spec=spec, inventory=tuple(known.get(one.name, one) for one in inventory_of(spec)))
 
 
 def refuse_saved(model: Model, setup: TrainingSetup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memplan
+from memplan.plan.suggested.suggestions import Change, Trial
 
 TABLE = 128256 * 2048
 """Elements of Llama-3.2-1B's embedding, which is its head."""
@@ -56,3 +57,24 @@ def test_adapters_on_ends_are_a_pair_of_matrices_each():
 def test_what_is_not_planned_says_what_is(stack, settings, told):
     with pytest.raises(memplan.MemplanError, match=told):
         memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=settings)
+
+
+def test_a_tower_that_images_pass_through_stays_beside_copies_of_tied_ends():
+    settings = {"images.per_row": 1, "sequence_length": 512, "kernels.attention": "flash"}
+    copies = {"adapter.modules_to_save": ["embed_tokens"]}
+    plain, copied = (
+        memplan.plan("gemma-3-4b", gpu="h200", config="lora", stack="trl", set=settings | more) for more in ({}, copies)
+    )
+    assert all(tensor.used for tensor in copied.memory.model.inventory)
+    assert copied.expected_bytes > plain.expected_bytes
+
+
+def test_a_suggested_change_counts_copies_of_tied_ends_once():
+    settings = {"adapter.modules_to_save": ["embed_tokens"], "activation_checkpointing": "none"}
+    plan = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set=settings)
+    trial = Trial(plan.memory, plan.catalog, plan.memory.setup.config)
+    changed = trial.plan_with(Change("", (("activation_checkpointing", "full"),)))
+    weights = [
+        next(entry.bytes for entry in one.components if entry.name == "weights") for one in (plan.memory, changed)
+    ]
+    assert weights[0] == weights[1]

@@ -288,6 +288,7 @@ class Trial:
         """Return the plan with a change made, or None where the config does not allow it."""
         try:
             setup = resolve(change.apply(self.config), self.catalog, self.plan.setup.name)
+            setup = replace(setup, untied_ends=self.plan.setup.untied_ends)  # of the model, which is built already
             return CompiledPlan(self.plan.model, setup).evaluate(self.plan.device)
         except MemplanError:
             return None
