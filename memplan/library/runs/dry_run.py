@@ -254,7 +254,7 @@ def _check(script: FilePath, options: RunOptions) -> None:
     unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
-    if not options.get("module", False) and not is_file(usable_path(script)):
+    if not options.get("module", False) and not is_file(usable_path(os.fspath(script))):
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
     if (options.get("synthetic") or 1) < 1:
         raise InvalidFileError([f"synthetic: expected at least 1, got {options['synthetic']}"])
