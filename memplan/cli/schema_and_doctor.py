@@ -18,6 +18,9 @@ class SchemaName(StrEnum):
 
     plan = "plan"
     fit = "fit"
+    grid = "grid"
+    ranks = "ranks"
+    layouts = "layouts"
     inference = "inference"
     max = "max"
     where = "where"
@@ -28,11 +31,13 @@ class SchemaName(StrEnum):
     recommend = "recommend"
     check = "check"
     diff = "diff"
+    why = "why"
     imported = "import"
     rewrite = "rewrite"
     evidence = "evidence"
     literature = "literature"
     validation = "validation"
+    experiment = "experiment"
     list = "list"
     tables = "tables"
     training = "training"
@@ -43,6 +48,7 @@ class SchemaName(StrEnum):
     gradient = "gradient"
     optimizer = "optimizer"
     model = "model"
+    stack = "stack"
     published = "published"
 
 

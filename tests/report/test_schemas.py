@@ -10,6 +10,7 @@ from typing import Literal
 import jsonschema
 import pytest
 
+from memplan.cli.schema_and_doctor import SchemaName
 from memplan.plan.components import Component
 from memplan.report.json_schemas import ANSWERS, FILES, ROWS, schema_of
 from memplan.report.schemas.schema_terms import BYTES, TEXT, value_schema
@@ -51,6 +52,10 @@ def test_a_component_follows_its_schema():
     jsonschema.validate(asdict(line), value_schema(Component))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(asdict(line) | {"kind": "guessed"}, value_schema(Component))
+
+
+def test_every_schema_can_be_asked_for():
+    assert {*FILES, *ANSWERS, *ROWS} == {*SchemaName} | {"ui"}
 
 
 @pytest.mark.parametrize("name", [*FILES, *ANSWERS, *ROWS])
