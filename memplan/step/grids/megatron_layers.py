@@ -166,13 +166,17 @@ def _feed_forward(rank: RankSizes, layer: Layer) -> LayerPart:
 def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart:
     """Return what a mixture keeps with every expert given as many rows: those that are sent and received, and what experts form of them.
 
+    At most, all ranks that share the experts gather each other's tokens, as the dispatcher does that is the default.
+
     Source:
-        megatron-core 0.16.1: transformer/moe/token_dispatcher.py (``MoEAlltoAllTokenDispatcher``), experts.py, router.py; read, not run
+        megatron-core 0.16.1: transformer/moe/token_dispatcher.py (``MoEAlltoAllTokenDispatcher``, ``MoEAllGatherTokenDispatcher``),
+        experts.py, router.py; read, not run
     """
     size, hidden, kernels = rank.batch.element_bytes, rank.spec.hidden_size, rank.kernels
     rows = rank.rows * part.experts_per_token
     received, width = rows * rank.grid.expert_tensor, part.intermediate_size // rank.grid.expert_tensor
     routing = rank.rows * part.num_experts * 24 + rows * 32
+    around = rank.grid.expert * rank.grid.expert_tensor if kernels.most else 0  # ranks whose tokens are all gathered
     sent, given = rows * hidden * size, received * hidden * size
     moved = 2 * sent + 3 * given if kernels.most else given
     inside = received * width * (2 + part.gated) * size
@@ -180,10 +184,9 @@ def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart
         part.shared_intermediate_size
     )
     own = hidden * width * (1 + part.gated) * size * max(part.num_experts // rank.grid.expert, 1)
-    kept = _norm(rank, layer) + routing + moved + inside + shared + rank.mask
-    return LayerPart(
-        kept, 2 * (sent + given) + inside + own * (not kernels.fused_gradients) + 2 * rank.stream + rank.whole
-    )
+    kept = _norm(rank, layer) + routing * max(around, 1) + moved + inside + shared + rank.mask
+    gathered = 2 * (1 + around) * rank.stream
+    return LayerPart(kept, 2 * (sent + given) + inside + own * (not kernels.fused_gradients) + gathered + rank.whole)
 
 
 class _Widths(NamedTuple):

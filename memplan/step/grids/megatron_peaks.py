@@ -67,8 +67,9 @@ def step_intervals(
     named = replace(
         batch, modules=batch.modules & {"core_attn"}
     )  # what else is computed again may not be less at the peak
+    taken = replace(kernels, attention_dropout=True, most=True)  # its default, whatever hidden states have
     apart = [
-        step_peaks(*given, modules, replace(kernels, fused_gradients=fused, fused_rotary=rotary, most=True))
+        step_peaks(*given, modules, replace(taken, fused_gradients=fused, fused_rotary=rotary))
         for modules, fused, rotary in product((batch, named), (True, False), (True, False))
     ]
     most = [max(each) for each in zip(*apart, strict=True)]
