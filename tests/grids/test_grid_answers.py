@@ -84,11 +84,43 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "8", "--tp", "2", "--config", "qlora"), 3, "tensor parallelism is not modelled"),
         (("--gpus", "8", "--tp", "2", "--set", "optimizer=muon-int4"), 3, "optimizer: muon-int4 under Megatron-LM"),
         (("--gpus", "8", "--tp", "2", "--set", "parallel.precision_aware=true"), 3, "set parallel.zero_stage: 1"),
+        (("--gpus", "24", "--tp", "8", "--cp", "3", "-s", "1000"), 2, "1,000 tokens cannot be divided among 2 x 3 context parallel parts; the nearest that can: 996"),
+        (("--gpus", "8", "--tp", "8", "--sequence-parallel", "-s", "1001"), 2, "8 tensor parallel ranks that share the sequence; the nearest that can: 1,000"),
+        (("--gpus", "8", "--tp", "2", "--set", "parallel.schedule=gpipe"), 2, "Megatron-LM has no such setting"),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_is_impossible_or_not_modelled_is_one_line(refused, words, code, reason):
     assert reason in refused("fit", "llama-8b", "--gpu", "h100", *words, code=code)
+
+
+def test_a_mixture_over_ranks_says_what_its_worst_case_takes_for_granted(cli, refused):
+    job = ("fit", "mixtral-8x7b", "--gpus", "64x h100", "--tp", "2", "--pp", "4", "--etp", "1", "--zero", "1")
+    assert "give --sequence-parallel" in refused(*job, code=2)
+    shared, divided = (cli(*job, "--sequence-parallel", "--ep", ranks, "--json").data for ranks in ("1", "8"))
+    assert "where every expert is given as many tokens" in divided["answer"]
+    assert "where every expert is given as many tokens" not in shared["answer"]
+    assert divided["not_modelled"][1:] == shared["not_modelled"]
+
+
+def test_other_questions_say_that_fit_alone_plans_a_grid(refused):
+    job = ("llama-8b", "--stack", "megatron", "--gpu", "h100")
+    assert "any question but memplan fit" in refused("suggest", *job, "--gpus", "8", code=3)
+    assert "any question but memplan fit" in refused("fit", *job, code=3)
+    assert "memplan fit alone plans it" in refused("compare", *job, "--gpus", "8", "--tp", "4", code=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("  --swiglu: true\n  --no-bias-swiglu-fusion: true\n", "an activation that is not fused"),
+        ("  --num-experts: 8\n  --moe-pad-expert-input-to-capacity: true\n", "padded to a capacity"),
+    ],
+)
+def test_flags_that_keep_more_are_refused(refused, tmp_path, flags, reason):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN + flags)
+    assert reason in refused("fit", "llama-8b", "--gpu", "h100", "--gpus", "64", "--config", str(file), code=3)
 
 
 def test_machines_make_the_number_of_gpus(cli):
@@ -99,7 +131,7 @@ def test_machines_make_the_number_of_gpus(cli):
 def test_the_library_answers_the_same():
     options = {"gpu": "h100", "gpus": 2048, "set": {"parallel.pipeline": 16, "parallel.expert": 64}}
     options["set"] |= {"parallel.tensor": 2, "parallel.expert_tensor": 1, "parallel.zero_stage": 1}
-    options["set"] |= {"parallel.last_stage_layers": 1}
+    options["set"] |= {"parallel.last_stage_layers": 1, "parallel.sequence": True}
     plan = memplan.plan_grid("deepseek-v3", **options).plan
     assert plan.grid.data == 64
     assert plan.grid.expert_shards == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
@@ -15,7 +16,7 @@ from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_i
 from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
-from memplan.step.grids.grid import grid_of
+from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_activations import MegatronBatch
 from memplan.step.grids.megatron_layers import MegatronKernels
 from memplan.step.grids.megatron_peaks import step_intervals
@@ -122,6 +123,7 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
         ):
             if several:
                 raise InvalidFileError([f"parallel.{name}: {known.spec.name} has no experts to divide"])
+    _check_sequences(config, grid, known.spec.name if routed else "")
     settings = _settings(config, inputs.catalog)
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
@@ -133,6 +135,27 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     plan = GridPlan(known, device, grid, stages, steps, usable, outside)
     _check_rank(rank, grid.world)
     return Gridded(plan, config, rank, (*_notes(config, routed=routed), *known.notes), inputs.catalog)
+
+
+def _check_sequences(config: TrainingConfig, grid: Grid, mixture: str) -> None:
+    """Refuse sequences that a grid's ranks cannot share, and a mixture whose tensor ranks do not.
+
+    Source:
+        megatron-core 0.16.1 (core/): ``get_batch_on_this_cp_rank`` in utils.py, ``_reduce_scatter_along_first_dim`` in
+        tensor_parallel/mappings.py, ``MoELayer.forward`` in transformer/moe/moe_layer.py
+    """
+    length, parts = config.sequence_length, 2 * grid.context if grid.context > 1 else 1
+    among = [f"2 x {grid.context} context parallel parts"] if grid.context > 1 else []
+    if grid.sequence:
+        parts = lcm(parts, grid.context * grid.tensor)
+        among.append(f"{grid.tensor} tensor parallel ranks that share the sequence")
+    if length % parts:
+        near = max(length // parts * parts, parts)
+        text = f"{length:,} tokens cannot be divided among {' and '.join(among)}; the nearest that can: {near:,}"
+        raise InvalidFileError([f"sequence_length: {text}"])
+    if mixture and grid.tensor > 1 and not grid.sequence:
+        text = f"Megatron-LM trains {mixture}'s experts over {grid.tensor} tensor parallel ranks where they share the sequence"
+        raise InvalidFileError([f"parallel.sequence: {text}; give --sequence-parallel"])
 
 
 def _check_rank(rank: str, world: int) -> None:
@@ -155,9 +178,10 @@ def _refuse(config: TrainingConfig) -> None:
     }
     for name in ("schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
         if getattr(config.parallel, name) != getattr(Parallel(), name):
-            text = "it changes nothing that ranks keep between steps, which is what is answered under Megatron-LM"
             raise InvalidFileError(
-                [f"parallel.{name}: {text}; torchtitan's pipelines have instants: --stack torchtitan"]
+                [
+                    f"parallel.{name}: Megatron-LM has no such setting: it runs 1F1B, interleaved with --vp; torchtitan's pipelines have it"
+                ]
             )
     for name, given in said.items():
         if given:
@@ -276,7 +300,8 @@ def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
         notes.append("gradients are one buffer, as without --overlap-grad-reduce")
     notes.append(
         f"activations are those of {config.micro_batch_size:,} x {config.sequence_length:,} tokens, "
-        f"{config.gradient_accumulation_steps:,} micro-batches a step, recompute {config.activation_checkpointing or 'none'}"
+        f"{config.gradient_accumulation_steps:,} micro-batch{'es' * (config.gradient_accumulation_steps > 1)} a step, recompute {config.activation_checkpointing or 'none'}, "
+        f"{f'dropout {config.dropout:g}' if config.dropout else 'no dropout'}"
     )
     fused = parallel.transformer_impl == "transformer_engine" and config.kernels.attention != "math"
     notes.append(

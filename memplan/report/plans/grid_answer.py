@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memplan.step.grids.rank_states import RankStates, StageStates
 
 DEGREES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
+UNEVEN = "experts that are given more tokens than others: the rank that has them may take more than the worst case"
 NOT_MODELLED = (
     "kernels that allocate more inside themselves than the upper end allows for",
     "collectives' buffers inside the allocator",
@@ -42,7 +43,7 @@ def grid_document(
         _by_stage(plan, unit, every=rank == "all"),
         _components(plan, number, unit),
         tuple(f"Assumed: {note}" for note in notes),
-        tuple(f"Not modelled: {what}" for what in NOT_MODELLED),
+        tuple(f"Not modelled: {what}" for what in _left_out(plan)),
         grid_sentence(plan, unit),
     )
     code = 1 if strict and plan.verdict == "tight" else CODES[plan.verdict]
@@ -54,10 +55,11 @@ def grid_sentence(plan: GridPlan, unit: str = "") -> str:
     usable, least = format_bytes(plan.usable_bytes, unit), format_bytes(plan.least_bytes, unit)
     expected, most = format_bytes(plan.expected_bytes, unit), format_bytes(plan.upper_bytes, unit)
     of, rank = f"{usable} usable on {plan.device.name}", plan.fullest_rank
+    even = " where every expert is given as many tokens" * (plan.grid.expert > 1)
     if plan.verdict == "fits":
-        return f"FITS: rank {rank}, the fullest, takes {expected} in a step and {most} at most, of {of}."
+        return f"FITS: rank {rank}, the fullest, takes {expected} in a step and {most} at most{even}, of {of}."
     if plan.verdict == "tight":
-        return f"TIGHT: rank {rank}, the fullest, takes {expected} in a step as expected, but may take {most}, of {of}."
+        return f"TIGHT: rank {rank}, the fullest, takes {expected} in a step as expected, but may take {most}{even}, of {of}."
     if plan.verdict == "no":
         return (
             f"NO: rank {plan.fullest_at_least} takes {least} at least with what its layers keep for backward, of {of}."
@@ -65,6 +67,11 @@ def grid_sentence(plan: GridPlan, unit: str = "") -> str:
     return (
         f"UNKNOWN: rank {rank} is expected to take {expected} in a step, more than {of}, but only {least} are certain."
     )
+
+
+def _left_out(plan: GridPlan) -> tuple[str, ...]:
+    """Return what the upper end does not cover; who has all experts is given all tokens."""
+    return (UNEVEN, *NOT_MODELLED) if plan.grid.expert > 1 else NOT_MODELLED
 
 
 def degrees(plan: GridPlan) -> dict[str, Any]:
@@ -188,7 +195,7 @@ def _data(plan: GridPlan, number: int, notes: tuple[str, ...], catalog_hash: str
         "communicators": list(plan.outside.communicators),
         "most_communicator_bytes": plan.outside.most_communicator_bytes,
         "assumptions": list(notes),
-        "not_modelled": list(NOT_MODELLED),
+        "not_modelled": list(_left_out(plan)),
     }
 
 
