@@ -22,7 +22,7 @@ from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import flat_refusal, staying_refusal
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and what ranks keep of a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -133,7 +133,8 @@ def parallel_refusals(
         given, default = getattr(parallel, name), getattr(Parallel(), name)
         apart = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat", "reshard_after_forward")
         if name not in (*apart, *stack.divides) and given != default:
-            text = f"{name} parallelism is not modelled here; {POSSIBLE}"
+            possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
+            text = f"{name} parallelism is not modelled here; {possible}"
             yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
         text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
@@ -262,6 +263,11 @@ def _when_flat(
         yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
     if config.parallel.zero_stage == 3 and set(formats.values()) - floats.keys():
         yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
+    if config.parallel.replicate > 1:
+        yield (
+            ("parallel", "replicate"),
+            "groups that each divide everything (MiCS) are not modelled under DeepSpeed; leave it out",
+        )
     if len(optimizers) > 1:
         yield ("optimizer",), "DeepSpeed steps one optimizer for all parameters"
     for name, entry in optimizers.items():

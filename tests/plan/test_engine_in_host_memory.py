@@ -66,6 +66,7 @@ def test_moments_are_never_pinned_and_weights_that_are_trained_always():
     [
         ({"offload.weights": "cpu", "parallel.zero_stage": 3}, "none beside weights in host memory"),
         ({**ALL, "parallel.zero_stage": 2}, "cpu counts with DeepSpeed's stage 3 alone"),
+        ({"parallel.replicate": 2}, "groups that each divide everything"),
         ({**STATES, "optimizer.default": "sgd"}, "not what DeepSpeed steps in host memory"),
     ],
     ids=str,

@@ -120,12 +120,19 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         raise InvalidFileError(problems)
     known = inputs.model()
     device = inputs.device()
-    setup = inputs.setup(known)
+    fixed = keys_set(inputs)
+    divided = ("parallel", "zero_stage") in fixed
+    setup = inputs.setup(known, gpus=inputs.gpus if divided else 1)
     if setup.stack.not_modelled:
         raise CannotAnswerError(setup.unmodelled[0])
-    base, fixed = setup.config, keys_set(inputs)
+    base = setup.config
     if base.parallel.tensor > 1 or base.parallel.pipeline > 1:
         raise CannotAnswerError("parallel: suggest does not search divided models yet; memplan fit plans one")
+    if base.parallel.engine == "deepspeed":
+        raise CannotAnswerError(
+            "parallel.engine: suggest does not search settings under DeepSpeed yet; memplan fit plans one, and without --stack "
+            "and --config its stages are among the layouts"
+        )
     if base.compile != "none":
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
@@ -141,7 +148,7 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
         cluster=cluster_asked(device, inputs.catalog, options),
-        parallels=parallels(base.parallel, inputs.gpus, fixed=("parallel", "zero_stage") in fixed),
+        parallels=parallels(base.parallel, inputs.gpus, fixed=divided),
     )
     search = suggestions(known, request, device, inputs.catalog)
     return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
