@@ -56,6 +56,21 @@ def test_a_job_that_fits_is_left_alone(cli):
     assert (ran.exit_code, ran.out.splitlines()[-1]) == (0, "It fits as it is.")
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_batch_is_kept_by_the_whole_one_where_a_trainer_has_no_key_for_accumulation(tmp_path, gpus):
+    # LLaMA-Factory's v1 engine: global_batch_size alone, of all ranks
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: Qwen/Qwen3-0.6B\ntrain_dataset: a\noutput_dir: out\nmicro_batch_size: 4\ncutoff_len: 2048\n"
+    )
+    answer = memplan.rewrite(path, gpu="rtx4090", gpus=gpus).rewritten
+    changed = changed_lines(answer.before_text, answer.after_text)
+    assert sorted(changed)[0] == f"global_batch_size: {4 * gpus}"
+    path.write_text(answer.after_text)
+    after = memplan.import_file(path, gpus=gpus).to_dict()["training"]
+    assert after["micro_batch_size"] * after["gradient_accumulation_steps"] == 4
+
+
 @pytest.mark.parametrize(
     ("text", "edit", "wanted"),
     [

@@ -144,8 +144,8 @@ def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edi
     job = trainer_job(one.path, tuple(map(str, one.options.get("beside") or ())), one.options.get("gpus"), content)
     stack = with_words(plan.memory.setup.stack, job.mapped.writes)
     sizes = [value for key, value in settings if key == "micro_batch_size"]
+    total = config.micro_batch_size * config.gradient_accumulation_steps
     if sizes and job.value("let.global_batch_size") is None:
-        total = config.micro_batch_size * config.gradient_accumulation_steps
         if total % sizes[0]:
             raise CannotAnswerError(f"{one.path}: a step has {total} sequences, no multiple of {sizes[0]}")
         settings.append(("gradient_accumulation_steps", total // sizes[0]))
@@ -160,7 +160,12 @@ def _edits(one: _File, content: str, plan: Plan, change: Change) -> Sequence[Edi
             else own.own_key
         )
         key = own.own_key if key is None or own.own_key in used else key
-        edits.append(Edit(str(key), str(own.own_value), job.renamed.get(anchor, anchor)))
+        value, whole = own.own_value, job.mapped.writes.get("global_batch")
+        if key is None and whole and own.setting.startswith("gradient_accumulation_steps="):
+            key, value = whole, str(total * config.parallel.data)
+        if key is None:
+            raise CannotAnswerError(f"{one.path}: {own.setting}: no key of the trainer's says so")
+        edits.append(Edit(str(key), str(value), job.renamed.get(anchor, anchor)))
     return edits
 
 
