@@ -185,7 +185,9 @@ def _refuse(config: TrainingConfig) -> None:
             )
     for name, given in said.items():
         if given:
-            raise CannotAnswerError(f"{name} is not modelled under Megatron-Core, nor where tensors or pipelines divide a model")
+            raise CannotAnswerError(
+                f"{name} is not modelled under Megatron-Core, nor where tensors or pipelines divide a model"
+            )
 
 
 def _laid_out(parallel: Parallel) -> Parallel:
