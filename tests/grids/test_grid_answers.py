@@ -225,3 +225,10 @@ def test_stage_0_is_a_stage(cli):
     job = ("fit", "gpt2", "--gpu", "h100", "--config", "bf16-adamw", "--stack", "transformers", "--gpus", "4", "--json")
     said, default = (cli(*job, *zero).data["training"]["parallel"] for zero in (("--zero", "0"), ()))
     assert (said["zero_stage"], default["zero_stage"]) == (0, 3)
+
+
+def test_the_upper_end_has_wide_logits_whatever_loss_is_fused(cli):
+    job = ("fit", "llama-8b", "--gpus", "8x h100", "--tp", "2", "--zero", "1", "--json")
+    own, fused = cli(*job).data, cli(*job, "--set", "kernels.loss=in-place").data
+    assert fused["upper_bytes"] == own["upper_bytes"]
+    assert fused["least_bytes"] < own["least_bytes"]

@@ -64,13 +64,13 @@ def step_intervals(
     routed = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
     workspace = ENGINE_WORKSPACE * (1 + GROUPED_WORKSPACES * routed) * kernels.engine
     expected = step_peaks(*given, batch, kernels)
-    named = replace(
-        batch, modules=batch.modules & {"core_attn"}
-    )  # what else is computed again may not be less at the peak
+    widest = replace(batch, wide_logits=batch.element_bytes < 4)  # as a natively fused loss copies them
+    # what else is computed again may not be less at the peak
+    named = replace(widest, modules=batch.modules & {"core_attn"})
     taken = replace(kernels, attention_dropout=True, most=True)  # its default, whatever hidden states have
     apart = [
         step_peaks(*given, modules, replace(taken, fused_gradients=fused, fused_rotary=rotary))
-        for modules, fused, rotary in product((batch, named), (True, False), (True, False))
+        for modules, fused, rotary in product((widest, named), (True, False), (True, False))
     ]
     most = [max(each) for each in zip(*apart, strict=True)]
     least = least_activations(*given, batch)
