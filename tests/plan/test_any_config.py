@@ -110,3 +110,10 @@ def test_a_float_narrower_than_what_multiplies_it_is_refused_where_nothing_casts
     with pytest.raises(MemplanError, match=f"bf16 is narrower than compute_dtype .* give {role} fp32"):
         resolve(config, CATALOG, "job")
     assert resolve(TrainingConfig(description="drawn", weights={"default": "fp32", role: "bf16"}), CATALOG, "job")
+
+
+@pytest.mark.parametrize("role", ["embedding", "head"])
+def test_fp16_beside_products_in_bf16_is_refused_where_nothing_casts_it(role):
+    config = TrainingConfig(description="drawn", weights={"default": "bf16", role: "fp16"})
+    with pytest.raises(MemplanError, match=rf"fp16 is not compute_dtype .* give {role} bf16"):
+        resolve(config, CATALOG, "job")
