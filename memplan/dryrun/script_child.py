@@ -42,10 +42,10 @@ def main() -> None:
     request: Request = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     outcome = run_here(request)
+    sys.stdout.flush()  # whoever reads the outcome may end this process at once
+    sys.stderr.flush()
     with os.fdopen(int(sys.argv[1]), "wb") as out:
         pickle.dump(outcome, out)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)  # what the script left running ends with it
 
 

@@ -90,7 +90,7 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
             "of qwen3_moe, as Liger runs it, is not modelled",
         ),
         (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
-        (("adapter.targets=[lm_head]",), {"model": "llama-2-7b"}, "not modelled of stack transformers"),
+        (("adapter.kind=dora", "adapter.targets=[embed_tokens]"), {"model": "llama-2-7b"}, "embedding"),
         (("adapter.targets=[lm_head]",), {"stack": "torchtune"}, "tied to the embedding"),
         (
             ("weights.hidden_matrix=nf4-torchao", "adapter.targets=[q_proj]"),

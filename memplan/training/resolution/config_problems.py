@@ -93,15 +93,15 @@ def _layer_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
 def _narrow_weights(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
     """Yield the weights that are narrower than what they would be multiplied by, or the other 16 bits, of models that no library casts."""
     compute, hidden = config.compute_dtype, format_name(config, "hidden_matrix")
-    if FLOAT_BYTES.get(hidden, 4) < FLOAT_BYTES[compute] or not stack.own_models:
+    said = FLOAT_BYTES.get(hidden, 4) < FLOAT_BYTES[compute] or {hidden, compute} == {"bf16", "fp16"}
+    if said or not stack.own_models:
         return  # said of compute_dtype itself; or cast by a library
     for role in ("embedding", "head", "expert_matrix"):
         name = format_name(config, role)
+        why = f"torch multiplies no {name} by {compute}; give {role} {compute}"
         if FLOAT_BYTES.get(name, 4) < FLOAT_BYTES[compute]:
-            why = f"torch multiplies no {name} by {compute}; give {role} {compute}"
             yield ("weights", role), f"{name} is narrower than compute_dtype ({compute}): {why}"
         elif hidden != "fp32" and name != compute and FLOAT_BYTES.get(name) == FLOAT_BYTES[compute]:
-            why = f"torch multiplies no {name} by {compute}; give {role} {compute}"
             yield ("weights", role), f"{name} is not compute_dtype ({compute}): {why}"
 
 
