@@ -73,8 +73,10 @@ def untied(model: Model, setup: TrainingSetup) -> Model:
     if not any(name.endswith(adapter.modules_to_save) for name in (spec.names.embedding, spec.names.head)):
         return model
     spec = replace(spec, tie_word_embeddings=False)
-    known = {tensor.name: tensor for tensor in model.inventory}  # a tower that images pass through says so there
-    return replace(model, spec=spec, inventory=tuple(known.get(one.name, one) for one in inventory_of(spec)))
+    # A tower that images pass through says so in its tensors; runs of layers share their tensors' names.
+    known = {(tensor.name, tensor.first): tensor for tensor in model.inventory}
+    inventory = tuple(known.get((tensor.name, tensor.first), tensor) for tensor in inventory_of(spec))
+    return replace(model, spec=spec, inventory=inventory)
 
 
 def refuse_saved(model: Model, setup: TrainingSetup) -> None:
