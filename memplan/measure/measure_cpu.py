@@ -39,7 +39,8 @@ def measure_cpu(task: Task, progress: Progress) -> Measurement:
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # whose products in bf16 copy operands, on some processors and not on others
+    # oneDNN's products in 16 bits copy operands on some processors and not on others.
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     marker = GradientCounter()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         progress("building the model")
