@@ -62,5 +62,5 @@ def measure_cpu(task: Task, progress: Progress) -> Measurement:
         components=components,
         instants=instants,
         totals={"requested": max(instants.values())},
-        counters={"threads": torch.get_num_threads(), "attention": task.setup.profile.attention},
+        counters={"threads": torch.get_num_threads(), "attention": task.setup.profile.attention, "onednn": False},
     )

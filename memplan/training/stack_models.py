@@ -57,9 +57,25 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
 
 def _built(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it, whatever of it trains."""
-    stack = setup.stack
     if model.spec.tower is not None:
         model = _with_tower(model, setup)
+    _refuse_what_is_not_followed(model, setup)
+    rules = setup.stack.models
+    if rules.experts == "apart":
+        _refuse_experts(model.spec, setup)
+    spec = _built_spec(model.spec, rules)
+    if setup.scores:
+        return _scoring(model, spec, setup)
+    return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _refuse_what_is_not_followed(model: Model, setup: TrainingSetup) -> None:
+    """Refuse models and settings whose way through a stack's code nobody has followed.
+
+    Raises:
+        CannotAnswerError: It is one of them.
+    """
+    stack = setup.stack
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
     if setup.autocast and stack.shards_alone and not setup.config.parallel.zero_stage:
@@ -114,12 +130,6 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{setup.name}: stack: models of family {family} are not modelled for {stack.label}; {known} are"
         )
-    if rules.experts == "apart":
-        _refuse_experts(model.spec, setup)
-    spec = _built_spec(model.spec, rules)
-    if setup.scores:
-        return _scoring(model, spec, setup)
-    return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 
 
 def _multiplies_integers(setup: TrainingSetup) -> bool:

@@ -40,7 +40,7 @@ CPU_PEAK = Tolerance(
     Fraction(1, 10_000), 0, "step counters and random-number states lie on the CPU and are in no trace: 0.01 %"
 )
 CPU_NARROW = Tolerance(
-    Fraction(1, 1_000), 2_300_000, "CPU kernels of 16-bit products take scratch memory of up to 2.2 MiB: 0.1 % besides"
+    Fraction(1, 1_000), 2_300_000, "oneDNN's 16-bit products take scratch memory of up to 2.2 MiB: 0.1 % besides"
 )
 RANDOM_STATE_BYTES = 5_056
 """What checkpointing keeps of each layer it recomputes: the CPU generator's state (``torch.get_rng_state()``, v2.13.0)."""
@@ -184,18 +184,25 @@ def _instants(task: Task, prediction: Prediction, measurement: Measurement) -> I
         if traced is None:
             continue
         predicted = prediction.instants.get(name)
-        yield _row(f"instant: {name}", predicted, traced, measured, "traced", instant_tolerance(task, name))
+        tolerance = instant_tolerance(task, name, onednn=bool(measurement.counters.get("onednn", True)))
+        yield _row(f"instant: {name}", predicted, traced, measured, "traced", tolerance)
 
 
-def instant_tolerance(task: Task, name: str) -> Tolerance:
-    """Return the tolerance of the need at the instant called ``name``."""
+def instant_tolerance(task: Task, name: str, *, onednn: bool) -> Tolerance:
+    """Return the tolerance of the need at the instant called ``name``.
+
+    Args:
+        task: What was measured.
+        name: The instant's.
+        onednn: Whether a CPU's products may have been oneDNN's, as in records that do not say so.
+    """
     if task.device == "cuda":
         if name != "forward":
             return CUDA_INSTANT
         parts = [run.layer.feed_forward for run in task.model.spec.runs]
         scaled = any(isinstance(part, MixtureOfExperts) and part.fp32_scores for part in parts)
         return CUDA_MIXTURE_FORWARD if scaled else CUDA_INSTANT
-    exact = task.setup.compute_bytes == 4 and not task.setup.trains_codes
+    exact = (task.setup.compute_bytes == 4 or not onednn) and not task.setup.trains_codes
     return _counted(task, CPU_PEAK if exact else CPU_NARROW)
 
 

@@ -149,19 +149,10 @@ def _forget_groups() -> None:
     comm.cdb = None
 
 
-@cache
-def _pretend() -> None:
-    """Let DeepSpeed take ``meta`` for a device that works beside the host, and every number for finite."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        from deepspeed.accelerator import real_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
-    except ImportError:
-        raise CannotAnswerError("tracing parallel.engine: deepspeed needs deepspeed: pip install deepspeed") from None
+def _device_on(accelerator: Any) -> Any:
+    """Return a class of devices without memory, made of DeepSpeed's for the CPU."""
 
-    class Device(CPU_Accelerator):  # type: ignore[misc]
+    class Device(accelerator):  # type: ignore[misc]
         """A device without memory."""
 
         Stream = Event = _Stream
@@ -197,7 +188,22 @@ def _pretend() -> None:
             del make_copy, match_shape  # what nobody has told the device of is the CPU's
             return tensor if tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-    real_accelerator.set_accelerator(Device())
+    return Device
+
+
+@cache
+def _pretend() -> None:
+    """Let DeepSpeed take ``meta`` for a device that works beside the host, and every number for finite."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.accelerator import real_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
+    except ImportError:
+        raise CannotAnswerError("tracing parallel.engine: deepspeed needs deepspeed: pip install deepspeed") from None
+
+    real_accelerator.set_accelerator(_device_on(CPU_Accelerator)())
     for module, optimizer in (
         (stage_1_and_2, stage_1_and_2.DeepSpeedZeroOptimizer),
         (stage3, stage3.DeepSpeedZeroOptimizer_Stage3),
