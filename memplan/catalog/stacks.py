@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
 from memplan.catalog.entries import Source
@@ -241,6 +241,7 @@ class Stack:
             dtype that they were loaded in where trained ones are cast.
         quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
             products read as a decoded copy.
+        own_formats: Weight formats of shipped configs -> what it holds such weights in instead.
         adapted_loss: Its loss where there are adapters, if it is another.
         pair_kbit_floats: ``kbit_floats`` where pairs are compared without a reference model, if it is another.
         divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
@@ -285,6 +286,7 @@ class Stack:
     unused_parameters: UnusedParameters = "never"
     vision: Literal["as-language", "frozen"] = "as-language"
     quantised_formats: tuple[str, ...] | None = None
+    own_formats: Mapping[str, str] = field(default_factory=dict)
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl", "own-root"] = "root"
     adapted_loss: LossKernel | None = None
     pair_kbit_floats: KbitFloats | None = None

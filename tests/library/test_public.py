@@ -128,3 +128,11 @@ def test_a_type_checker_sees_the_types(tmp_path):
     assert "Success" in ran["use.py"], ran["use.py"]
     errors = [line.split("[")[-1] for line in ran["misuse.py"].splitlines() if ": error: " in line]
     assert errors == ["arg-type]", "call-arg]", "attr-defined]", "attr-defined]"]
+
+
+def test_a_shipped_config_takes_the_stacks_own_format() -> None:
+    """torchtune has torchao's NF4 alone: ``qlora`` is planned with it there, unless another is set by name."""
+    asked = {"gpu": "rtx4090", "config": "qlora", "stack": "torchtune"}
+    assert "nf4-torchao" in memplan.plan("llama-3.1-8b", **asked).to_dict()["training"]["weights"].values()
+    with pytest.raises(memplan.CannotAnswerError, match="does not train over weights in nf4-dq"):
+        memplan.plan("llama-3.1-8b", **asked, set={"weights.hidden_matrix": "nf4-dq"})

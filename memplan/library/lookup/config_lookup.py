@@ -63,7 +63,8 @@ def find_setup(
 ) -> TrainingSetup:
     """Return the setup that a training config and overrides describe; ``--set`` stands above shorthands.
 
-    The default sequence length of a shipped config gives way to ``model``'s learned positions.
+    What a shipped config says by default gives way where it cannot be: its sequence length to ``model``'s learned
+    positions, its quantised formats to those of the stack that was asked for.
 
     Args:
         config_given: Catalog name, path, ``-`` for standard input, or keys and values.
@@ -85,6 +86,12 @@ def find_setup(
     said = "sequence_length" in changes or ("sequence_length",) in given
     if 0 < positions < config.sequence_length and not said:
         changes["sequence_length"] = positions
+    if shipped and overrides.stack is not None:
+        own = catalog.stack(overrides.stack).own_formats
+        fixed = {path[1] for path in given if path[0] == "weights" and len(path) > 1}
+        changes["weights"] = {
+            role: name if role in fixed else own.get(name, name) for role, name in config.weights.items()
+        }
     shown = name if document is None else document.name
 
     def where(path: KeyPath) -> str:

@@ -196,7 +196,7 @@ def unmodelled(
     """
     name, held = stack.name, stack.quantised_formats
     if stack.not_modelled:
-        yield ("stack",), f"{name}: {stack.not_modelled[0]}: not modelled yet"
+        yield ("stack",), f"{name}: {stack.not_modelled[0]}"
     for role, own in formats.items():
         if held is None and catalog.formats[own].product == "integers":
             yield ("weights", role), f"{own} is a layer of bitsandbytes, which {name} does not have; use stack: trl"
