@@ -20,6 +20,8 @@ LossKernel = Literal[
     "fused-head",
     "fused-linear",
     "cut-cross-entropy",
+    "tiled-linear",
+    "pieced-linear",
     "in-place",
     "chunked-backward",
     "chunked-logits",
@@ -29,7 +31,7 @@ LossKernel = Literal[
     "weighted-tokens",
 ]
 ElementwiseKernel = Literal["composite", "fused", "in-place"]
-RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place"]
+RotaryKernel = Literal["composite", "fused", "complex", "pairs", "in-place", "together"]
 AdapterKernel = Literal[
     "composite", "fused", "fused-qkv", "fused-o", "fused-mlp", "fused-qkv-o", "fused-qkv-mlp", "fused-o-mlp"
 ]
@@ -68,7 +70,7 @@ class KernelProfile:
             writes the gradient of its input over that of its result.
         rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
             for complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number;
-            ``in-place`` is one kernel that turns what it is given.
+            ``in-place`` is one kernel that turns what it is given; ``together`` is one for query and key, whose backward forms both gradients.
         activation: ``composite`` keeps activation and product apart; ``fused`` is one kernel
             for SwiGLU or GeGLU, which keeps only its inputs; ``in-place`` writes their gradients over them.
         optimizer: How AdamW with fp32 or bf16 states steps.
@@ -79,7 +81,9 @@ class KernelProfile:
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
             own, and so are ``token-chunks-fp32``, whose rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
             ``fused-linear``, which forms gradients in forward, and ``cut-cross-entropy``, which forms them in backward, block
-            by block of logits that no tensor holds; ``in-place`` works in the fp32 copy; ``fp32-pieces``
+            by block of logits that no tensor holds; ``tiled-linear`` has them in fp32, of some tokens and 16,384 words at a time, and
+            forms the input's gradient in forward; ``pieced-linear`` is the same on cards of more than 24 GiB, where a short
+            micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32 copy; ``fp32-pieces``
             are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
             each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
             are what preference methods compared before they had a fused head.

@@ -22,7 +22,7 @@ PairKernel = Literal["fused", "rows", "softmax"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
 ]
-ModelCode = Literal["own", "transformers", "torchtune", "litgpt", "torchtitan"]
+ModelCode = Literal["own", "transformers", "torchtune", "litgpt", "torchtitan", "unsloth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class StackCheckpointing:
             ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
         early_stop: Whether a layer is computed again no further than backward needs it.
         replicas_reentrant: What ``reentrant`` is for replicas, if it is another.
+        offloads: Whether inputs of layers may wait in host memory, but for the last layer's, as they do by default.
     """
 
     default: Checkpointing
@@ -45,6 +46,7 @@ class StackCheckpointing:
     selective: Literal["products", "alternate-products"]
     early_stop: bool
     replicas_reentrant: bool | None = None
+    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,14 @@ class RotaryTables:
         dtype: That of products (``compute``), that of the ``residual`` stream, or fp32 always.
         halved: Whether a pair of dimensions that turn together shares its entries.
         rows: Positions that there are entries for: those of a ``sequence``, or of each sequence of a ``batch``, which says them; or
-            all that the ``model`` is made for.
+            all that the ``model`` is made for; or the first of these, which are ``grown`` where sequences are longer.
         gathered: Whether each layer gathers the rows of the tokens' positions, and saves them for backward.
     """
 
     each: Literal["model", "layer"]
     dtype: Literal["compute", "residual", "fp32", "fp32-unless-whole"]
     halved: bool
-    rows: Literal["sequence", "batch", "model"]
+    rows: Literal["sequence", "batch", "model", "grown"]
     gathered: bool
 
 
@@ -111,6 +113,8 @@ class StackProjections:
         codes_from: Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a
             product of forward decodes them as well as one of backward, before they are cast.
         adapter_input_bytes: Bytes of an element of what adapters are given; 0 is that of their weights as products read these.
+        fused_overwrites: Whether one function for projections and their adapters writes its input's gradient over that input, and
+            casts adapters for each product instead of saving casts.
     """
 
     codes_result: Literal["compute", "input"]
@@ -121,6 +125,7 @@ class StackProjections:
     codes_saved: bool = False
     codes_from: Literal["loaded", "fp16"] = "loaded"
     adapter_input_bytes: int = 0
+    fused_overwrites: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def run_here(request: Request) -> Outcome:
             files.kept(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
             data_loaders(request.synthetic),
-            known_libraries(request.card.compute_capability, files, values, notes, calls),
+            known_libraries(request.card.compute_capability, files, values, notes, calls, watched.computing_again),
             watched.watching(),
             CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),
@@ -82,7 +82,7 @@ def run_here(request: Request) -> Outcome:
     seconds = time.monotonic() - started
     if not recorder.events:
         return Outcome(ending, message, steps=watched.done, seconds=seconds)
-    number, trace, peaks = _fullest(recorder, watched.vocab_size)
+    number, trace, peaks = _fullest(recorder, watched.vocab_size, watched.done if request.steady else None)
     return Outcome(
         ending=ending,
         message=message,
@@ -204,11 +204,11 @@ def _operator_without_form(error: BaseException) -> str:
     return unregistered[1] if unregistered else ""
 
 
-def _fullest(recorder: LiveRecorder, vocab_size: int) -> tuple[int, Trace, tuple[int, ...]]:
-    """Return the step that needs most, the last of equals; its trace; and the peak of each, with what comes before."""
+def _fullest(recorder: LiveRecorder, vocab_size: int, asked: int | None = None) -> tuple[int, Trace, tuple[int, ...]]:
+    """Return the step that needs most, the last of equals, or the one asked for; its trace; and the peak of each, with what comes before."""
     ends = [begin for begin, _ in recorder.step_marks[1:]] + [len(recorder.events)]
     peaks = _peaks(recorder, ends)
-    number = max(range(len(peaks)), key=lambda step: (peaks[step], step))
+    number = max(range(len(peaks)), key=lambda step: (peaks[step], step)) if asked is None else asked
     recorder.steady_from, recorder.steady_mark = recorder.step_marks[number]
     whole = recorder.events, recorder.marks, recorder.records
     last = number + 1 == len(ends)

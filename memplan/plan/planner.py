@@ -20,6 +20,7 @@ from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_lo
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
+from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.step.kernels.on_card import on_card
 from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
@@ -79,7 +80,7 @@ class CompiledPlan:
             states = with_cast_biases(states, self._regimes.tapes(own)[1].cast_biases(), setup.config.compute_dtype)
             self._regimes = FormsByRegime(self.model, model, setup, states)
         self.states = states
-        self._by_card: dict[tuple[str, str | None, str], CompiledPlan] = {}
+        self._by_card: dict[tuple[str, str | None, str, bool], CompiledPlan] = {}
         self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
@@ -108,7 +109,8 @@ class CompiledPlan:
         Raises:
             CannotAnswerError: The card cannot do something that the job needs.
         """
-        key = (gpu.vendor, gpu.compute_capability, gpu.architecture)
+        large = gpu.cuda_total_bytes > LARGE_CARD_BYTES
+        key = (gpu.vendor, gpu.compute_capability, gpu.architecture, large)
         if key not in self._by_card:
             plan = self._with_setup(on_card(self.setup, self.model, gpu))
             self._by_card[key] = plan._by_card[key] = plan

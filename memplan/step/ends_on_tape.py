@@ -16,6 +16,7 @@ from memplan.step.blocks.projections import bias_sum
 from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
 from memplan.step.divided.divided_products import whole_rows
 from memplan.step.end_settings import EndSettings, head_weights
+from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
     cross_entropy,
     cross_entropy_in_pieces,
@@ -25,6 +26,7 @@ from memplan.step.losses.cross_entropy import (
 )
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
+from memplan.step.losses.tiled_linear_loss import tiled_linear_cross_entropy
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
 from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
 from memplan.step.playing.section import Section
@@ -36,7 +38,7 @@ from memplan.units import ceil_div
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
 
-FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TOKEN_CHUNKS)
+FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKEN_CHUNKS)
 """Losses that multiply by the head themselves and have no whole logits."""
 
 IN_PIECES = ("fp32-pieces", "fp32-stretches")
@@ -239,6 +241,8 @@ def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequ
         return tiled_cross_entropy(builder, x, weights, settings.vocab_size, answers=settings.answers)
     if settings.loss == "cut-cross-entropy":
         return cut_cross_entropy(builder, x, weights, settings.vocab_size)
+    if settings.loss in TILED:
+        return tiled_linear_cross_entropy(builder, x, settings.vocab_size)
     return linear_cross_entropy(builder, x, weights, settings.vocab_size)
 
 

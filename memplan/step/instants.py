@@ -28,6 +28,7 @@ from memplan.step.head_instants import (
 )
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
+from memplan.step.kernels.loss_pieces import TILED, has_all_words
 from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.step.kernels.refused_code import (
     refuse_cut_cross_entropy,
@@ -95,6 +96,10 @@ MASK_COLUMNS = 16
 """Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
 
 
+STAGED_BYTES = 2 * 1024 * 1024
+"""What of a layer's input is as large stays on the card (``MINIMUM_SIZE`` in unsloth_zoo/gradient_checkpointing.py, 2026.10.9)."""
+
+
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
     batch *= setup.rows_per_sample
@@ -124,6 +129,9 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"
         and (length != spec.max_position_embeddings or setup.stable_embedding),
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
+        all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
+        staged=setup.config.offload.activations == "cpu"
+        and tokens * spec.hidden_size * setup.residual_bytes > STAGED_BYTES,
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
     )
@@ -175,8 +183,12 @@ def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """
     if taped.leaf is None:
         return ZERO
-    width = inputs.spec.hidden_size * inputs.setup.residual_bytes
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, width)
+    return stream_form(inputs)
+
+
+def stream_form(inputs: StepInputs) -> Form:
+    """Return the residual stream between two layers."""
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * inputs.setup.residual_bytes)
 
 
 def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
@@ -184,6 +196,8 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     first = taped.layer_of(taped.leaf or 0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
     direct = not taped.embedding.tape.nodes and taped.tower is None
+    if taped.staged[taped.kinds[taped.leaf or 0]]:
+        return False
     return direct and (inputs.setup.checkpointing != "none" or saved)
 
 
@@ -384,6 +398,8 @@ def _forward(
     given = named if taped.tower is not None else apart + named
     for kind, below in places:
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
+        if taped.staged[kind]:
+            entered -= stream_form(inputs)
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)

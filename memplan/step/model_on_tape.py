@@ -71,6 +71,7 @@ class ModelOnTape:
         kinds: For each run, which of ``layers`` its layers are.
         layers: One section for each kind of layer.
         again: Whether checkpointing is of that kind.
+        staged: Whether inputs of that kind wait in host memory.
         leaf: The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
         tower: The tower that images pass through; None for rows of text.
     """
@@ -82,6 +83,7 @@ class ModelOnTape:
     kinds: tuple[int, ...]
     layers: tuple[Section, ...]
     again: tuple[bool, ...]
+    staged: tuple[bool, ...]
     head: Head
     leaf: int | None = None
     tower: TowerOnTape | None = None
@@ -165,8 +167,9 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         stream = kinds.after(runs[-1][1])
     head = head_on_tape(settings, root, *stream[:2])
     layers, numbers = zip(*runs, strict=True)
-    sections, again, lowest = tuple(kinds.sections), tuple(kinds.again), leaves[0] if leaves else None
-    return ModelOnTape(settings, root, embedding, layers, numbers, sections, again, head, lowest, tower)
+    sections, again, staged = tuple(kinds.sections), tuple(kinds.again), tuple(kinds.staged)
+    lowest = leaves[0] if leaves else None
+    return ModelOnTape(settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower)
 
 
 class _Kinds:
@@ -182,6 +185,7 @@ class _Kinds:
         trained_alone: Whether the library asks for gradients of inputs, and checkpoints, where layers train.
         sections: A layer of each kind.
         again: Whether it is computed again.
+        staged: Whether its input waits in host memory meanwhile.
     """
 
     def __init__(
@@ -192,12 +196,13 @@ class _Kinds:
         self._unmasked = block_settings(
             inputs.spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False)
         )
-        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool], int] = {}
+        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, bool], int] = {}
         setup = inputs.setup
         self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
         self.trained_alone = setup.stack.input_gradients == "trained-layers" and setup.config.freeze != ALL_TRAIN
         self.sections: list[Section] = []
         self.again: list[bool] = []
+        self.staged: list[bool] = []
 
     def trains(self, run: LayerRun) -> bool:
         """Tell whether parameters of a run's layers train."""
@@ -208,13 +213,15 @@ class _Kinds:
         inputs, own = self._inputs, self._own(run)
         unmasked = inputs.regime.masked and run.first in self._unmasked_layers
         again = inputs.setup.computes_again(run.first) and (self.trains(run) or not self.trained_alone)
-        key = (run.layer, own, stream, unmasked, again)
+        staged = again and inputs.regime.staged and not inputs.is_last(run.first)
+        key = (run.layer, own, stream, unmasked, again, staged)
         if key not in self._known:
             self.again.append(again)
+            self.staged.append(staged)
             self._known[key] = len(self.sections)
             weights = tuple((name[0].removeprefix(self._prefix), self._weights[name]) for name in own)
             settings = self._unmasked if unmasked else self._block
-            self.sections.append(layer_section(settings, run.layer, weights, *stream))
+            self.sections.append(layer_section(settings, run.layer, weights, *stream, staged=staged))
         return self._known[key]
 
     def after(self, kind: int) -> Stream:
@@ -227,10 +234,11 @@ class _Kinds:
 
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:
-    """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not."""
+    """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not, staged or not."""
 
-    def way(number: int) -> tuple[bool, bool]:
-        return regime.masked and number in spec.full_layers, setup.computes_again(number)
+    def way(number: int) -> tuple[bool, bool, bool]:
+        kept = regime.staged and number == spec.num_hidden_layers - 1
+        return regime.masked and number in spec.full_layers, setup.computes_again(number), kept
 
     for run in spec.runs:
         groups = groupby(range(run.first, run.first + run.count), way)

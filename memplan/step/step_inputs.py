@@ -67,6 +67,37 @@ class StepInputs:
         whole = rules.reentrant or not rules.early_stop
         return Recomputation(self.setup.checkpointing, alternate, whole, rules.reentrant)
 
+    def is_last(self, number: int) -> bool:
+        """Tell whether a layer, numbered from 0, is the last."""
+        return number == self.spec.num_hidden_layers - 1
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of a token: two buffers by turns for inputs that come back from host memory, where they wait there.
+
+        Source:
+            ``UnslothCheckpointFunction`` in unsloth_zoo/gradient_checkpointing.py (2026.10.9): the second is there while
+            more than 512 MiB of the card are free.
+        """
+        return 2 * self.spec.hidden_size * self.setup.residual_bytes if self.regime.staged else 0
+
+    @property
+    def decoder_bytes(self) -> int:
+        """The buffer that products of forward decode codes into, which stays: of the largest matrix with an adapter.
+
+        Source:
+            ``_scratch`` and ``fast_dequantize`` in unsloth/kernels/utils.py (2026.10.9).
+        """
+        if not (self.setup.stack.projections.fused_overwrites and self.setup.profile.fused_adapters):
+            return 0
+        adapted = {entry.tensor.name.partition(".lora_A.")[0] for entry in self.states.tensors}
+        sizes = [
+            entry.copy_bytes
+            for entry in self.states.tensors
+            if entry.quantized and entry.tensor.name.removesuffix(".weight") in adapted
+        ]
+        return max(sizes, default=0)
+
 
 Parameter = tuple[str, bool]
 """A parameter's name, and whether it trains."""
@@ -175,6 +206,8 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
+    form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
+    form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
     form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)
     return (
         form

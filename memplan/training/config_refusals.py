@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
@@ -83,15 +84,24 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("reserve",), str(error)
 
 
-def refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
+def refuse_unmodelled(config: TrainingConfig, stack: Stack, place: Where) -> None:
     """Refuse keys whose effect is not modelled.
+
+    Args:
+        config: The config, filled in.
+        stack: Its stack.
+        place: Turns a path of keys into words for messages.
 
     Raises:
         CannotAnswerError: One of them is set.
     """
     for name in Offload.__dataclass_fields__:
         given = getattr(config.offload, name)
-        beside = ("optimizer_states", "weights") if steps_beside(config.parallel) else ("optimizer_states",)
+        beside: tuple[str, ...] = (
+            ("optimizer_states", "weights") if steps_beside(config.parallel) else ("optimizer_states",)
+        )
+        if stack.checkpointing.offloads and config.activation_checkpointing == "full" and config.parallel.gpus == 1:
+            beside += ("activations",)
         if given != getattr(Offload(), name) and (name not in beside or given != "cpu"):
             path = ("offload", name)
             able = "; shards of several GPUs are (--gpus, parallel.zero_stage: 3)" if name == "weights" else ""

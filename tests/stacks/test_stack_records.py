@@ -130,6 +130,7 @@ NEAR = {
     "trl.reward": 0.95,
     "trl.reward-0-29": 0.97,
     "trl.vision": 1.0,
+    "unsloth": 1.0,
     "trl.flash-attn": 1.0,
 }
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
@@ -172,6 +173,7 @@ ROWS = {
     "llama-factory": "LLaMA-Factory 0.9.5 on transformers 5.23",
     "llama-factory.frozen": "LLaMA-Factory 0.9.5, `finetuning_type: freeze`",
     "llama-factory-v1": "LLaMA-Factory 0.9.5's v1 engine, full and adapters",
+    "unsloth": "unsloth 2026.10.9, LoRA and QLoRA, four families",
     "litgpt": "LitGPT 0.5.13, full fine-tuning",
     "litgpt.adapters": "LitGPT 0.5.13, LoRA and 4-bit weights, twelve families",
     "transformers.shards": "FSDP2, Trainer by accelerate 1.15",

@@ -13,7 +13,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -36,7 +36,12 @@ NO_FILE = "weights-without-memory.safetensors"
 
 @contextmanager
 def known_libraries(
-    compute_capability: str, files: KeptFiles, values: KnownValues, notes: list[str], calls: TrainerCalls
+    compute_capability: str,
+    files: KeptFiles,
+    values: KnownValues,
+    notes: list[str],
+    calls: TrainerCalls,
+    computing_again: Callable[[Any], Any],
 ) -> Iterator[None]:
     """Change the libraries that a script imports inside.
 
@@ -46,6 +51,7 @@ def known_libraries(
         values: Forgets what a kernel of Triton's may have written.
         notes: Is told what stands for a library.
         calls: Is told which job a trainer runs.
+        computing_again: Watches a function that runs layers again in backward.
     """
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
@@ -62,6 +68,11 @@ def known_libraries(
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
             "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
                 replaced(module, {"fix_untrained_tokens": lambda *_, **__: None})
+            ),
+            "unsloth_zoo.gradient_checkpointing": lambda module: stack.enter_context(
+                replaced(
+                    module.UnslothCheckpointFunction, {"apply": computing_again(module.UnslothCheckpointFunction.apply)}
+                )
             ),
             "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
         }

@@ -91,6 +91,7 @@ class Request:
         ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.
         synthetic: Tokens of the rows that data loaders give in the place of their own, or nothing for their own.
         scratch: Folder for what the script writes.
+        steady: Whether the last step is reported, and not the one that needs most, which may be the first.
     """
 
     script: str
@@ -106,6 +107,7 @@ class Request:
     ranks: Ranks | None = None
     synthetic: int | None = None
     scratch: str = ""
+    steady: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
+
+from torch._library.custom_ops import OPDEFS
 
 from memplan.allocator.caching_allocator import CachingAllocator
 from memplan.allocator.results import AllocationError, OutOfMemory
@@ -15,6 +17,9 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import Component
 from memplan.units import format_bytes
+
+LOSSES = ("unsloth_zoo::fused_linear_", "unsloth_zoo_fused_preference")
+"""Beginnings of the names of operators written in Python that allocate much inside: they run as they are, and not their forms."""
 
 
 class Unrepeated(RepeatedOperators):
@@ -52,6 +57,19 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.step = 0
         self.step_marks: list[tuple[int, int]] = [(0, 0)]
         self.runs_out: RunsOut | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "_schema", None)
+        if name is not None and name.name.startswith(LOSSES):
+            with self:
+                return OPDEFS[name.name]._init_fn(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def next_step(self) -> None:
         """Begin a step."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -40,7 +41,7 @@ class WatchedSteps:
         self.model = ""
         self._stepped = True
         self._began = False
-        self._depth = 0
+        self._depth = self._left = 0
         self._in_forward = self._engine_runs = False
         self._layers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,6 +52,8 @@ class WatchedSteps:
     def watching(self) -> Iterator[None]:
         """Watch what is run inside."""
         backward, grad = torch.autograd.backward, torch.autograd.grad
+        again = torch.utils.checkpoint.CheckpointFunction
+        called = again.apply
         step, clips = self._around_step, (torch.nn.utils, torch.nn.utils.clip_grad)
         handles: list[Any] = [
             register_module_forward_pre_hook(self._entering),
@@ -61,12 +64,14 @@ class WatchedSteps:
         clip = torch.nn.utils.clip_grad_norm_
         torch.autograd.backward = self._in_backward(backward)
         torch.autograd.grad = self._in_backward(grad)
+        again.apply = self.computing_again(called)  # type: ignore[method-assign]
         for owner in clips:
             owner.clip_grad_norm_ = self._announced(clip, self._clipping)  # type: ignore[attr-defined]
         try:
             yield
         finally:
             torch.autograd.backward, torch.autograd.grad = backward, grad
+            again.apply = called  # type: ignore[method-assign]
             for owner in clips:
                 owner.clip_grad_norm_ = clip  # type: ignore[attr-defined]
             for handle in handles:
@@ -74,7 +79,8 @@ class WatchedSteps:
 
     def _in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def announced(*args: Any, **options: Any) -> Any:
-            if TracingContext.try_get() is not None:  # the compiler's own, of a graph of backward
+            # The compiler's own, of a graph of backward; or one inside of another, of what is computed again.
+            if TracingContext.try_get() is not None or self._engine_runs:
                 return function(*args, **options)
             self._backward_begins()
             self._engine_runs = True
@@ -84,6 +90,21 @@ class WatchedSteps:
                 self._engine_runs = False
 
         return announced
+
+    def computing_again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs a layer without a graph, and again in backward, so that it tells where that layer's backward begins."""
+
+        def checkpointed(*args: Any, **options: Any) -> Any:
+            self._left = 0
+            output = function(*args, **options)
+            given = next((value for value in args if isinstance(value, Tensor)), None)
+            if self._left == 1 and given is not None and torch.is_grad_enabled():
+                self.recorder.backward_reaches(given, "end of backward")
+            if self._left and (tensor := tensor_of(output)) is not None:
+                self.recorder.backward_reaches(tensor, f"layer {self._left} backward")
+            return output
+
+        return checkpointed
 
     def _announced(self, function: Callable[..., Any], announce: Callable[[], None]) -> Callable[..., Any]:
         def announced(*args: Any, **options: Any) -> Any:
@@ -112,6 +133,7 @@ class WatchedSteps:
         if number is None and module not in self._heads:
             return
         if number is not None:
+            self._left = number
             self.recorder.recomputing(False)
         tensor = tensor_of(output)
         if tensor is not None and torch.is_grad_enabled():

@@ -39,19 +39,21 @@ def python_keys(text: str, name: str) -> GivenKeys:
 
 
 _UNKNOWN = object()
+FIRST = "0"
+"""The keyword of what is given first, without one."""
 
 
 def _keywords(
     called: str, node: ast.Call, names: dict[str, Any], data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
 ) -> None:
-    for keyword in node.keywords:
-        if keyword.arg is None or not called:
-            continue
-        value = _literal(keyword.value, names)
-        path = (called, keyword.arg)
+    given = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
+    if called.endswith("_from_pretrained"):  # a model is often named without a keyword
+        given += [(FIRST, node.args[0])] if node.args else []
+    for name, expression in given if called else ():
+        value = _literal(expression, names)
         inner = data.setdefault(called, {})
         if value is not _UNKNOWN and isinstance(inner, dict):
-            inner[keyword.arg], lines[path] = value, keyword.value.lineno
+            inner[name], lines[called, name] = value, expression.lineno
 
 
 def _called(function: ast.expr) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
+from memplan.dryrun.stack_trace import versions
 from memplan.lab.stack_survey.drawn_ends import with_ends
 from memplan.lab.stack_survey.drawn_freezing import frozen_job
 from memplan.lab.stack_survey.drawn_grids import (
@@ -46,7 +47,6 @@ from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines, reserve_lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
 from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, LINEAR
-from memplan.trace.stacks.registry import versions
 
 Judged = list[tuple[StackJob, Verdict]]
 Draw = Callable[[StackJob, int, int], StackJob]

@@ -1,4 +1,4 @@
-"""Jobs for stacks that train models of their own: Llamas of odd shapes, in one dtype throughout."""
+"""Jobs for stacks that train models of their own, or that take some families alone: Llamas of odd shapes."""
 
 from __future__ import annotations
 
@@ -206,13 +206,45 @@ def nanogpt_job(rng: Random) -> tuple[Keys, Keys]:
     return model | {"activation_function": "gelu"}, training
 
 
+UNSLOTH_FAMILIES = ("llama", "llama", "mistral", "qwen2", "qwen3")
+
+
+def unsloth_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the keys of a model and of a training config, as unsloth's scripts train adapters; each runs in half a minute."""
+    heads, width = rng.choice((4, 8, 12, 16)), rng.choice((64, 128))
+    model = _llama(rng, heads, width, 64 * rng.choice((8, 12, 16, 24, 32, 40)))
+    model |= {"model_type": rng.choice(UNSLOTH_FAMILIES), "num_hidden_layers": rng.choice((2, 2, 2, 3, 4))}
+    model |= {
+        "intermediate_size": 64 * rng.choice((11, 32, 43, 86)),
+        "vocab_size": rng.choice((1000, 32000, 49152, 128256)),
+    }
+    model |= {"max_position_embeddings": rng.choice((2048, 8192, 131072))}
+    length = rng.choice((65, 200, 512, 1000, 1024, 2048, 3000))
+    training: Keys = {"description": "drawn at random", "stack": "unsloth", "compute_dtype": "bf16"}
+    training |= {"sequence_length": length, "micro_batch_size": rng.choice((1, 2, 2, 3, 4))}
+    training |= {"weights": {"default": "bf16"}, "gradient_accumulation_steps": rng.choice((1, 1, 2, 4))}
+    if rng.random() < 0.65:
+        training["weights"]["hidden_matrix"] = "nf4-dq"
+    training["optimizer"] = {"default": rng.choice(("adamw-8bit-bnb", "adamw-8bit-bnb", "adamw-fp32"))}
+    training["clip_gradients"] = rng.random() < 0.7
+    adapter: Keys = {"kind": "lora", "rank": rng.choice((8, 16, 64)), "targets": ["all-linear"]}
+    training["adapter"] = adapter
+    checkpointing = rng.choice(("own", "own", "own", "full", "none"))
+    training |= {} if checkpointing == "own" else {"activation_checkpointing": checkpointing}
+    return model, training
+
+
 OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
     "torchtitan": torchtitan_job,
     "torchtune": torchtune_job,
     "litgpt": litgpt_job,
     "nanogpt": nanogpt_job,
+    "unsloth": unsloth_job,
 }
 """Stack -> what draws a job for it."""
+
+REENTRANT = ("unsloth",)
+"""Those of them that always compute layers again by the older kind of checkpointing."""
 
 OLDER_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {"torchtitan@0.2.2": older_torchtitan_job}
 """The same at versions whose models or configs are others."""

@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.dryrun.stack_trace import stack_trace
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS
+from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS, REENTRANT
 from memplan.lab.survey.drawn_jobs import GPU, Job, Verdict, compared, reserved, resolved
 from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, TOWERS, image_model, model_values
 from memplan.model.model import Model
@@ -23,7 +24,6 @@ from memplan.step.states.flat_partitions import flat_groups, rank_shares, traine
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
-from memplan.trace.stacks.registry import trace_stack
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
@@ -239,7 +239,7 @@ def drawn_stack_job(
     stack = stack or rng.choice(stacks)
     if stack in OWN_MODELS:
         drawn = OLDER_MODELS.get(f"{stack}@{version}", OWN_MODELS[stack])
-        return StackJob(Job(*drawn(rng)), OWN_CARD, reentrant=False)
+        return StackJob(Job(*drawn(rng)), OWN_CARD, reentrant=stack in REENTRANT)
     training = {"description": "drawn at random", "stack": stack, **_weights(rng)}
     if eager := rng.random() < 0.3:
         training["kernels"] = {"attention": "eager"}
@@ -347,7 +347,8 @@ def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
         MemplanError: The job is refused.
     """
     model, setup = stack_setup(job, catalog)
-    return StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup))
+    card_bytes = catalog.gpus[GPU].cuda_total_bytes
+    return StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup), card_bytes=card_bytes)
 
 
 def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trace:
@@ -364,9 +365,9 @@ def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trac
     inputs = job_inputs(job, catalog)
     model, setup = inputs.model, inputs.setup
     if not is_flat(setup.config.parallel):
-        return trace_stack(job.stack, inputs, workspaces=workspaces)[0]
+        return stack_trace(job.stack, inputs, workspaces=workspaces)[0]
     fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))
-    return fullest_of([trace_stack(job.stack, rank, workspaces=False)[0] for rank in fullest])
+    return fullest_of([stack_trace(job.stack, rank, workspaces=False)[0] for rank in fullest])
 
 
 def with_fullest(job: StackJob, number: int, catalog: Catalog) -> StackJob:

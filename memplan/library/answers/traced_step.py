@@ -258,7 +258,7 @@ def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]
 
 def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]:
     """Return the trace of a stack's own code."""
-    from memplan.trace.stacks.registry import trace_stack
+    from memplan.dryrun.stack_trace import stack_trace
     from memplan.trace.stacks.stack_inputs import StackInputs, details_of
 
     model, setup, device = subject.model, subject.setup, subject.device
@@ -270,7 +270,9 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
     note(f"tracing the code of {setup.stack.name}")
     keys = released_keys(model, subject.catalog)
     try:
-        return trace_stack(setup.stack.name, StackInputs(model, keys, setup, capability, details_of(setup)))
+        card_bytes = device.gpu.cuda_total_bytes if device else 0
+        inputs = StackInputs(model, keys, setup, capability, details_of(setup), card_bytes=card_bytes)
+        return stack_trace(setup.stack.name, inputs)
     except CannotAnswerError:
         if setup.unmodelled:  # what no such job can be, in place of where its code has failed
             raise CannotAnswerError(setup.unmodelled[0]) from None

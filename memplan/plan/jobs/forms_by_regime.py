@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
+from memplan.step.kernels.layer_arguments import grown_rows
+from memplan.step.kernels.loss_pieces import TILED, has_all_words, next_rows, piece_rows
 from memplan.step.losses.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
@@ -160,6 +162,7 @@ class FormsByRegime:
             InvalidFileError: The model has fewer learned positions than ``length``.
         """
         refuse_unlearned(self.own, length)
+        refuse_window(self.own, self.setup, length)
         spec, profile = self.own.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
@@ -173,7 +176,29 @@ class FormsByRegime:
         row = min(length, STRETCH_TOKENS) if profile.loss == "fp32-stretches" else 0
         answer, ranks = self.setup.answer_length, self.setup.config.parallel.tensor
         images = image_sizes(spec, self.setup)
-        return quantities(batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks, images)
+        rows, more = grown_rows(spec.max_position_embeddings, batch * length), 0
+        if profile.loss in TILED:
+            predicted, whole = batch * (length - 1), has_all_words(profile.loss, spec.vocab_size, batch * length)
+            most = piece_rows(spec.vocab_size, spec.hidden_size, whole=whole)
+            chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
+        sizes = (batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks, images)
+        return quantities(*sizes, table_rows=rows, next_chunk=more)
+
+
+def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
+    """Refuse sequences beyond a window where a stack's code masks them in a way that is not followed.
+
+    Raises:
+        CannotAnswerError: ``length`` is beyond the window.
+
+    Source:
+        ``_sdpa_packed_segments`` and ``_windowed_causal_mask`` in unsloth/utils/attention_dispatch.py (2026.10.9).
+    """
+    if setup.stack.model_code == "unsloth" and 0 < model.spec.window < length:
+        raise CannotAnswerError(
+            f"sequence_length: {length} is beyond the window of {model.spec.window} tokens of {model.spec.name}, whose mask is not "
+            f"modelled for {setup.stack.label}"
+        )
 
 
 def refuse_unlearned(model: Model, length: int) -> None:

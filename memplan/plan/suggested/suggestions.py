@@ -137,6 +137,12 @@ def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
     if config.offload.optimizer_states == "none" and config.adapter is None and config.master_weights == "none":
         cost = "host memory for the optimizer states, which every step copies in and out"
         yield Change(cost, (("offload.optimizer_states", "cpu"),))
+    if (
+        config.activation_checkpointing == "full"
+        and config.offload.activations == "none"
+        and config.adapter is not None
+    ):
+        yield Change("host memory for what layers are given, copied out and in", (("offload.activations", "cpu"),))
     yield from _offloaded_engine(config)
     if config.sequence_length >= 1024:
         yield Change("half the context", (("sequence_length", config.sequence_length // 2),))

@@ -31,6 +31,8 @@ class Regime:
         delta_chunks: Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
         pads_delta: The last of them is not full.
         several_tiles: A loss that forms logits tile by tile has more tokens than one takes.
+        all_words: Pieces of logits are of the whole vocabulary.
+        staged: Inputs of layers are so large that they wait in host memory, where a stack keeps them there.
         sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
     """
 
@@ -41,6 +43,8 @@ class Regime:
     empty_stretch: bool = False
     several_tiles: bool = False
     sorts_positions: bool = False
+    staged: bool = False
+    all_words: bool = False
     masked: bool = False
     pads_mask: bool = False
     wide_tables: bool = False

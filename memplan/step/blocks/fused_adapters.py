@@ -1,11 +1,12 @@
 """Projections with adapters as one function of autograd: query, key and value together, a whole gated part, or one alone.
 
 Each product with a base weight is followed by its adapter's, which is added in place; the function saves its input and
-16-bit copies of the adapters, and its backward forms all their gradients before it decodes base weights one by one.
+16-bit copies of the adapters, and its backward forms all their gradients before it decodes base weights one by one. unsloth's
+saves no copies, casts adapters again for backward, and writes the gradient of what several projections read over that.
 
 Source:
     ``matmul_lora``, ``LoRA_QKV``, ``LoRA_MLP`` and ``LoRA_O`` in axolotl/kernels/lora.py, ``dequantize`` in quantize.py
-    (0.21.0), which follow unsloth/kernels/fast_lora.py.
+    (0.21.0), which follow ``LoRA_QKV``, ``LoRA_MLP`` and ``LoRA_W`` in unsloth/kernels/fast_lora.py (2026.10.9).
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan.step.blocks.builder import ONE, Builder
-from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_operations import NEW, Sizes, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, OVER, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 PARTS = ("lora_A", "lora_B")
 
 
 def fuses(builder: Builder, part: str, names: Sequence[str]) -> bool:
-    """Tell whether the projections of these names, which are ``qkv``, ``o`` or ``mlp``, run as one function: where each has an adapter."""
-    return part in builder.profile.fused_adapters and all(f"{name}.lora_A.weight" in builder.weights for name in names)
+    """Tell whether the projections of these names, which are ``qkv``, ``o`` or ``mlp``, run as one function: where each has an adapter.
+
+    Those that overwrite their input have no bias.
+    """
+    if part not in builder.profile.fused_adapters:
+        return False
+    if builder.settings.projections.fused_overwrites and any(f"{name}.bias" in builder.weights for name in names):
+        return False
+    return all(f"{name}.lora_A.weight" in builder.weights for name in names)
 
 
 def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) -> list[Value]:
@@ -42,8 +49,8 @@ def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) 
             with tape.alive(dropped, *outs):
                 outs.append(_product(builder, x, dropped, name, rows))
         with tape.alive(dropped, *outs):
-            saves = [x, dropped, *_copies(builder, names)]
-        workspace = [(x.quantity, _gradient_ranks(builder, names)), _decoded(builder, names)]
+            saves = [x, dropped, *_saved_copies(builder, names)]
+        workspace = [(x.quantity, _gradient_ranks(builder, names)), *_decoded(builder, names)]
         _function(
             builder,
             f"adapted {' '.join(n.rsplit('.', 1)[-1] for n in names)}",
@@ -72,9 +79,10 @@ def fused_mlp(builder: Builder, x: Value, prefix: str, inner: int) -> Value:
                     with tape.alive(hidden):
                         out = _product(builder, hidden, hidden, down_name, settings.hidden_size)
                         with tape.alive(out):
-                            saves = [x, dropped, gate, up, *_copies(builder, names)]
+                            saves = [x, dropped, gate, up, *_saved_copies(builder, names)]
         # The gradient of the product, which the activation's backward works in.
-        workspace = [(x.quantity, up.coefficient + _gradient_ranks(builder, names)), _decoded(builder, names)]
+        ranks = names[:2] if settings.projections.fused_overwrites else names
+        workspace = [(x.quantity, up.coefficient + _gradient_ranks(builder, ranks)), *_decoded(builder, names)]
         _function(builder, "adapted feed-forward part", (x, dropped), [out], saves, names, workspace)
         return out
 
@@ -89,7 +97,7 @@ def _product(builder: Builder, x: Value, dropped: Value, name: str, rows: int) -
     """Return a projection, to which the adapter's part is added in place."""
     tape, weight = builder.tape, builder.weight(f"{name}.weight")
     decoded: list[Value] = []
-    if weight.coded:
+    if weight.coded and not builder.settings.projections.fused_overwrites:  # else into a buffer that stays
         scratch = [(ONE, weight.scales_bytes)] if weight.scales_bytes else []
         decoded = [tape.make("decode", builder.constant(weight.copy_bytes, 1), scratch=scratch)]
     out = tape.make(f"linear {name}", tape.value(x.quantity, rows, builder.compute), x, *decoded, product=True)
@@ -98,6 +106,11 @@ def _product(builder: Builder, x: Value, dropped: Value, name: str, rows: int) -
     low = tape.value(x.quantity, down.rows, builder.compute)
     tape.make(f"linear {name}.lora_A", low, dropped, *copies, out, product=True)
     return out
+
+
+def _saved_copies(builder: Builder, names: Sequence[str]) -> list[Value]:
+    """Return copies of adapters that backward is left; none where it makes its own."""
+    return [] if builder.settings.projections.fused_overwrites else _copies(builder, names)
 
 
 def _copies(builder: Builder, names: Sequence[str]) -> list[Value]:
@@ -114,14 +127,24 @@ def _copies(builder: Builder, names: Sequence[str]) -> list[Value]:
 
 
 def _gradient_ranks(builder: Builder, names: Sequence[str]) -> int:
-    """Return the bytes, for each token, of gradients multiplied by ``lora_B``, which backward has names for."""
-    return sum(builder.weight(f"{name}.lora_A.weight").rows * builder.compute for name in names)
+    """Return the bytes, for each token, of gradients multiplied by ``lora_B``, which backward has names for.
+
+    Where no weight is decoded, the fullest moment is that of an input multiplied by ``lora_A``.
+    """
+    rows = [builder.weight(f"{name}.lora_A.weight").rows for name in names]
+    plain = builder.settings.projections.fused_overwrites and not builder.weight(f"{names[0]}.weight").coded
+    return (sum(rows) + (rows[0] if plain else 0)) * builder.compute
 
 
-def _decoded(builder: Builder, names: Sequence[str]) -> tuple[Quantity, int]:
-    """Return what the largest base weight takes while backward multiplies by it; floats are read as they are."""
+def _decoded(builder: Builder, names: Sequence[str]) -> Sizes:
+    """Return what the largest base weight takes while backward multiplies by it, floats being read as they are; and casts of adapters."""
     weights = [builder.weight(f"{name}.weight") for name in names]
-    return ONE, max((w.copy_bytes + w.scales_bytes if w.coded else 0) for w in weights)
+    scales = not builder.settings.projections.fused_overwrites  # a kernel of its own forms none
+    largest = max((w.copy_bytes + w.scales_bytes * scales if w.coded else 0) for w in weights)
+    adapters = [builder.weight(f"{name}.{part}.weight") for name in names for part in PARTS]
+    wide = [w for w in adapters if w.element_bytes != builder.compute or w.foreign]
+    again = wide if builder.settings.projections.fused_overwrites else []
+    return [(ONE, largest + sum(w.rows * w.columns * builder.compute for w in again))]
 
 
 def _function(
@@ -135,7 +158,8 @@ def _function(
 ) -> None:
     """Record the function: gradients of its inputs and of all adapters are there when base weights are decoded."""
     x, dropped = given
-    reads = [(x, NEW), *([(dropped, NEW)] if dropped is not x else [])]
+    over = builder.settings.projections.fused_overwrites and len(names) > 1
+    reads = [(x, OVER if over else NEW), *([(dropped, NEW)] if dropped is not x else [])]
     adapters = [_narrow(builder, builder.weight(f"{name}.{part}.weight")) for name in names for part in PARTS]
     traits = Traits(packs=True, workspace=workspace, custom=True)
     builder.tape.apply(title, reads, outs, list(dict.fromkeys(saves)), adapters, traits)

@@ -166,6 +166,8 @@ class PlayedSection:
             use_up: Writes the events of an update inside backward.
         """
         events = self._events
+        if events.waits:
+            self._aliases.pop(events.entry)
         if events.arriving != NO_STORAGE:
             self._aliases[events.arriving] = arriving
         self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up)

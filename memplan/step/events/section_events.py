@@ -57,6 +57,7 @@ class SectionEvents:
     escaped: tuple[int, ...] = ()
     leaf: tuple[int, ...] = ()
     named: tuple[tuple[Quantity, int], ...] = ()
+    waits: bool = False
 
     def holding(self, storage: int) -> SectionEvents:
         """Return the same without what frees one storage, which a loop's own name keeps alive."""
@@ -119,6 +120,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         escaped=escaped,
         leaf=leaf,
         named=tuple([(value.quantity, value.storage) for value in tape.named]),
+        waits=tape.waits,
     )
     for storage in {*leaf, *[value.storage for value in tape.named]}:
         events = events.holding(storage)

@@ -79,6 +79,8 @@ class FamilyCode:
             to the residual stream (``residual``), attention's weights, both or neither.
         turns_halves: Whether halves of a head, cast to fp32, turn by gathered rows of one table, where other families of the
             library have complex numbers.
+        cuts_sequences: Whether heads of single sequences are attended to together and their results joined, which copies them, as
+            gradients of heads are copied on their way back.
         experts_apart: Whether experts have a tensor for each projection, a router in fp32, a bias that steers the choice and a count.
     """
 
@@ -137,6 +139,7 @@ class FamilyCode:
     dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
     turns_halves: bool = False
     experts_apart: bool = False
+    cuts_sequences: bool = False
 
 
 OWN = FamilyCode()
@@ -259,6 +262,9 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
 peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
 
 
+UNSLOTH = FamilyCode(cuts_sequences=True)
+"""``LlamaAttention_fast_forward`` in unsloth/models/llama.py, ``run_attention`` in utils/attention_dispatch.py (2026.10.9)."""
+
 _TORCHTITAN: Mapping[str, FamilyCode] = {
     "qwen3": FamilyCode(rotates_together=True, turns_halves=True),
     "qwen3_moe": FamilyCode(rotates_together=True, turns_halves=True, experts_apart=True),
@@ -274,6 +280,8 @@ def family_code(code: ModelCode, architecture: str) -> FamilyCode:
         return LITGPT
     if code == "torchtitan":
         return _TORCHTITAN.get(architecture, OWN)
+    if code == "unsloth":
+        return UNSLOTH
     return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
 
 

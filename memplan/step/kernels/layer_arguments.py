@@ -8,6 +8,7 @@ from memplan.step.kernels.family_code import FamilyCode, family_code, tables_apa
 from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
+from memplan.units import round_up
 
 POSITION_BYTES = 8
 
@@ -95,10 +96,34 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     entries = sum(widths) if tables_apart(spec, setup) else max(widths) * bases
     halved = tables.halved and not (code.halves_by_tables or code.turns_halves)
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
+    if tables.rows == "grown":
+        return single_form(Part.ACTIVATIONS, Quantity.TABLE_ROWS, row_bytes)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
     rows = Quantity.TOKENS if code.sequence_tables or tables.rows == "batch" else Quantity.POSITIONS
     return single_form(Part.ACTIVATIONS, rows, row_bytes)
+
+
+FIRST_ROWS, MORE_ROWS = 4 * 8192, 8192
+
+
+def grown_rows(positions: int, tokens: int) -> int:
+    """Return the rows of rotary tables that are made for all of a model's positions, and grow where a micro-batch has more tokens.
+
+    Args:
+        positions: That the model is made for.
+        tokens: Of all sequences, which are one behind another.
+
+    Source:
+        ``_PerDeviceRopeCache`` and ``LlamaModel_fast_forward`` in unsloth/models/llama.py (2026.10.9), which is told the
+        positions of rows without padding.
+
+    Example:
+        >>> grown_rows(2048, 1024), grown_rows(131072, 1024), grown_rows(33000, 1024), grown_rows(2048, 4096)
+        (2048, 131072, 40960, 8192)
+    """
+    longest = max(positions, tokens)
+    return positions if longest == positions <= FIRST_ROWS else round_up(longest, MORE_ROWS)
 
 
 def _rotary_width(part: Attention | LatentAttention | GatedDeltaNet) -> int:

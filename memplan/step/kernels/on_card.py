@@ -14,6 +14,7 @@ from memplan.model.spec import Attention, LatentAttention
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.image_rows import has_images
+from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.training.resolved import TrainingSetup
 
 TORCH_CHOOSES = "auto"
@@ -54,9 +55,11 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     if reason:
         notes = (*notes, reason)
     masked, tower = _masked_kernel(setup, model, gpu), _tower_kernel(setup, model, gpu)
-    if not notes and kernel == setup.profile.attention and masked is None and tower is None:
-        return setup
     profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
+    if profile.loss == "tiled-linear" and gpu.cuda_total_bytes > LARGE_CARD_BYTES:
+        profile = replace(profile, loss="pieced-linear")
+    if not notes and profile is setup.profile and masked is None and tower is None:
+        return setup
     return replace(setup, profile=profile, masked_attention=masked, tower_attention=tower, card_notes=notes)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import Attention
 from memplan.step.kernels.family_code import family_code
 from memplan.training.resolved import TrainingSetup
 
+ADAPTED = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
 
 
@@ -23,6 +26,9 @@ def refuse_own_adapters(model: Model, setup: TrainingSetup) -> None:
     """
     _refuse_codes(model, setup)
     stack, adapter = setup.stack, setup.config.adapter
+    if stack.model_code == "unsloth":
+        for key, what, instead in _unfollowed(setup):
+            raise CannotAnswerError(f"{setup.name}: {key}: {what} is not modelled for {stack.label}; {instead}")
     if stack.model_code != "torchtune":
         return
     heads = model.spec.runs[0].layer.attention
@@ -40,6 +46,36 @@ def refuse_own_adapters(model: Model, setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"{where} puts adapters on all of {names} or on none of them (apply_lora_to_mlp)")
     if FEED_FORWARD.issuperset(adapter.targets):
         raise CannotAnswerError(f"{where} has no adapters without one on a projection of attention")
+
+
+def _unfollowed(setup: TrainingSetup) -> Iterator[tuple[str, str, str]]:
+    """Yield what of a job has another path through unsloth's code than has been followed: the key, what it is, and what to do.
+
+    Source:
+        ``FastLanguageModel.from_pretrained`` in unsloth/models/loader.py, ``patch_peft_model`` in models/llama.py,
+        ``_dropout_forward`` in kernels/fast_lora.py, ``run_attention`` in utils/attention_dispatch.py (2026.10.9).
+    """
+    config, adapter = setup.config, setup.config.adapter
+    if adapter is None:
+        yield "adapter", "training all weights, which runs on FastModel's path,", "use lora or qlora"
+        return
+    if adapter.kind == "dora":
+        yield "adapter.kind", f"{adapter.kind}, which PEFT's own code runs,", "use lora"
+    if adapter.dropout:
+        yield "adapter.dropout", "dropout before adapters, whose masks are kept,", "use 0 (lora_dropout = 0)"
+    if "all-linear" not in adapter.targets and not ADAPTED.issubset(adapter.targets):
+        yield "adapter.targets", "leaving projections out", f"use all of {', '.join(sorted(ADAPTED))}"
+    if config.compute_dtype != "bf16":
+        yield "compute_dtype", config.compute_dtype, "use bf16, on a card of compute capability 8.0 or above"
+    if setup.profile.attention != "flash" or config.kernels.attention not in (None, "auto"):
+        able = "use auto, on a card of compute capability 8.0 or above"
+        yield "kernels.attention", f"another attention than torch's own flash kernel ({setup.profile.attention})", able
+    if setup.checkpointing == "selective":
+        yield "activation_checkpointing", "selective", "use full or none"
+    if config.parallel.gpus > 1:
+        yield "parallel", "a job on several GPUs", "use one"
+    if config.evaluation or config.weight_average != "none" or config.zero_gradients == "fill":
+        yield "evaluation", "evaluation, an average of weights, or gradients filled with zeros", "leave it out"
 
 
 def _refuse_codes(model: Model, setup: TrainingSetup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan.model.spec import Attention
 from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
@@ -24,6 +26,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             gates: tuple[Value, ...] = ()
         else:
             (query, key, value), gates = _projections(builder, x, part, prefix)
+            if builder.settings.code.cuts_sequences:
+                query, key, value = _in_heads(builder, (query, key, value), part)
         query.apart = key.apart = value.apart = True
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
@@ -40,6 +44,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if part.scales_query:
             with builder.tape.alive(key, value, *named):
                 query = _scaled(builder, query)
+        if builder.settings.code.cuts_sequences:
+            query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
         if builder.settings.code.repeats_keys:
             with builder.tape.alive(query):
@@ -56,6 +62,17 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 if fuses(builder, "o", (name,)):
                     return fused_linears(builder, out, ((name, hidden),))[0]
                 return row_product(builder, out, name, hidden)
+
+
+def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> list[Value]:
+    """Return what projections yield with heads before tokens, whose gradients are copied where there is more than one head."""
+    counts = (part.num_heads, part.num_key_value_heads, part.num_key_value_heads)
+    return [looked_at(builder, x) if heads > 1 else x for x, heads in zip(projected, counts, strict=True)]
+
+
+def looked_at(builder: Builder, x: Value) -> Value:
+    """Return another look at a tensor, from which its gradient comes back as a copy."""
+    return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
 
 
 def _scaled(builder: Builder, query: Value) -> Value:
@@ -194,6 +211,8 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     concatenated, or put out by a kernel that normalises it after its rotation; what is cut out of padded heads lies
     apart in any case. With one head, and but for padding with one token, the two are the same.
     """
+    if builder.settings.code.cuts_sequences:
+        return True
     if part.num_heads == 1:
         return False
     eager = goes_by_steps(builder, part)

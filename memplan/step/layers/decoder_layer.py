@@ -34,6 +34,8 @@ def layer_section(
     needs_gradient: bool,
     element_bytes: int,
     leaf: bool = False,
+    *,
+    staged: bool = False,
 ) -> Section:
     """Return a layer on tape, the same one each time.
 
@@ -44,10 +46,12 @@ def layer_section(
         needs_gradient: Whether its input needs a gradient.
         element_bytes: Bytes of an element of its input.
         leaf: Whether its input is a leaf of autograd's graph.
+        staged: Whether its input waits in host memory, and is then a view of a buffer that is there all the time.
     """
     builder = Builder(settings, dict(weights))
-    builder.tape.instant = "layer"
-    entry = builder.tape.given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
+    builder.tape.instant, builder.tape.waits = "layer", staged
+    given = builder.tape.part_of if staged else builder.tape.given
+    entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
     output = layer_output(builder, entry, layer)
     builder.tape.touch(*builder.held)

@@ -20,6 +20,8 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
     with tape.alive(query, key, value):
         if code.turns_halves and part.rotary_dim:
             return (*turned_halves(builder, query, key, part.head_dim), ())
+        if builder.profile.rotary == "together" and part.rotary_dim:
+            return (*_by_one_kernel(builder, query, key, part), ())
         if builder.profile.rotary == "complex" and part.rotary_dim:
             return (*turned_complex(builder, query, key, part.head_dim), ())
         if code.rotates_together:
@@ -54,6 +56,19 @@ def _turned_together(
             second = joined_heads(builder, key, other)
     named = (rotated, other) if each else (query, key, rotated, other)
     return first, second, named if code.names_passed else ()
+
+
+def _by_one_kernel(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value]:
+    """Return query and key turned by one kernel, where they are if there is one head, whose backward forms both gradients.
+
+    Source:
+        ``Fast_RoPE_Embedding_QK`` in unsloth/kernels/rope_embedding.py (2026.10.9).
+    """
+    pairs = ((query, part.num_heads), (key, part.num_key_value_heads))
+    turned = tuple([builder.fresh(x) if heads > 1 else builder.tape.view(x) for x, heads in pairs])
+    traits = Traits(packs=False, custom=True)
+    builder.tape.apply("rotary", [(query, NEW), (key, NEW)], turned, traits=traits)
+    return turned[0], turned[1]
 
 
 def turned_complex(builder: Builder, query: Value, key: Value, head_dim: int) -> tuple[Value, Value]:

@@ -64,7 +64,7 @@ class Player:
         graph = saves and self.checkpointing == "none"
         unnamed_after = self._unnamed_after(graph)
         cached = self._cached() if saves and self.checkpointing == "selective" and self.to_recompute else ()
-        if self.entry is not None and saves:
+        if self.entry is not None and saves and not self.tape.waits:
             self.live.retain(self.entry.storage)
         instant = "forward"
         for index, operation in enumerate(self.tape.operations):
@@ -184,6 +184,8 @@ class Player:
         if not self.to_recompute or self.entry is None:
             return ()
         self.to_recompute = False
+        if self.tape.waits:
+            self.live.retain(self.entry.storage)
         named = (self.gradients[id(output)], self.entry.storage, output.storage)
         self.live.retain_all(named[:2])
         self.recompute(self.tape.nodes[-1].instant)

@@ -47,6 +47,8 @@ class Quantity(IntEnum):
     NEXT_TILE_TOKENS = 26
     PATCHES = 27
     IMAGE_TOKENS = 28
+    TABLE_ROWS = 29
+    NEXT_CHUNK = 30
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -79,11 +81,14 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.NEXT_TILE_TOKENS: "min(max(b*(t-1) - 4096, 0), 4096)",
     Quantity.PATCHES: "b*p",
     Quantity.IMAGE_TOKENS: "b*i",
+    Quantity.TABLE_ROWS: "p8192",
+    Quantity.NEXT_CHUNK: "n2",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
 tp is the number of GPUs that share matrices. m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
+p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more.
 p is the number of patches of a row's images, i that of the tokens which they become.
 """
 
@@ -222,6 +227,8 @@ def quantities(
     answer: int = 0,
     ranks: int = 1,
     images: tuple[int, int] = (0, 0),
+    table_rows: int = 0,
+    next_chunk: int = 0,
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -235,6 +242,8 @@ def quantities(
         answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
         ranks: GPUs that share each sequence between the matrices that they share.
         images: Patches of a sequence's images, and the tokens that they become.
+        table_rows: Positions of rotary tables that have other rows than a sequence or the model.
+        next_chunk: Rows by which a second piece of a loss takes more than the first.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -254,5 +263,5 @@ def quantities(
     predicted = (tokens - batch, tile, pairs, batch * row, batch * (length - (rows - 1) * row))
     sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), rows)
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
-    ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1])
+    ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, next_chunk)
     return attended + embedded + predicted + sequences + labelled + ends

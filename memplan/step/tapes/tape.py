@@ -43,6 +43,7 @@ class Tape:
         region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
         leaf: A result that a library asks for a gradient of, with which it stays as long as the graph of the loss.
         named: Results that the model has names for until all layers have run.
+        waits: Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Tape:
     region_end: int = FOREVER
     leaf: Value | None = None
     named: tuple[Value, ...] = ()
+    waits: bool = False
 
     def value(
         self,

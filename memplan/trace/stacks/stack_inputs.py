@@ -61,6 +61,7 @@ class StackInputs:
         compute_capability: Of the card whose kernels are chosen, such as ``8.6``.
         details: What the setup does not say.
         device: What it runs on: ``meta`` in a trace, else a device on which it really trains.
+        card_bytes: Memory of the card, by which some code chooses; 0 where nothing says which card it is.
     """
 
     model: Model
@@ -69,6 +70,7 @@ class StackInputs:
     compute_capability: str = "9.0"
     details: StackDetails = StackDetails()
     device: str = "meta"
+    card_bytes: int = 0
 
     @property
     def is_traced(self) -> bool:

@@ -46,7 +46,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
     config, stack, profile = _filled(config, catalog)
-    refuse_unmodelled(config, place)
+    refuse_unmodelled(config, stack, place)
     _refuse_first(freeze_refusals(config, stack), place)
     _refuse_first(method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")), place)
     format_names = {role: format_name(config, role) for role in ROLES}

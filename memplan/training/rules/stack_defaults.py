@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Images, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Images, Offload, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 
@@ -36,7 +36,15 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         adapter=adapter,
         images=_images(config, stack),
+        offload=_offload(config, stack, hidden),
     )
+
+
+def _offload(config: TrainingConfig, stack: Stack, hidden: str) -> Offload:
+    """Return what a config keeps in host memory: with its stack's own checkpointing, inputs of layers too."""
+    own = config.activation_checkpointing is None and default_checkpointing(config, stack, hidden) == "full"
+    waits = own and stack.checkpointing.offloads and config.parallel.gpus == 1
+    return replace(config.offload, activations="cpu") if waits else config.offload
 
 
 def _images(config: TrainingConfig, stack: Stack) -> Images:

@@ -1,0 +1,96 @@
+"""unsloth's scripts, planned: what waits in host memory, pieces of the loss by card, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError
+from memplan.step.kernels.loss_pieces import has_all_words, next_rows, piece_rows
+
+LAYERS, HIDDEN, BYTES = 32, 4096, 2  # of Llama-3.1-8B
+
+
+def planned(batch=2, length=2048, gpu="rtx4090", model="llama-3.1-8b", config="qlora", **keys):
+    settings = {"stack": "unsloth", "micro_batch_size": batch, "sequence_length": length, **keys}
+    return memplan.plan(model, gpu=gpu, config=config, set=settings).memory
+
+
+def at_last_layer(plan):
+    return dict(plan.instants)[f"layer {LAYERS} backward"]
+
+
+def stream_bytes(batch, length):
+    return batch * length * HIDDEN * BYTES
+
+
+def test_inputs_of_layers_wait_in_host_memory_but_for_four_tensors_of_their_size():
+    own, full = planned(), planned(activation_checkpointing="full")
+    assert own.setup.config.offload.activations == "cpu"
+    assert full.setup.config.offload.activations == "none"
+    kept = 4  # the embedding's result, the last layer's input, two buffers for what comes back
+    assert at_last_layer(full) - at_last_layer(own) == (LAYERS - kept) * stream_bytes(2, 2048)
+
+
+def test_inputs_of_no_more_than_2_mib_stay_on_the_card():
+    assert stream_bytes(1, 256) == 2 * 1024**2
+    assert planned(1, 256).requested_bytes == planned(1, 256, activation_checkpointing="full").requested_bytes
+    assert at_last_layer(planned(1, 257)) < at_last_layer(planned(1, 257, activation_checkpointing="full"))
+
+
+def test_events_of_a_run_add_up_to_the_peak_with_inputs_in_host_memory():
+    assert planned().reserve_by_share == ""
+
+
+def test_a_large_card_forms_logits_of_all_words_in_a_short_micro_batch_alone():
+    small, large = planned(1, 4096), planned(1, 4096, gpu="a100-sxm-80gb")
+    assert (small.setup.profile.loss, large.setup.profile.loss) == ("tiled-linear", "pieced-linear")
+    assert [has_all_words("pieced-linear", 128256, tokens) for tokens in (4096, 4097)] == [True, False]
+    assert not has_all_words("tiled-linear", 128256, 10)
+    assert has_all_words("tiled-linear", 32768, 10_000)
+
+
+def test_pieces_of_all_words_have_about_as_many_logits():
+    sizes = {words: piece_rows(words, 4096, whole=True) for words in (1000, 32000, 49152, 128256, 256000)}
+    assert sizes == {1000: 4096, 32000: 2048, 49152: 1024, 128256: 512, 256000: 512}
+    assert piece_rows(32000, 8192, whole=True) == 4096
+    assert [next_rows(rows, 2048, whole=True) for rows in (2048, 3000, 4096)] == [0, 0, 2048]
+    assert [next_rows(rows, 4096, whole=False) for rows in (4096, 5000, 9000)] == [0, 904, 4096]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"config": "bf16-adamw"}, "adapter: training all weights"),
+        ({"adapter.dropout": 0.1}, "adapter.dropout: dropout before adapters"),
+        ({"adapter.targets": ["q_proj", "v_proj"]}, "adapter.targets: leaving projections out"),
+        ({"gpu": "t4"}, "kernels.attention: another attention"),
+        ({"kernels.attention": "flash"}, "kernels.attention: another attention"),
+        ({"model": "gemma-2b"}, "models of family gemma are not modelled for unsloth"),
+        ({"model": "mistral-7b-v0.1", "length": 8192}, "8192 is beyond the window of 4096 tokens"),
+        ({"evaluation": True}, "evaluation: evaluation"),
+        ({"activation_checkpointing": "selective"}, "activation_checkpointing: selective is not modelled"),
+    ],
+)
+def test_other_paths_through_unsloths_code_are_refused_by_name(keys, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        planned(**keys)
+
+
+SCRIPT = """\
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
+
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Meta-Llama-3.1-8B-bnb-4bit", max_seq_length=8192, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=16, lora_dropout=0, use_gradient_checkpointing=True, loftq_config=None)
+SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=8, optim="adamw_8bit"))
+"""
+
+
+def test_a_script_is_planned_and_its_fixes_are_in_its_own_words(cli, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    answer = memplan.plan(str(path), gpu="rtx4090")
+    assert (answer.verdict, answer.memory.setup.stack.name) == ("no", "unsloth")
+    assert [one.change for one in answer.suggestions if one.flips_verdict][1] == "offload.activations=cpu"
+    assert "use_gradient_checkpointing: unsloth" in cli("fit", path, "--gpu", "rtx4090").out

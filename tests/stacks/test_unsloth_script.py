@@ -1,0 +1,27 @@
+"""unsloth's own code, where it is installed: a script of it run whole, beside the formula."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("torch")
+
+from memplan.lab.stack_survey.drawn_stack_jobs import drawn_stack_job, planned, traced
+from tests.jobs import shipped_catalog
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.mark.parametrize("number", [1, 9, 13])
+def test_the_formula_agrees_with_a_script_that_is_run(number):
+    if find_spec("unsloth") is None:
+        pytest.skip("unsloth is not installed")
+    catalog = shipped_catalog()
+    job = drawn_stack_job(2026, number, catalog, ("unsloth",))
+    plan, trace = planned(job, catalog), traced(job, catalog)
+    assert plan.requested_bytes == pytest.approx(trace.peak_bytes, rel=0.001)
+    assert plan.persistent_bytes == trace.persistent_bytes
+    instants = dict(plan.instants)
+    assert instants["forward"] == pytest.approx(trace.instant_bytes["forward"], rel=0.002)
