@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.blocks.fused_adapters import run_together
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import image_batch
 from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
@@ -83,18 +84,21 @@ class StepInputs:
 
     @property
     def decoder_bytes(self) -> int:
-        """The buffer that products of forward decode codes into, which stays: of the largest matrix with an adapter.
+        """The buffer that products of forward decode codes into, which stays: of the largest matrix that one function has with its adapter.
 
         Source:
-            ``_scratch`` and ``fast_dequantize`` in unsloth/kernels/utils.py (2026.10.9).
+            ``_scratch`` and ``fast_dequantize`` in unsloth/kernels/utils.py, ``patch_peft_model`` in models/llama.py
+            (2026.10.9).
         """
         if not (self.setup.stack.projections.fused_overwrites and self.setup.profile.fused_adapters):
             return 0
-        adapted = {entry.tensor.name.partition(".lora_A.")[0] for entry in self.states.tensors}
+        entries = self.states.tensors
+        adapted = {entry.tensor.name.partition(".lora_A.")[0] for entry in entries if ".lora_A." in entry.tensor.name}
+        adapted.difference_update(entry.tensor.name.removesuffix(".bias") for entry in entries)
         sizes = [
             entry.copy_bytes
-            for entry in self.states.tensors
-            if entry.quantized and entry.tensor.name.removesuffix(".weight") in adapted
+            for entry in entries
+            if entry.quantized and adapted.issuperset(run_together(entry.tensor.name.removesuffix(".weight")))
         ]
         return max(sizes, default=0)
 

@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.step.blocks.fused_adapters import run_together
 from memplan.step.kernels.loss_pieces import has_all_words, next_rows, piece_rows
 
 LAYERS, HIDDEN, BYTES = 32, 4096, 2  # of Llama-3.1-8B
@@ -59,11 +60,35 @@ def test_pieces_of_all_words_have_about_as_many_logits():
 
 
 @pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        ("model.layers.3.self_attn.k_proj", ["q_proj", "k_proj", "v_proj"]),
+        ("model.layers.3.self_attn.o_proj", ["o_proj"]),
+        ("model.layers.3.mlp.up_proj", ["gate_proj", "up_proj", "down_proj"]),
+        ("lm_head", ["lm_head"]),
+    ],
+)
+def test_projections_run_together_by_name(name, together):
+    part = name.rpartition(".")[0]
+    assert run_together(name) == [f"{part}.{other}" if part else other for other in together]
+
+
+def test_codes_are_decoded_into_a_buffer_where_all_projections_of_one_function_have_adapters():
+    own = {"gradient_accumulation_steps": 1, "weights": {"default": "bf16", "hidden_matrix": "nf4-dq"}}
+    by_targets = {}
+    for targets in (["q_proj", "v_proj"], ["o_proj", "v_proj"]):
+        plan = planned(1, 256, **own, **{"adapter.targets": targets})
+        by_targets[targets[0]] = dict(plan.instants)["end of backward"]
+    buffer = HIDDEN * HIDDEN * BYTES
+    assert by_targets["o_proj"] - by_targets["q_proj"] == buffer
+
+
+@pytest.mark.parametrize(
     ("keys", "reason"),
     [
         ({"config": "bf16-adamw"}, "adapter: training all weights"),
         ({"adapter.dropout": 0.1}, "adapter.dropout: dropout before adapters"),
-        ({"adapter.targets": ["q_proj", "v_proj"]}, "adapter.targets: leaving projections out"),
+        ({"adapter.targets": ["q_proj", "lm_head"]}, "adapters on lm_head are not modelled of stack unsloth"),
         ({"gpu": "t4"}, "kernels.attention: another attention"),
         ({"kernels.attention": "flash"}, "kernels.attention: another attention"),
         ({"model": "gemma-2b"}, "models of family gemma are not modelled for unsloth"),

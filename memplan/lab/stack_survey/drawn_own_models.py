@@ -208,6 +208,14 @@ def nanogpt_job(rng: Random) -> tuple[Keys, Keys]:
 
 UNSLOTH_FAMILIES = ("llama", "llama", "mistral", "qwen2", "qwen3")
 
+UNSLOTH_TARGETS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "v_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("q_proj", "v_proj", "up_proj", "down_proj"),
+)
+"""Some of the projections, which unsloth's functions take as whole groups alone."""
+
 
 def unsloth_job(rng: Random) -> tuple[Keys, Keys]:
     """Return the keys of a model and of a training config, as unsloth's scripts train adapters; each runs in half a minute."""
@@ -231,6 +239,8 @@ def unsloth_job(rng: Random) -> tuple[Keys, Keys]:
     training["adapter"] = adapter
     checkpointing = rng.choice(("own", "own", "own", "full", "none"))
     training |= {} if checkpointing == "own" else {"activation_checkpointing": checkpointing}
+    if rng.random() < 0.3:
+        adapter["targets"] = list(rng.choice(UNSLOTH_TARGETS))
     return model, training
 
 

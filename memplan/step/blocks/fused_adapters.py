@@ -20,6 +20,15 @@ from memplan.step.tapes.taped_weight import Weight
 
 PARTS = ("lora_A", "lora_B")
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj"))
+"""Names of projections that run as one function where each of them has an adapter."""
+
+
+def run_together(name: str) -> list[str]:
+    """Return the names of the projections that one function has together with this one; itself alone where it has none."""
+    part, _, own = name.rpartition(".")
+    return [f"{part}.{other}" for names in TOGETHER if own in names for other in names] or [name]
+
 
 def fuses(builder: Builder, part: str, names: Sequence[str]) -> bool:
     """Tell whether the projections of these names, which are ``qkv``, ``o`` or ``mlp``, run as one function: where each has an adapter.

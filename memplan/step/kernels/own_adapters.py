@@ -10,7 +10,6 @@ from memplan.model.spec import Attention
 from memplan.step.kernels.family_code import family_code
 from memplan.training.resolved import TrainingSetup
 
-ADAPTED = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
 
 
@@ -63,8 +62,6 @@ def _unfollowed(setup: TrainingSetup) -> Iterator[tuple[str, str, str]]:
         yield "adapter.kind", f"{adapter.kind}, which PEFT's own code runs,", "use lora"
     if adapter.dropout:
         yield "adapter.dropout", "dropout before adapters, whose masks are kept,", "use 0 (lora_dropout = 0)"
-    if "all-linear" not in adapter.targets and not ADAPTED.issubset(adapter.targets):
-        yield "adapter.targets", "leaving projections out", f"use all of {', '.join(sorted(ADAPTED))}"
     if config.compute_dtype != "bf16":
         yield "compute_dtype", config.compute_dtype, "use bf16, on a card of compute capability 8.0 or above"
     if setup.profile.attention != "flash" or config.kernels.attention not in (None, "auto"):
