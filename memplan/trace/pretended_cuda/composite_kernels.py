@@ -50,6 +50,7 @@ def composite_kernels(compute_capability: str, forced: ChosenKernel | None = Non
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
         library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
+        library.impl("_fused_sdp_choice", _choice(compute_capability, forced), "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
@@ -67,22 +68,49 @@ def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        call = AttentionCall(
-            dtype=_NAMES[query.dtype],
-            width=query.shape[-1],
-            value_width=value.shape[-1],
-            masked=attn_mask is not None,
-            grouped=enable_gqa and key.shape[1] != query.shape[1],
-            unequal=not enable_gqa and key.shape[1] != query.shape[1],
-            dropout=dropout_p,
-            tokens=key.shape[2],
-            trained=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
-        )
+        call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
         kernel = forced or chosen_kernel(call, compute_capability, _allowed())
         mask = _additive(attn_mask, query.dtype)
         return _KERNELS[kernel](query, key, value, mask, call, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
+
+
+def _choice(compute_capability: str, forced: ChosenKernel | None) -> Callable[..., int]:
+    numbers = {name: backend.value for backend, name in BACKENDS.items()}
+
+    def fused_sdp_choice(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        _: bool = False,
+        *,
+        enable_gqa: bool = False,
+        **__: Any,
+    ) -> int:
+        call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
+        return numbers[forced or chosen_kernel(call, compute_capability, _allowed())]
+
+    return fused_sdp_choice
+
+
+def _call_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, *, enable_gqa: bool
+) -> AttentionCall:
+    grouped = key.shape[1] != query.shape[1]
+    return AttentionCall(
+        dtype=_NAMES[query.dtype],
+        width=query.shape[-1],
+        value_width=value.shape[-1],
+        masked=mask is not None,
+        grouped=enable_gqa and grouped,
+        unequal=not enable_gqa and grouped,
+        dropout=dropout,
+        tokens=key.shape[2],
+        trained=torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)),
+    )
 
 
 def _allowed() -> tuple[str, ...]:
