@@ -59,6 +59,19 @@ def test_pieces_of_all_words_have_about_as_many_logits():
     assert [next_rows(rows, 4096, whole=False) for rows in (4096, 5000, 9000)] == [0, 904, 4096]
 
 
+def test_sequences_are_padded_for_cudnn_by_1_to_128_tokens_on_h100():
+    keys = {"activation_checkpointing": "none", "config": "lora"}
+    more = [
+        at_last_layer(planned(1, length, gpu="h100-sxm", **keys))
+        - at_last_layer(planned(1, length, gpu="a100-sxm-80gb", **keys))
+        for length in (2048, 2047)
+    ]
+    heads, groups, width, statistics = 32, 8, 128, 4
+    token = LAYERS * ((2 * heads + 2 * groups) * width * BYTES + heads * statistics)
+    random = LAYERS * (24 - 16)  # flash has one number more, which it does not use
+    assert [round((one + random) / token) for one in more] == [128, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "together"),
     [
@@ -90,6 +103,7 @@ def test_codes_are_decoded_into_a_buffer_where_all_projections_of_one_function_h
         ({"adapter.dropout": 0.1}, "adapter.dropout: dropout before adapters"),
         ({"adapter.targets": ["q_proj", "lm_head"]}, "adapters on lm_head are not modelled of stack unsloth"),
         ({"gpu": "t4"}, "kernels.attention: another attention"),
+        ({"gpu": "b200"}, "kernels.attention: what unsloth takes instead of cuDNN on"),
         ({"kernels.attention": "flash"}, "kernels.attention: another attention"),
         ({"model": "gemma-2b"}, "models of family gemma are not modelled for unsloth"),
         ({"model": "mistral-7b-v0.1", "length": 8192}, "8192 is beyond the window of 4096 tokens"),

@@ -48,10 +48,19 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         CannotAnswerError: The card cannot do something that the setup says; the message has what to set instead.
 
     Source:
-        configs/hardware/capabilities.yaml; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (v2.13.0).
+        configs/hardware/capabilities.yaml; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (v2.13.0); ``_training_sdpa``
+        in unsloth/utils/attention_dispatch.py (2026.10.9).
     """
     notes = (*_notes(setup, gpu), *_scaler_notes(setup))
     kernel, reason = _attention(setup, model, gpu)
+    if (
+        setup.stack.model_code == "unsloth"
+        and kernel == "cudnn"
+        and not (gpu.compute_capability or "").startswith("9.")
+    ):
+        raise CannotAnswerError(
+            f"kernels.attention: what unsloth takes instead of cuDNN on {card_label(gpu)} is not modelled"
+        )
     if reason:
         notes = (*notes, reason)
     masked, tower = _masked_kernel(setup, model, gpu), _tower_kernel(setup, model, gpu)

@@ -64,9 +64,13 @@ def _unfollowed(setup: TrainingSetup) -> Iterator[tuple[str, str, str]]:
         yield "adapter.dropout", "dropout before adapters, whose masks are kept,", "use 0 (lora_dropout = 0)"
     if config.compute_dtype != "bf16":
         yield "compute_dtype", config.compute_dtype, "use bf16, on a card of compute capability 8.0 or above"
-    if setup.profile.attention != "flash" or config.kernels.attention not in (None, "auto"):
-        able = "use auto, on a card of compute capability 8.0 or above"
-        yield "kernels.attention", f"another attention than torch's own flash kernel ({setup.profile.attention})", able
+    if setup.profile.attention not in ("flash", "cudnn") or config.kernels.attention not in (None, "auto"):
+        able = "use auto, on a card of compute capability 8.0 to 9.0, or of 12.0"
+        yield (
+            "kernels.attention",
+            f"another attention than torch's own choice of flash or cuDNN ({setup.profile.attention})",
+            able,
+        )
     if setup.checkpointing == "selective":
         yield "activation_checkpointing", "selective", "use full or none"
     if config.parallel.gpus > 1:

@@ -8,6 +8,7 @@ from memplan.step.layers.attention_kernels import (
     Heads,
     additive_mask,
     attention_kernel,
+    bucketed_attention,
     eager_attention,
     flash_attention,
     flex_attention,
@@ -42,6 +43,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
             return flash_attention(builder, lowered)
         if builder.profile.attention == "flex":
             return flex_attention(builder, lowered)
+        if builder.profile.attention == "cudnn" and builder.settings.code.cuts_sequences:
+            return bucketed_attention(builder, lowered)
         efficient = builder.profile.attention == "efficient"
         return attention_kernel(builder, ungrouped(builder, lowered) if efficient else lowered)
 

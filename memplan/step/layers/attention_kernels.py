@@ -69,7 +69,8 @@ def attention_kernel(
     tape, kernel = builder.tape, builder.profile.attention
     out = builder.fresh(heads.query, heads.number * (heads.value.width // heads.groups))
     # The efficient kernel stores its statistics in rows of a multiple of 32 (kAlignLSE in mem_eff_attention).
-    rows = Quantity.ALIGNED_TOKENS if kernel == "efficient" else TOKENS
+    bucketed = heads.query.quantity is Quantity.BUCKETED_TOKENS
+    rows = Quantity.ALIGNED_TOKENS if kernel == "efficient" else Quantity.BUCKETED_TOKENS if bucketed else TOKENS
     statistics = tape.value(rows, heads.number, 4)
     random = tape.value(ONE, FLASH_ATTN_RANDOM_BYTES if builder.settings.flash_attn else RANDOM_STATE_BYTES[kernel], 1)
     ways = [(x, NEW) for x in heads.tensors]
@@ -135,6 +136,25 @@ def flash_attention(builder: Builder, heads: Heads) -> Value:
     out = attention_kernel(builder, Heads(query, key, value, heads.number, heads.groups), scratch)
     builder.tape.touch(query, key, value)
     return out if padded == widths[2] else builder.sliced(out, heads.number * widths[2])
+
+
+def bucketed_attention(builder: Builder, heads: Heads) -> Value:
+    """Return attention by cuDNN of sequences that are padded by 1 to 128 tokens, whose results are cut off again.
+
+    Source:
+        ``_cudnn_length_bucketed_sdpa`` in unsloth/utils/attention_dispatch.py (2026.10.9).
+    """
+    tape, bucketed = builder.tape, Quantity.BUCKETED_TOKENS
+    padded: list[Value] = []
+    for x in heads.tensors:
+        with tape.alive(*heads.tensors, *padded):
+            longer = tape.value(bucketed, x.width, x.element_bytes, x.needs_gradient)
+            padded.append(tape.apply("pad", [(x, NEW)], longer, traits=SAVES_NOTHING))
+    with tape.alive(*heads.tensors):
+        query, key, value = padded
+        out = attention_kernel(builder, Heads(query, key, value, heads.number, heads.groups))
+        cut = Value(out.storage, TOKENS, out.coefficient, out.element_bytes, out.needs_gradient, out.foreign)
+        return tape.apply("cut", [(out, NEW)], cut, traits=SAVES_NOTHING)
 
 
 def _padded(builder: Builder, x: Value, width: int) -> Value:

@@ -49,6 +49,7 @@ class Quantity(IntEnum):
     IMAGE_TOKENS = 28
     TABLE_ROWS = 29
     NEXT_CHUNK = 30
+    BUCKETED_TOKENS = 31
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -83,6 +84,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.IMAGE_TOKENS: "b*i",
     Quantity.TABLE_ROWS: "p8192",
     Quantity.NEXT_CHUNK: "n2",
+    Quantity.BUCKETED_TOKENS: "b*ceil128(t+1)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -264,4 +266,5 @@ def quantities(
     sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), rows)
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, next_chunk)
-    return attended + embedded + predicted + sequences + labelled + ends
+    bucketed = (batch * round_up(length + 1, 128),)
+    return attended + embedded + predicted + sequences + labelled + ends + bucketed
