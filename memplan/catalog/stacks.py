@@ -254,6 +254,8 @@ class Stack:
         attention_order: Kernels that it lets torch's attention choose among, the one that comes first first, where its
             ``attention`` is ``auto``; nothing is all of them in torch's own order.
         shards_alone: Whether a model on one GPU is in FSDP too, over a group of one.
+        saved_modules: Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of
+            ``adapters``, which all that trains is cast to.
         sources: Where all this was read.
         history: What older versions did otherwise, the oldest first.
         aliases: Other names.
@@ -299,6 +301,7 @@ class Stack:
     foreign_losses: tuple[LossKernel, ...] = ()
     attention_order: tuple[AttentionKernel, ...] = ()
     shards_alone: bool = False
+    saved_modules: Literal["weights", "adapters"] = "weights"
     name: str = ""
     version: str = ""
 

@@ -53,7 +53,8 @@ class Adapter:
     Attributes:
         kind: ``lora``, or ``dora`` with a learned magnitude per output row.
         rank: Width of the adapter.
-        targets: Last part of the names of the adapted projections, of the embedding or head, or ``all-linear``.
+        targets: Last parts of the names of the adapted projections, of the embedding or head, such as ``q_proj`` or
+            ``self_attn.q_proj``; or ``all-linear``.
         dtype: Format of the adapter's weights; None is that of the stack.
         dropout: Probability with which the adapter's input is dropped; None is 0.
         modules_to_save: Embedding, head and norms, by how their names end, that are trained whole: as copies, beside

@@ -176,7 +176,7 @@ class _Step:
         self.reading.problems.append(f"{self.keys.where(key)}: expected {wanted}, got {printable(repr(value), 60)}")
 
     def _list(self, key: str, value: Any, kind: str) -> Any:
-        """Return names as a list; adapters' targets by the last part of each, all linear layers by one word."""
+        """Return names as a list; adapters' targets as what modules' names end with, all linear layers by one word."""
         items = value if isinstance(value, list) else re.split(r"[,\s]+", str(value))
         names = [str(item) for item in items if str(item)]
         if kind == "list":
@@ -184,10 +184,16 @@ class _Step:
         if any(re.search(r"[*()\[\]|\\^$+?{}]", name) for name in names):
             selected = selected_linears(value) if isinstance(value, str) else None
             if selected is None:
-                self._refuse(key, "adapters on modules that a pattern selects")
+                self._refuse(
+                    key, "adapters on modules that a pattern selects, but for one of linear layers alike in all layers"
+                )
             self._state("adapter.vision", False, key)  # patterns that select modules of a tower are refused
             return selected or MISSING
-        names = [self.rule.get("names", {}).get(last := name.rsplit(".", 1)[-1], last) for name in names]
+        if any(part.isdigit() for name in names for part in name.split(".")):
+            self._refuse(key, "adapters on some layers alone; q_proj without a layer's number is that of all layers")
+            return MISSING
+        parts = [name.rpartition(".") for name in names]
+        names = [f"{path}{dot}{self.rule.get('names', {}).get(last, last)}" for path, dot, last in parts]
         return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
 
     def _patterns(self, key: str, value: Any, kind: str) -> Any:

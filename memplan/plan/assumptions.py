@@ -19,6 +19,7 @@ from memplan.step.states.parallel_shards import (
     is_whole,
     runs_engine,
 )
+from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.image_models import WITH_IMAGES
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 ADAPTER_TENSORS = ("lora_A.weight", "lora_B.weight")
 
 REFERENCES = {
-    "resident": "a frozen second copy in the same formats; its forward runs before backward, beside all that forward has saved",
+    "resident": "a frozen second copy in {}; its forward runs before backward, beside all that forward has saved",
     "adapter-off": "the model without its adapters; its forward runs before backward, beside all that forward has saved",
     "precomputed": "none on the device; its log-probabilities have been computed before",
 }
@@ -170,7 +171,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         scores = "one number" if count == 1 else f"{count} scores"
         yield f"the head yields {scores} for each token in place of logits, and is trained"
     if method.reference_model != "none":
-        yield f"reference model: {REFERENCES[str(method.reference_model)]}"
+        own = plan.setup.config.compute_dtype if reference_setup(plan.setup) is not plan.setup else "the same formats"
+        yield f"reference model: {REFERENCES[str(method.reference_model)].format(own)}"
 
 
 ENGINES = {

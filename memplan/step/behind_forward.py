@@ -13,6 +13,8 @@ from memplan.step.playing.places import last_places
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import BEHIND_REGION, Instant
+from memplan.step.tensors.tensor_states import reference_setup
+from memplan.training.adapters import REFERENCE
 
 STATISTICS_BYTES = 4 + 4 + 4 + 1
 """What a loss over preferences still has names for beside labels: log-probability, entropy, mean of logits and whether the
@@ -73,7 +75,7 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     around += rows * 2
     yield Instant(GENERATION, "rows in another order", around)
     logs = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 * (together - 1))
-    arguments = layer_arguments(inputs.spec, setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+    arguments = _arguments(inputs)
     several = 1 if together > 1 else 0
     if setup.copies_logits:  # the last ones keep their name until the next are there
         last = _logits(taped, Quantity.ANSWER_TOKENS) * several
@@ -88,7 +90,7 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
         yield from forward_alone(inputs, taped, scored + before, GENERATION, arguments, head=not setup.copies_logits)
         yield from forward_alone(inputs, taped, scored, GENERATION, arguments)
     scored += single_form(Part.ACTIVATIONS, Quantity.ANSWER_TOKENS, 4 * together * setup.keeps_old_log_probabilities)
-    yield from _reference_moments(inputs, taped, scored, GENERATION, arguments)
+    yield from _reference_moments(inputs, taped, scored, GENERATION)
 
 
 def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
@@ -104,8 +106,7 @@ def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, nam
         around += single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
     if taped.settings.metrics == "softmax":
         around += joined_ids(inputs.setup, forward=True)
-    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
-    yield from _reference_moments(inputs, taped, around, name, arguments)
+    yield from _reference_moments(inputs, taped, around, name)
 
 
 def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
@@ -123,17 +124,19 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
         ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
     """
     whole, ids = _logits(taped, Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
-    arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
-    yield from forward_alone(inputs, taped, around + ids, name, arguments)
+    yield from forward_alone(inputs, taped, around + ids, name, _arguments(inputs))
     yield Instant(name, "logits of desirable and undesirable answers", around + whole)
-    yield from _reference_moments(inputs, taped, around + ids, name, arguments)
-    yield from _reference_moments(inputs, taped, around + ids + whole, name, arguments)
+    yield from _reference_moments(inputs, taped, around + ids, name)
+    yield from _reference_moments(inputs, taped, around + ids + whole, name)
     yield Instant(name, "logits of desirable and undesirable answers", around + whole * 2)
 
 
-def _reference_moments(
-    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form
-) -> Iterator[Instant]:
+def _arguments(inputs: StepInputs) -> Form:
+    """Return what layers of a forward are given."""
+    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+
+
+def _reference_moments(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
     """Yield the moments of a forward of the reference model, where there is one that runs."""
     if inputs.setup.config.method.reference_model in ("none", "precomputed"):
         return
@@ -145,7 +148,12 @@ def _reference_moments(
         # its weights need no gradient, so that autocast keeps no casts of them (swift/pipelines/train/rlhf.py, 4.6.0)
         still = tuple(replace(entry, trainable=False) for entry in inputs.states.tensors)
         taped = model_on_tape(replace(inputs, states=replace(inputs.states, tensors=still)))
-    for moment in forward_alone(inputs, taped, around, name, arguments):
+    elif (narrow := reference_setup(inputs.setup)) is not inputs.setup:
+        copies = tuple(entry for entry in inputs.states.tensors if entry.tensor.name.startswith(REFERENCE))
+        named = tuple(replace(e, tensor=replace(e.tensor, name=e.tensor.name.removeprefix(REFERENCE))) for e in copies)
+        inputs = replace(inputs, setup=narrow, states=replace(inputs.states, tensors=named))
+        taped = model_on_tape(inputs)
+    for moment in forward_alone(inputs, taped, around, name, _arguments(inputs)):
         yield replace(moment, operation=f"reference: {moment.operation}")
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from memplan.catalog.training_config import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.inventory import Inventory, ParameterTensor, inventory_of
+from memplan.model.inventory import Inventory, ParameterTensor, Role, inventory_of
 from memplan.model.model import Model
 from memplan.training.resolved import TrainingSetup
 
-SAVED_ROLES = ("embedding", "head", "norm", "bias")
+SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")
 """Roles of what can be trained whole as a copy of its module."""
 OWN_PRODUCTS = ("fused-head", "fused-linear", "cut-cross-entropy")
 """Losses that multiply by the head's weight themselves, and pass its adapter by."""
@@ -30,6 +30,19 @@ def last_part(name: str) -> str:
 def module_of(tensor: ParameterTensor) -> str:
     """Return the name of the module that a parameter tensor belongs to."""
     return tensor.name.removesuffix(".weight").removesuffix(".bias")
+
+
+def selects(targets: Sequence[str], module: str) -> bool:
+    """Tell whether one of an adapter's targets is a module's name, or the end of it behind a dot.
+
+    Example:
+        >>> selects(["mlp.gate_proj"], "model.layers.{}.mlp.gate_proj"), selects(["proj"], "model.layers.{}.mlp.gate_proj")
+        (True, False)
+
+    Source:
+        ``match_target_against_key`` and ``check_target_module_exists`` in peft/tuners/tuners_utils.py (0.21.2).
+    """
+    return f".{module}".endswith(tuple(f".{target}" for target in targets))
 
 
 def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
@@ -106,6 +119,35 @@ def refuse_saved(model: Model, setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"{setup.name}: {where}: norms are not modelled beside dora's magnitudes; use lora")
 
 
+def with_saved_cast(setup: TrainingSetup, model: Model) -> TrainingSetup:
+    """Return a setup in which modules that are trained whole have the dtype of adapters, where the stack casts all that trains.
+
+    Raises:
+        CannotAnswerError: What becomes of copies that are cast so was not followed.
+
+    Source:
+        ``_setup_lora_tuning`` in llamafactory/model/adapter.py (0.9.5).
+    """
+    if setup.config.adapter is None or setup.stack.saved_modules == "weights":
+        return setup
+    wide = setup.adapter_dtype
+    saved = {t.role for t in model.inventory if is_saved(setup, t) and setup.format_names[t.role] != wide}
+    others = {t.role for t in model.inventory if t.used and not is_saved(setup, t)}
+    parallel, unlike = setup.config.parallel, ""
+    if saved & others:
+        unlike = "of all norms or none"
+    elif saved and setup.config.method.stage != "sft":
+        unlike = "for sft"
+    elif saved and (parallel.zero_stage or parallel.engine != "torch"):
+        unlike = "of one GPU, and of replicas"
+    elif saved and not setup.autocast and wide != setup.config.compute_dtype:
+        unlike = "under mixed precision, without which torch refuses two dtypes"
+    if unlike:
+        text = f"{setup.stack.label} casts copies to {wide}, which is modelled {unlike}"
+        raise CannotAnswerError(f"{setup.name}: adapter.modules_to_save: {text}")
+    return setup.with_floats(dict.fromkeys(saved, wide))
+
+
 def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:
     """Return which of embedding and head adapters are put on, by the last part of their names.
 
@@ -115,7 +157,7 @@ def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:
     assert setup.config.adapter is not None
     adapter, names = setup.config.adapter, model.spec.names
     table, head = last_part(names.embedding), last_part(names.head)
-    ends = [end for end in (table, head) if end in adapter.targets]
+    ends = [last_part(name) for name in (names.embedding, names.head) if selects(adapter.targets, name)]
     if not ends:
         return ends
     where, code, loss = f"{setup.name}: adapter.targets: adapters on", setup.stack.model_code, setup.profile.loss

@@ -11,7 +11,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
-from memplan.training.adapted_ends import last_part, refuse_saved, targeted_ends
+from memplan.training.adapted_ends import last_part, module_of, refuse_saved, selects, targeted_ends
 from memplan.training.resolved import TrainingSetup
 
 ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
@@ -40,14 +40,14 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
     refuse_saved(model, setup)
     if setup.stack.model_code == "litgpt":
         return tuple(_litgpt_tensors(model, setup, litgpt_parts(model.spec, adapter.targets)))
-    known, ends = projections(model), targeted_ends(model, setup)
+    ends = targeted_ends(model, setup)
     if ends and adapts_experts(model, setup):
         raise CannotAnswerError(
             f"{setup.name}: adapter.targets: all-linear, which puts adapters on stacked experts, is not modelled with {ends[0]}; "
             "name the projections"
         )
-    if wrong := [target for target in adapter.targets if target not in ("all-linear", *ends, *known)]:
-        texts = ", ".join(known)
+    if wrong := _unknown_targets(model, setup, ends):
+        texts = ", ".join(projections(model))
         raise InvalidFileError(
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
@@ -60,6 +60,17 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         tensors += _factors(tensor, adapter, rows, columns)
     return (*tensors, *_adapters_of_ends(model, setup, ends), *_adapters_of_parameters(model, setup))
+
+
+def _unknown_targets(model: Model, setup: TrainingSetup, ends: Sequence[str]) -> list[str]:
+    """Return the targets that select no module of a model; its other libraries know last parts of names alone."""
+    modules = [module_of(tensor) for tensor in model.inventory if tensor.role == "hidden_matrix"]
+    modules += [name for name in (model.spec.names.embedding, model.spec.names.head) if last_part(name) in ends]
+    if setup.stack.model_code != "transformers":
+        modules = [last_part(name) for name in modules]
+    assert setup.config.adapter is not None
+    targets = [target for target in setup.config.adapter.targets if target != "all-linear"]
+    return [target for target in targets if not any(selects((target,), name) for name in modules)]
 
 
 def _factors(tensor: ParameterTensor, adapter: Adapter, rows: int, columns: int) -> Iterator[ParameterTensor]:
@@ -251,9 +262,9 @@ def projections(model: Model) -> list[str]:
 
 def is_targeted(tensor: ParameterTensor, targets: Sequence[str]) -> bool:
     """Tell whether adapters that are put on these targets go on a projection."""
-    return "all-linear" in targets or _projection(tensor) in targets
+    return "all-linear" in targets or selects(targets, module_of(tensor))
 
 
 def _projection(tensor: ParameterTensor) -> str:
     """Return the last part of a projection's name, such as ``q_proj``."""
-    return tensor.name.removesuffix(".weight").rsplit(".", 1)[-1]
+    return last_part(module_of(tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
@@ -73,6 +73,11 @@ class TrainingSetup:
     card_notes: tuple[str, ...] = ()
     frozen_embedding: bool = False
     untied_ends: bool = False
+
+    def with_floats(self, names: Mapping[Role, str]) -> TrainingSetup:
+        """Return the same setup with the weights of some roles in other floats."""
+        formats = {role: plain_format(name) for role, name in names.items()}
+        return replace(self, format_names={**self.format_names, **names}, formats={**self.formats, **formats})
 
     @property
     def label(self) -> str:
@@ -249,6 +254,11 @@ class TrainingSetup:
     def wide_floats(self) -> bool:
         """Whether fp32 weights are multiplied in fp32 beside products in 16 bits."""
         return self.kbit_floats and not self.autocast
+
+
+def plain_format(name: str) -> StorageFormat:
+    """Return a float format of that name."""
+    return StorageFormat(name, 1, FLOAT_BYTES[name], "", (), "float")
 
 
 def is_bundled(entry: Optimizer) -> bool:

@@ -11,7 +11,7 @@ from memplan.model.inventory import ParameterTensor, inventory_of, parameter_cou
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
-from memplan.training.adapted_ends import untied
+from memplan.training.adapted_ends import untied, with_saved_cast
 from memplan.training.adapters import is_targeted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
@@ -50,6 +50,7 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
     """
     if untied(released, setup) is not released:
         setup = replace(setup, untied_ends=True)
+    setup = with_saved_cast(setup, model)
     table = f"{model.spec.names.embedding}.weight"
     frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)
     return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen" else setup

@@ -167,6 +167,61 @@ def test_no_pattern_is_a_traceback(pattern):
     assert names is None or all(re.fullmatch("[a-z_]+", name) for name in names)
 
 
+AXOLOTL = "base_model: meta-llama/Llama-3.2-1B\ndatasets: [{path: a}]\nsequence_len: 512\nadapter: lora\n"
+
+
+def adapted(folder, targets):
+    return memplan.plan(str(written(folder, f"{AXOLOTL}lora_target_modules: {targets}\n")), gpu="h100").memory
+
+
+def test_targets_with_a_path_select_what_ends_with_it(tmp_path):
+    plain, paths = adapted(tmp_path, "[q_proj, down_proj]"), adapted(tmp_path, "[self_attn.q_proj, mlp.down_proj]")
+    assert paths.requested_bytes == plain.requested_bytes
+    assert adapted(tmp_path, "[self_attn.q_proj]").requested_bytes < plain.requested_bytes
+    with pytest.raises(InvalidFileError, match=r"'attn.q_proj' is no projection of"):
+        adapted(tmp_path, "[attn.q_proj]")
+
+
+@pytest.mark.parametrize("targets", ["[model.layers.0.self_attn.q_proj]", "[q_proj, layers.3.mlp.up_proj]"])
+def test_targets_of_one_layer_are_refused(tmp_path, targets):
+    with pytest.raises(CannotAnswerError, match="lora_target_modules: not modelled: adapters on some layers alone"):
+        adapted(tmp_path, targets)
+
+
+FACTORY = "model_name_or_path: meta-llama/Llama-3.2-1B\ncutoff_len: 512\nper_device_train_batch_size: 1\nbf16: true\n"
+
+
+def factory(folder, keys):
+    return memplan.plan(str(written(folder, f"{FACTORY}{keys}\n")), gpu="h100").memory
+
+
+def test_more_last_layers_than_there_are_is_said(tmp_path):
+    frozen = "stage: sft\nfinetuning_type: freeze\nfreeze_trainable_layers: "
+    most = memplan.plan(str(written(tmp_path, f"{FACTORY}{frozen}99\n")), gpu="h100")
+    said = "freeze.last_layers 99: Llama-3.2-1B has 16 layers, and all of them train"
+    assert said in most.to_dict()["assumptions"]
+    assert said in str(most.document(full=False).blocks)
+    assert most.memory.requested_bytes == factory(tmp_path, f"{frozen}16").requested_bytes
+
+
+def test_llama_factorys_reference_model_stays_in_16_bits(tmp_path):
+    full = factory(tmp_path, "stage: dpo\nfinetuning_type: full")
+    weights = [entry for entry in full.states.tensors if entry.tensor.name.startswith("reference.")]
+    trained = [entry for entry in full.states.tensors if entry.trainable]
+    assert {entry.format_name for entry in weights} == {"bf16"}
+    assert {entry.format_name for entry in trained} == {"fp32"}
+    with pytest.raises(CannotAnswerError, match="set bf16: true"):
+        memplan.plan(
+            str(written(tmp_path, FACTORY.replace("bf16: true", "stage: dpo\nfinetuning_type: full"))), gpu="h100"
+        )
+
+
+def test_llama_factorys_copies_of_ends_are_trained_in_fp32_beside_originals_in_16_bits(tmp_path):
+    saved = factory(tmp_path, "stage: sft\nfinetuning_type: lora\nadditional_target: embed_tokens,lm_head").states
+    ends = {e.tensor.name: (e.format_name, e.trainable) for e in saved.tensors if e.tensor.shape == (128256, 2048)}
+    assert sorted(ends.values()) == [("bf16", False), ("fp32", True), ("fp32", True)]
+
+
 TUNE = """\
 length: 4096
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: "${length}"}

@@ -9,6 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.plan.assumptions import experts_format, rows_alone, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
+from memplan.training.rules.frozen_rules import ALL_LAYERS
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -220,5 +221,6 @@ def _assumed(plan: MemoryPlan) -> str:
         f"experts in {experts}, as bitsandbytes quantises linear layers alone" if experts else "",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
         "allocator by share" if plan.reserve_by_share else "",
+        *(note for note in plan.model.notes if ALL_LAYERS in note),
     )
     return f"Assumes: {', '.join(filter(None, parts))}"

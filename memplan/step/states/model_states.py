@@ -13,16 +13,17 @@ from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
     adapter_states,
-    plain_format,
+    reference_setup,
     stored_format,
     tensor_states,
     updated,
 )
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
-from memplan.training.adapted_ends import is_saved, originals, with_saved_alone
+from memplan.training.adapted_ends import SAVED_ROLES, is_saved, originals, with_saved_alone
 from memplan.training.adapters import libraries_inventory, reference_tensors, replaced_table, stable_names
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
+from memplan.training.rules.role_names import format_name
 from memplan.units import ceil_div
 from memplan.values import dataclass
 
@@ -72,8 +73,11 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         still = tensor.frozen or not tensor.used or (frozen and tensor.kind not in saved)
         alike[tensor.kind] = tensor_states(setup, tensor, still, together)
     alike_added = {tensor.kind: adapter_states(setup, tensor) for tensor in merged(added)}
-    copied = (*originals(own, setup), *replaced_table(own, setup), *reference_tensors(own, setup))
-    beside = [tensor_states(setup, tensor, frozen=True) for tensor in copied]
+    loaded = _loaded_setup(setup)
+    beside = [tensor_states(loaded, tensor, frozen=True) for tensor in originals(own, setup)]
+    beside += [tensor_states(setup, tensor, frozen=True) for tensor in replaced_table(own, setup)]
+    reference = reference_setup(setup)
+    beside += [tensor_states(reference, tensor, frozen=True) for tensor in reference_tensors(own, setup)]
     beside += _scales_beside_flats(inventory, setup)
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
@@ -91,6 +95,13 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
     return _offloaded(setup, states) if is_sharded(setup.config.parallel) and setup.offloads_weights else states
+
+
+def _loaded_setup(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of modules whose copies are trained, and cast: they stay as they were loaded."""
+    if setup.stack.saved_modules == "weights":
+        return setup
+    return setup.with_floats({role: format_name(setup.config, role) for role in SAVED_ROLES})
 
 
 def _offloaded(setup: TrainingSetup, states: ModelStates) -> ModelStates:

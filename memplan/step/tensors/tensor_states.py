@@ -6,7 +6,7 @@ from memplan.catalog.entries import Optimizer, StorageFormat
 from memplan.model.inventory import ParameterTensor, Role
 from memplan.step.tensors.state_slots import placed_bytes
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
-from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.values import dataclass
 
 
@@ -95,9 +95,15 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
     return compute, plain_format(compute)
 
 
-def plain_format(name: str) -> StorageFormat:
-    """Return a float format of that name."""
-    return StorageFormat(name, 1, FLOAT_BYTES[name], "", (), "float")
+def reference_setup(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of a resident reference model, which LLaMA-Factory leaves in the checkpoint's dtype, taken to be that of products.
+
+    Source:
+        ``load_model`` in llamafactory/model/loader.py (0.9.5).
+    """
+    narrow = setup.config.compute_dtype
+    wide: dict[Role, str] = {role: narrow for role, name in setup.format_names.items() if name == "fp32" != narrow}
+    return setup.with_floats(wide) if wide and setup.stack.loop.metrics == "softmax" else setup
 
 
 def tensor_states(

@@ -17,6 +17,8 @@ from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 
 Path = tuple[str, ...]
+ALL_LAYERS = "and all of them train"
+"""What a model's note says where more layers are to train than there are."""
 Trains = Callable[[str, ParameterTensor], bool]
 """Tells whether a single parameter trains, given its name with the number of its layer."""
 
@@ -85,7 +87,19 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
         own = [tensor.name for tensor in model.inventory if tensor.name.startswith(ends)]
         names = ", ".join([*dict.fromkeys(own)][:3])
         raise InvalidFileError([f"{where}: no parameter of {model.spec.name} trains; its names are {names}, ..."])
-    return replace(model, spec=spec, inventory=inventory)
+    notes = [text for text in _whole_models(model.spec, freeze) if text not in model.notes]
+    return replace(model, spec=spec, inventory=inventory, notes=(*model.notes, *notes))
+
+
+def _whole_models(spec: ModelSpec, freeze: Freeze) -> Iterator[str]:
+    """Yield what is said where more layers are to train than there are.
+
+    Source:
+        ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which takes all of them then.
+    """
+    for key in ("first_layers", "last_layers"):
+        if (getattr(freeze, key) or 0) > (layers := spec.num_hidden_layers):
+            yield f"freeze.{key} {getattr(freeze, key)}: {spec.name} has {layers} layers, {ALL_LAYERS}"
 
 
 @lru_cache(maxsize=128)

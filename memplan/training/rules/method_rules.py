@@ -174,9 +174,9 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     elif own and stage in REFERRED and config.method.reference_model == "precomputed":
         yield (
             ("method", "reference_model"),
-            f"{stack.label} computes what it compares with in each step; use adapter-off",
+            f"{stack.label} computes what it compares with in each step; use {'resident' if full else 'adapter-off'}",
         )
-    elif softmax and config.method.reference_model == "resident" and hidden != config.compute_dtype:
+    elif softmax and config.method.reference_model == "resident" and hidden not in ("fp32", config.compute_dtype):
         text = f"{stack.label} loads a reference model in {config.compute_dtype} beside weights in {hidden}, which is not modelled"
         yield ("method", "reference_model"), f"{text}; use weights: {config.compute_dtype}"
     elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:

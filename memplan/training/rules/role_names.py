@@ -48,10 +48,10 @@ def _is_whole(config: TrainingConfig, role: Role) -> bool:
 def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     """Return the optimizer that a role's tensors go to, following ``rest`` where one takes only matrices."""
     trained = config.adapter.dtype if config.adapter is not None else format_name(config, "hidden_matrix")
-    whole = _is_whole(config, role)
-    if whole:
+    whole, stack = _is_whole(config, role), catalog.stack(config.stack)
+    if whole and stack.saved_modules == "weights":
         names = {each: format_name(config, each) for each in ROLES}
-        trained = kbit_formats(config, catalog.stack(config.stack), names)[role]
+        trained = kbit_formats(config, stack, names)[role]
     if config.parallel.engine == "deepspeed" and config.parallel.zero_stage:
         trained = "fp32"  # what it steps is a flat copy
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
@@ -61,7 +61,7 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     entry = catalog.optimizers[name]
     if entry.takes == "matrices" and role not in MATRIX_ROLES and entry.rest is not None:
         return entry.rest
-    stack, alike = catalog.stack(config.stack), entry.implementation == catalog.optimizers[default].implementation
+    alike = entry.implementation == catalog.optimizers[default].implementation
     if whole and alike and role not in config.optimizer:
         return default  # its states are as wide as the module that is trained, not as adapters are
     if config.adapter is None and alike and casts_floats(config, stack):

@@ -47,6 +47,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         _bind_layers(model)
         if setup.config.adapter is not None:
             model = with_adapters(model, inputs)
+            _cast_trained(model, inputs)
         if setup.config.freeze != ALL_TRAIN:
             _freeze_parts(model, inputs)
         # hparams leave Trainer's own gradient_checkpointing off: the model has it already
@@ -75,7 +76,7 @@ def _on_preferences(model: Any, arguments: dict[str, Any], inputs: StackInputs, 
     )
     trainer: Any = _trainer_of(stage)(
         model=model,
-        ref_model=loaded_model(inputs).eval().requires_grad_(False) if reference == "resident" else None,
+        ref_model=_reference(inputs) if reference == "resident" else None,
         finetuning_args=finetuning,
         processor=None,
         args=transformers.Seq2SeqTrainingArguments(**arguments, remove_unused_columns=False),
@@ -88,6 +89,14 @@ def _on_preferences(model: Any, arguments: dict[str, Any], inputs: StackInputs, 
         mark_weights(trainer.ref_model, recorder)
     with _AllDesirable():
         return trained(trainer, model, recorder, f"LLaMA-Factory's {type(trainer).__name__}", setup)
+
+
+def _reference(inputs: StackInputs) -> Any:
+    """Return a reference model as ``load_model`` leaves it, in the checkpoint's dtype, taken to be that of products (model/loader.py)."""
+    model = loaded_model(inputs).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.config.compute_dtype])
+    return model
 
 
 def _pairs(rows: list[Any]) -> Any:
@@ -139,6 +148,13 @@ def _trainer_of(stage: str) -> Any:
             setattr(options, name, value[0])
     name = "KTO" if stage == "kto" else "DPO"
     return getattr(import_module(f"llamafactory.train.{name.lower()}.trainer"), f"Custom{name}Trainer")
+
+
+def _cast_trained(model: Any, inputs: StackInputs) -> None:
+    """Cast all that trains beside a model as ``_setup_lora_tuning`` does, copies of modules too (model/adapter.py)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])
 
 
 def _freeze_tower(model: Any, inputs: StackInputs) -> None:
