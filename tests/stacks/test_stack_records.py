@@ -30,6 +30,8 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "llama-factory-v1.shards": {12, 19, 26},
     "litgpt.adapters": {9, 36, 44, 48},
     "llama-factory.kto": {5, 20},
+    "llama-factory.ends": {13, 20},
+    "llama-factory.reference": {21, 40},
     "ms-swift": {7},
     "plain-loop": {21, 38},
     "transformers": {18},
@@ -63,6 +65,8 @@ for how it agrees, but for some quantised mixtures and GPT-NeoX in `trl.pairs` a
 Known causes: under tensor parallelism, and with `torchtitan.qwen3`, it is token ids of later micro-steps; with `trl.flash-attn` 42 LLM.int8's scales of GPT-2's weights, which lie
 the other way; with `trl.frozen` 39 it is Falcon's, 1.05 % high at the peak, which it is without frozen parts too;
 with `llama-factory-v1` 25 it is 60 kB after backward of a tiny Phi with adapters; with `llama-factory-v1.shards` 12 GPT-NeoX with a tied head, below the peak, and with 26 Granite's loss backward, below it too;
+with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 weights, which LLaMA-Factory never loads so, and with
+`llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
 with `llama-factory.kto` 5 Granite's scaled logits under fp16, and with 20 Falcon in fp32, 1.8 % low;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
 both without trained ends too; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
@@ -106,6 +110,7 @@ NEAR = {
     "llama-factory.kto": 0.95,
     "llama-factory.pairs": 0.97,
     "llama-factory.reference": 1.0,
+    "llama-factory.ends": 1.0,
     "ms-swift": 0.98,
     "ms-swift.preferences": 1.0,
     "plain-loop": 0.98,
@@ -162,6 +167,7 @@ ROWS = {
     "llama-factory.pairs": "LLaMA-Factory 0.9.5, DPO, ORPO and SimPO",
     "llama-factory.kto": "LLaMA-Factory 0.9.5, KTO",
     "llama-factory.reference": "LLaMA-Factory 0.9.5, DPO and KTO, full",
+    "llama-factory.ends": "LLaMA-Factory 0.9.5, ends that train",
     "ms-swift": "ms-swift 4.6, SFT and classification",
     "ms-swift.preferences": "ms-swift 4.6, DPO, KTO, ORPO, CPO, SimPO, reward",
     "trl.grpo": "TRL's GRPOTrainer 1.16",
