@@ -31,7 +31,8 @@ def run() -> None:
     if found is None:
         from memplan.cli.main import run as run_command
 
-        run_command()
+        words = os.environ.get("_TYPER_COMPLETE_ARGS", "").split()[1:] if line is None else line[0]
+        run_command(words if shell else None)
         return
     if shell == "fish" and os.environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
         sys.exit(0 if found else 1)

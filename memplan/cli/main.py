@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -20,33 +20,43 @@ from memplan.errors import MemplanError, MemplanWarning
 
 EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 2, 70, 130
 
-COMMANDS: dict[str, str] = {
-    "fit": "commands.fit",
-    "max": "commands.largest",
-    "where": "commands.largest",
-    "frontier": "commands.frontier",
-    "suggest": "commands.suggest",
-    "compare": "commands.compare",
-    "recommend": "commands.recommend",
-    "explain": "commands.explain",
-    "why": "commands.explain",
-    "report": "page_commands.html_report",
-    "ui": "page_commands.local_ui",
-    "trace": "torch_commands.trace",
-    "run": "torch_commands.script_run",
-    "validate": "torch_commands.validate",
-    "import": "trainers.import_files",
-    "emit": "trainers.emit_file",
-    "check": "commands.check",
-    "diff": "commands.check",
-    "tables": "commands.tables",
-    "list": "commands.catalog_commands",
-    "show": "commands.catalog_commands",
-    "schema": "schema_and_doctor",
-    "doctor": "schema_and_doctor",
-    "lab": "lab.lab_commands",
+COMMANDS: dict[str, tuple[str, str]] = {
+    "fit": ("commands.fit", "Will this training job fit on that GPU?"),
+    "max": ("commands.largest", "How large can it be?"),
+    "where": ("commands.largest", "Which GPU, and how many?"),
+    "frontier": ("commands.frontier", "What batch and sequence length?"),
+    "suggest": ("commands.suggest", "Which settings should I use?"),
+    "compare": ("commands.compare", "How do these compare?"),
+    "recommend": ("commands.recommend", "What should I train with on this GPU?"),
+    "explain": ("commands.explain", "Why this number?"),
+    "why": ("commands.explain", "Why was it out of memory?"),
+    "report": (
+        "page_commands.html_report",
+        "The whole answer as one HTML file: the step to hover and zoom, components, what-ifs, formulas, sources.",
+    ),
+    "ui": (
+        "page_commands.local_ui",
+        "A page whose answer follows sliders: model, GPU, method, library, batch, length, precision; and its command line.",
+    ),
+    "trace": ("torch_commands.trace", "What would torch do, exactly?"),
+    "run": ("torch_commands.script_run", "What would my own script need?"),
+    "validate": ("torch_commands.validate", "Is that true here?"),
+    "import": ("trainers.import_files", "What does my trainer's file say?"),
+    "emit": ("trainers.emit_file", "How do I say that in my trainer's file?"),
+    "check": ("commands.check", "Does every job of a budget file still fit its budget?"),
+    "diff": (
+        "commands.check",
+        "What moved between two baselines, and did your config move it, or memplan's own figures?",
+    ),
+    "tables": ("commands.tables", "Are the published tables right?"),
+    "list": ("commands.catalog_commands", "List what the catalog holds of a kind."),
+    "show": ("commands.catalog_commands", "Show one entry with its sources, or a model with its parameters by role."),
+    "schema": ("schema_and_doctor", "Print a JSON Schema: of answers, of training configs, or of catalog entries."),
+    "doctor": ("schema_and_doctor", "Print versions, the catalog in use, and the device that is seen."),
+    "lab": ("lab.lab_commands", "Experiments: what formats and methods do to learning, measured for real."),
 }
-"""Command -> the module under this folder that has it, as a function or as an application with commands of its own."""
+"""Command -> the module under this folder that has it, as a function or as an application with commands of its own, and what
+the list of commands says of it: the first sentence of its help."""
 
 
 def _version(wanted: bool) -> None:
@@ -65,6 +75,26 @@ def _callback(
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the application with the commands called ``names``."""
+    app = _empty_app()
+    for name in names:
+        module, about = COMMANDS[name]
+        command = getattr(import_module(f"memplan.cli.{module}"), f"{name}_command")
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, short_help=about)
+        else:
+            add_command(app, name, command)
+    return app
+
+
+def list_of_commands() -> typer.Typer:
+    """Return the application for a line that calls no command: it has their names, and what is said of them."""
+    app = _empty_app()
+    for name, (_, about) in COMMANDS.items():
+        app.command(name, short_help=about)(_callback)
+    return app
+
+
+def _empty_app() -> typer.Typer:
     app = typer.Typer(
         name="memplan",
         no_args_is_help=True,
@@ -73,26 +103,23 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(_callback)
-    for name in names:
-        command = getattr(import_module(f"memplan.cli.{COMMANDS[name]}"), f"{name}_command")
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            add_command(app, name, command)
     return app
 
 
-def run() -> None:
+def run(words: Sequence[str] | None = None) -> None:
     """Run the command; expected errors are one line each on standard error, bugs exit with 70.
 
-    Only the command that was asked for is built, since building all of them takes a fifth of the
-    time to an answer; and the process is too short for collecting cycles to pay.
+    Only the command that was asked for is imported, since importing all of them takes as long as an answer; and the
+    process is too short for collecting cycles to pay.
+
+    Args:
+        words: The line that a shell asks to be completed, without the program; else what was typed is run.
     """
     gc.disable()
     with guarded_streams(), warnings.catch_warnings():
         warnings.simplefilter("default", MemplanWarning)
         warnings.showwarning = _say_ours(warnings.showwarning)
-        sys.exit(_exit_code())
+        sys.exit(_exit_code(sys.argv[1:] if words is None else words))
 
 
 def _say_ours(otherwise: Callable[..., None]) -> Callable[..., None]:
@@ -107,11 +134,12 @@ def _say_ours(otherwise: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
-def _exit_code() -> int:
-    typed = sys.argv[1] if len(sys.argv) > 1 else ""
+def _exit_code(words: Sequence[str]) -> int:
+    typed = next((word for word in words if not word.startswith("-")), "")
     try:
         refuse_undecodable(sys.argv)
-        code = make_app([typed] if typed in COMMANDS else COMMANDS)(standalone_mode=False, prog_name="memplan")
+        app = make_app([typed]) if typed in COMMANDS else list_of_commands()
+        code = app(standalone_mode=False, prog_name="memplan")
         return code if isinstance(code, int) else 0
     except MemplanError as error:
         for line in str(error).split("\n"):

@@ -6,11 +6,14 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 
 import jsonschema
 import pytest
+from typer.testing import CliRunner
 
-from memplan.cli.main import COMMANDS
+from memplan.cli.main import COMMANDS, list_of_commands, make_app
 
 FIT = ("fit", "gpt2", "--gpu", "rtx4090")
 FIT_ONE = ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "tier3")
@@ -68,6 +71,22 @@ def test_every_command_takes_json(cli, command):
 def test_the_program_lists_its_commands(cli):
     listed = cli("--help").out
     assert all(re.search(rf"^  {command} ", listed, re.MULTILINE) for command in COMMANDS)
+
+
+def test_the_list_says_what_each_command_says_of_itself_and_imports_none(cli):
+    """Two applications have the same help: that of all commands, and the one that knows only their names."""
+    whole = CliRunner().invoke(make_app(), ["--help"], prog_name="memplan", env={"COLUMNS": "100"})
+    with_names = CliRunner().invoke(list_of_commands(), ["--help"], prog_name="memplan", env={"COLUMNS": "100"})
+    assert (whole.exit_code, with_names.output) == (0, whole.output)
+    script = "import sys, memplan.cli.main as main\nsys.argv[1:] = ['--version']\ntry:\n    main.run()\nexcept SystemExit:\n    assert not [name for name in sys.modules if name.startswith(('memplan.cli.commands', 'memplan.plan', 'yaml'))]"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("line", [("--", "fit", "gpt2", "--gpu", "h100"), ("fitt",), ("-x", "fit")])
+def test_a_command_is_found_behind_dashes_and_what_is_none_is_refused(cli, line):
+    ran = cli(*line)
+    assert (ran.exit_code == 0) == (line[0] == "--")
+    assert ran.exit_code == 0 or ran.err.startswith("memplan: No such ")
 
 
 def test_the_version_is_printed(cli):

@@ -148,11 +148,9 @@ class StepPlayer:
             self.updates.step(self.gradients, first=first)
             if not fills:
                 left = {name: self.gradients[name] for name in self._untouched if name in self.gradients}
-                own = [
-                    name for name, _ in self.tensors.trained if name in self.gradients
-                ]  # as an optimizer has parameters
-                own += [name for name in self.gradients if name not in set(own)]
-                self.stream.free_all(self.gradients[name] for name in own if name not in left)
+                trained = [name for name, _ in self.tensors.trained]  # as an optimizer has parameters
+                order = [name for name in dict.fromkeys([*trained, *self.gradients]) if name in self.gradients]
+                self.stream.free_all(self.gradients[name] for name in order if name not in left)
                 self.gradients = left
             self.updates.average()
         if config.evaluation:
