@@ -51,6 +51,13 @@ def pytest_collection_modifyitems(items):
             seen[test] += 1
 
 
+def pytest_collection_finish():
+    """Leave what was imported out of garbage collection, which otherwise passes over torch's objects again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command left behind."""

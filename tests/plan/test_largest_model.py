@@ -115,5 +115,5 @@ def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config):
 
 def test_a_stack_that_plans_no_model_is_refused_rather_than_answered_with_none(refused):
     given = ("max", "--gpu", "h100", "--config")
-    assert "its step on one GPU" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)
+    assert "planned by memplan fit on several GPUs" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)
     assert "adapters on models of torchtitan" in refused(*given, "lora", "--stack", "torchtitan", code=3)
