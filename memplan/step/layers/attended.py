@@ -28,6 +28,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
         return stepwise_attention(builder, heads, part)
     if stepwise and part is not None and builder.settings.code.scales_in_place:
         return masked_in_layer(builder, heads, part)
+    if builder.settings.regime.masked and builder.settings.code.asks_for_groups and not stepwise:
+        heads = ungrouped(builder, heads, expands=True)  # before autocast casts them
     query, key, value = (builder.lowered(x) for x in heads.tensors)
     if builder.settings.flash_attn and query.element_bytes == 4:  # ``fa_peft_integration_check`` of transformers
         query, key, value = (builder.cast(x, builder.compute) for x in heads.tensors)
@@ -50,10 +52,9 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
 
 
 def _masked(builder: Builder, heads: Heads) -> Value:
-    """Return attention by a kernel that is given a mask, for which keys and values are repeated before."""
-    asks = builder.settings.code.asks_for_groups
-    if asks or heads.groups > 1:
-        heads = ungrouped(builder, heads, expands=asks)
+    """Return attention by a kernel that is given a mask, for which keys and values are repeated."""
+    if heads.groups > 1:
+        heads = ungrouped(builder, heads)
     with builder.tape.alive(*heads.tensors):
         mask = additive_mask(builder, heads.query)
         with builder.tape.alive(mask):
