@@ -71,7 +71,6 @@ class MemoryHistory:
     """What one device's allocator did, and how it stood at the end.
 
     Attributes:
-        name: The file.
         device: Index of the device.
         events: The entries that move memory, oldest first.
         segments: Address and bytes of each segment held at the end.

@@ -123,7 +123,6 @@ def job_of(entry: JobEntry, defaults: Defaults, place: Place) -> tuple[Job | Non
     There is a job as soon as it can be looked up, so that its names can be found wrong as well.
 
     Args:
-        entry: The entry as it is written.
         defaults: Those of its file, with those of including files filled in.
         place: Where it stands.
     """

@@ -104,8 +104,6 @@ def evaluated(job: Job, figures: Figures, baseline: Baseline | None) -> Result:
     A limit beyond what the GPU has is that of the GPU: a job that does not fit there is within no budget.
 
     Args:
-        job: The job and its limits.
-        figures: What it needs.
         baseline: What jobs needed before; None where there is no baseline.
     """
     before = None if baseline is None else baseline.entries.get((job.name, figures.device))

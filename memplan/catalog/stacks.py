@@ -322,8 +322,6 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
     """Return a stack as it is, or was, at a version.
 
     Args:
-        stacks: Stacks by name.
-        name: A name among them.
         version: What was given behind ``@``; nothing is the version that the file describes.
 
     Raises:

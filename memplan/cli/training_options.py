@@ -257,7 +257,6 @@ def job_options(
     """Return groups of options as keywords of the library.
 
     Args:
-        output: Whose catalog counts.
         training: The training config, and what is changed in it.
         model: Whose shapes count.
         device: The GPU, or none.

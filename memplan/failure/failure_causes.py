@@ -41,7 +41,6 @@ def diagnose(message: OutOfMemory, plan: MemoryPlan | None) -> Diagnosis:
     """Return why a run was out of memory.
 
     Args:
-        message: What torch said.
         plan: The plan of its job on the same device, if there is one.
     """
     cause, short = _cause(message), max(0, message.tried - message.free)

@@ -43,8 +43,6 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
     """Return whose keys these are.
 
     Args:
-        keys: Of one file or command line.
-        heads: What tells the trainers.
         named: The trainer where the user names it.
 
     Raises:
@@ -104,8 +102,6 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
     """Return keys in which old names are replaced, and new name -> the name that was given.
 
     Args:
-        keys: Of one file.
-        mapped: Whose names count.
         version: The version that the user says, which may no longer take an old name; or nothing.
     """
     renamed: dict[str, str] = {}

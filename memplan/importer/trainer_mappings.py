@@ -51,7 +51,6 @@ class Reference:
     """A key that names a file of a launcher.
 
     Attributes:
-        key: The key.
         trainer: Whose file it is.
         presets: Names that stand for files of the trainer's own package -> their paths there.
     """
@@ -149,7 +148,6 @@ class TrainerMappings:
         """Return the keys of a file that a package ships under a folder's and a file's name; None where none does.
 
         Args:
-            launcher: Whose file it is.
             named: A path that ends with that folder and file.
         """
         path = self.folder / SHIPPED / f"{launcher}.yaml"

@@ -48,8 +48,6 @@ def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, 
     """Return the record of an experiment, as a file holds it.
 
     Args:
-        outcome: The result.
-        command: The command line.
         date: Of the run, ISO 8601.
         device: ``cpu`` or ``cuda``.
     """

@@ -166,7 +166,6 @@ def figures(plan: MemoryPlan, written: str, shapes: str) -> Figures:
     """Return what a plan says, as far as budgets need it.
 
     Args:
-        plan: The plan.
         written: Hash of what the user wrote.
         shapes: Hash of the model's shapes.
     """

@@ -83,7 +83,6 @@ class JobInputs:
     """A question's keywords, checked, with the catalog that its names are looked up in.
 
     Attributes:
-        catalog: The catalog.
         given: The model as it was given.
         options: The keywords that were given.
     """
@@ -110,7 +109,6 @@ class JobInputs:
         """Return the GPU that was named, else ``otherwise``, else this machine's own.
 
         Args:
-            otherwise: A GPU of the catalog.
             count: How many there are, their memory pooled.
 
         Raises:
@@ -176,11 +174,7 @@ class JobInputs:
         return self.options.get("gpus") or 1
 
     def overrides(self, gpus: int = 1) -> Overrides:
-        """Return what is changed in a training config.
-
-        Args:
-            gpus: GPUs that share the work.
-        """
+        """Return what is changed in a training config."""
         options = self.options
         return Overrides(
             batch=options.get("micro_batch_size"),
@@ -199,7 +193,6 @@ class JobInputs:
         Args:
             model: The model that it is to train.
             default: The config where none was given.
-            gpus: GPUs that share the work.
         """
         config = default if self.config is None else self.config
         return find_setup(config, self.overrides(gpus), self.catalog, model)
@@ -217,7 +210,6 @@ def job_inputs(
 
     Args:
         question: The function that was called, for messages.
-        given: The model.
         options: Keywords; one that is None counts as not given.
         known: The keywords that it takes, as a typed dictionary.
         refused: Those that would change nothing in its answer, each with what to do instead.

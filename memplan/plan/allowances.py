@@ -94,7 +94,6 @@ class MachineProfile:
     """What ``memplan validate --calibrate`` found on one card, for plans instead of the shipped allowances.
 
     Attributes:
-        device: The card.
         torch_version: Version of torch that ran there.
         library_bytes: Workspaces of libraries in the allocator's memory.
         context_bytes: Memory outside the allocator, median of the records.
@@ -124,7 +123,6 @@ def communicating(allowances: Allowances, stream_bytes: int, communicators: Sequ
     """Return the allowances of one of several GPUs that communicate.
 
     Args:
-        allowances: Those of the GPU alone.
         stream_bytes: Buffers of collectives that no other stream can use.
         communicators: What the library that they communicate through keeps on each, one for each group of GPUs.
     """
@@ -157,8 +155,6 @@ def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTa
     """Return the allowances for ``count`` devices of a kind.
 
     Args:
-        gpu: The kind of device.
-        count: How many there are.
         share: What the allocator needs besides.
         tables: What is taken on cards, by architecture.
     """
@@ -183,13 +179,7 @@ def communicators_of(gpu: Gpu, parallel: Parallel, tables: HardwareTables) -> li
 
 
 def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicator:
-    """Return what the library that GPUs of a kind communicate through keeps on each of them.
-
-    Args:
-        gpu: The kind of device.
-        ranks: How many there are.
-        tables: What is taken on cards.
-    """
+    """Return what the library that GPUs of a kind communicate through keeps on each of them."""
     vendor = gpu.vendor if gpu.vendor in tables.communicators else "nvidia"
     exact = f"{vendor}-{ranks}-ranks"
     return tables.communicators[exact if exact in tables.communicators else vendor]
@@ -199,7 +189,6 @@ def library_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
     """Return the bytes of the workspaces of matrix products that a training process has on one device.
 
     Args:
-        gpu: The kind of device.
         tables: What is taken on cards, by architecture.
     """
     return HANDLES * tables.workspaces[entry_name(gpu, tables.workspaces)].handle_bytes

@@ -60,7 +60,6 @@ def largest_models(
 
     Args:
         models: Catalog names and models.
-        setup: The training setup.
         devices: Devices, each possibly several GPUs whose memory is pooled.
 
     Raises:
@@ -81,12 +80,7 @@ def largest_models(
 
 
 class _Room:
-    """What a device has for a setup.
-
-    Args:
-        setup: The training setup.
-        device: The device.
-    """
+    """What a device has for a setup."""
 
     def __init__(self, setup: TrainingSetup, device: Device) -> None:
         self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
@@ -100,10 +94,6 @@ class _Room:
 
 class _Planned:
     """A model under a setup, planned as far as it takes to say whether it fits.
-
-    Args:
-        model: The model.
-        setup: The training setup.
 
     Attributes:
         refusal: Why it is not planned; nothing where it is.

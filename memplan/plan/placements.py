@@ -69,7 +69,6 @@ def placements(
     One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
 
     Args:
-        model: The model.
         setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.
         devices: One GPU of each kind.
         simulated: Simulates the reserve of a plan for one GPU.

@@ -55,7 +55,6 @@ class CompiledPlan:
     """A model under a setup, ready to be evaluated for any batch, sequence length and device.
 
     Args:
-        model: The model.
         setup: The training setup; its batch and sequence length are the defaults.
 
     Attributes:
@@ -101,9 +100,6 @@ class CompiledPlan:
 
     def on(self, gpu: Gpu) -> CompiledPlan:
         """Return the plan as the job runs on a card: itself, where the card changes nothing.
-
-        Args:
-            gpu: The card.
 
         Raises:
             CannotAnswerError: The card cannot do something that the job needs.

@@ -36,7 +36,6 @@ class Corrections:
 
     Args:
         catalog: Where models, configs and GPUs come from.
-        records: Committed records of experiments.
     """
 
     def __init__(self, catalog: Catalog, records: Records) -> None:

@@ -46,7 +46,6 @@ class Judge:
         """Return a table with its cells judged.
 
         Args:
-            table: One of the library.
             remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
         """
         cells = tuple(self.cell(table, cell, remarks) for cell in table.cells)

@@ -74,7 +74,6 @@ def largest_by_notes(accounting: str, config: str | None, cards: Cards, catalog:
     Args:
         accounting: One of :data:`memplan.published.notes_accounting.ACCOUNTINGS`.
         config: A config that it knows; None for all of them.
-        cards: The cards.
         catalog: Where names are looked up.
 
     Raises:

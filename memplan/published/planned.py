@@ -136,7 +136,6 @@ class Planned:
         """Return what memplan suggests for a card: configs with their models, or the precision of Newton-Schulz.
 
         Args:
-            gpu: Of the catalog.
             quantity: ``config`` or ``precision``.
             verdict: Says what the record of that name found.
         """

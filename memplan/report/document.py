@@ -87,7 +87,6 @@ def render(
     """Return the text of a document, ending in a line break.
 
     Args:
-        document: What to render.
         form: How; tables are ruled on a terminal and merely aligned elsewhere.
         terminal: Whether a person is looking.
         color: Whether the terminal shows colours.

@@ -35,7 +35,6 @@ def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iter
     """Yield the moments between a forward and its backward: a reference model's forward, and metrics.
 
     Args:
-        inputs: What is compiled.
         taped: The model that is trained, on tape.
         around: What its forward leaves.
     """
@@ -114,10 +113,7 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
     Logits of desirable and undesirable answers are copied before the next model's forward, and stay until the loss is there.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         around: What the model's forward leaves, with its logits.
-        name: Of the instant.
 
     Source:
         ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
@@ -155,11 +151,7 @@ def forward_alone(
     """Yield the moments of a forward without gradients, whose loss is over all logits at once.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         around: What is there throughout.
-        name: Of the instant.
-        arguments: What layers are given.
         head: Whether head and loss run too.
     """
     parts = {EMBEDDING: taped.embedding.evaluated()}

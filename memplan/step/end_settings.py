@@ -87,9 +87,6 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
     """Return what a model's ends depend on; equal ones give equal tapes.
 
     Args:
-        spec: The model.
-        block: What operations depend on.
-        setup: The training setup.
         frozen: Whether its embedding is.
     """
     drops = block.code.drops_embedding or setup.config.dropout is not None

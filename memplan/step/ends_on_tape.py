@@ -75,7 +75,6 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     """Return the embedding on tape, the same one each time.
 
     Args:
-        settings: What it depends on.
         weights: The parameters that no layer has, by name.
     """
     builder = Builder(settings.block, dict(weights))
@@ -138,7 +137,6 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     """Return final norm, head and loss on tape, the same ones each time.
 
     Args:
-        settings: What they depend on.
         weights: The parameters that no layer has, by name.
         needs_gradient: Whether the last layer's result needs a gradient.
         element_bytes: Bytes of an element of it.
@@ -288,9 +286,6 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
     """Record cross-entropy; return the loss.
 
     Args:
-        builder: Writes on the tape.
-        settings: What it depends on.
-        given: Logits.
         wide: Whether they are cast to fp32 first.
     """
     if settings.scores:

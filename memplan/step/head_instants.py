@@ -122,8 +122,6 @@ def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Ins
     Accelerate has cast logits to fp32 before, where the model ran under autocast.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         around: What is there then, with what all parts have saved.
 
     Source:
@@ -181,8 +179,6 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     """Yield the instants of a loss over chunks, each of which runs again in backward.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         chunk: Head and loss of one chunk.
         around: What lies around, with what the norm has saved.
         mode: What becomes of weight gradients.

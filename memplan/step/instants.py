@@ -261,8 +261,6 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
     """Yield the candidates for the peak.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         one_pass: Yields those of one forward and backward.
         graph: What the last graph holds from backward to the end of the next forward.
     """
@@ -361,9 +359,6 @@ def _forward(
     """Yield the moments of forward: of the embedding, the last layer of each kind, and the head.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
-        played: The same, played.
         around: What is there throughout.
         apart: The embedding's output where it is a tensor apart.
     """
@@ -397,7 +392,6 @@ def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], i
     """Return the last and the first layer of each run, in the order of backward, and all gradients formed in the end.
 
     Args:
-        taped: The model on tape.
         formed: Gradients that the head has left.
         mode: What becomes of weight gradients.
     """

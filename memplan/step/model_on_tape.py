@@ -173,8 +173,6 @@ class _Kinds:
     """Kinds of layers on tape as they are met, each once.
 
     Args:
-        inputs: What is compiled.
-        block: What operations of layers depend on.
         weights: Of all parameters.
         prefix: What names of layers' parameters begin with.
 

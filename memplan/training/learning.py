@@ -75,7 +75,6 @@ def recipe_of(
     """Return what decides how a config learns.
 
     Args:
-        config: The config.
         formats: Weight format of each role, by catalog name.
         optimizers: Optimizer of each role, by catalog name.
         catalog: Where they are looked up.
@@ -99,11 +98,7 @@ def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence
     """Return how a recipe learns: as the records of it say, ``untried`` where there is none.
 
     Args:
-        recipe: The recipe.
-        catalog: Whose evidence counts.
         known: Recipe of the shipped config that it is named after, whose records are found without reading all.
-        evidence: The record of that config.
-        name: Its name.
     """
     diverging = next((n for n in recipe.optimizers if catalog.optimizers[n].status == "diverges"), None)
     if diverging is not None:

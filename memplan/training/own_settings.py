@@ -35,7 +35,6 @@ def own_settings(stack: Stack, settings: Iterable[tuple[str, Any]]) -> tuple[Own
     """Return settings in the words of a stack, in their order; one may take several keys there.
 
     Args:
-        stack: Whose words they are.
         settings: Keys of a training config, with dots, and their values.
 
     Example:

@@ -120,12 +120,9 @@ def parallel_refusals(
     """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
 
     Args:
-        config: The training config, free of contradictions.
-        profile: Its kernels.
         formats: Weight format of each role, by name.
         floats: Float formats and the bytes of an element.
         optimizers: Catalog entries of the optimizers in use, by name.
-        stack: Whose loop it is.
         whole: Weight formats that accelerate leaves whole on every rank.
     """
     parallel = config.parallel

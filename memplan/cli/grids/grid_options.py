@@ -103,7 +103,6 @@ class GridOptions:
 
         Args:
             model: MODEL as it was typed.
-            options: The job's keywords.
 
         """
         told = any(setting.startswith("parallel") for setting in options["set"] or ())

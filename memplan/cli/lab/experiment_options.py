@@ -64,7 +64,6 @@ def run_experiment(
     """Run an experiment with progress, write its record and its answer, and return the exit code.
 
     Args:
-        title: What the progress bar says.
         parts: How often ``run`` reports.
         run: The experiment; it is given whom to tell of its progress, and imports torch only now.
         options: How to run it, and where record and picture go.

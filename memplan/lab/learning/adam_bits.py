@@ -109,8 +109,6 @@ def adam_bits(
     """Return the experiment.
 
     Args:
-        catalog: Of formats.
-        size: The model and its steps.
         seeds: Of all runs.
         moments: Of ``QUANTISERS``; all by default.
         device: Where to train.

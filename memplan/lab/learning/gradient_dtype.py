@@ -48,7 +48,6 @@ def gradient_dtype(
 
     Args:
         catalog: Of dtypes.
-        size: The model and its steps.
         seeds: Of all runs.
         gradients: Of ``GRADIENTS``; all by default.
         device: Where to train.

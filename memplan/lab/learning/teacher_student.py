@@ -52,9 +52,6 @@ class NotesStore:
     Where a magnitude exceeds 0.9 of the range, the range becomes 1.2 times that magnitude. An even
     number of levels lies from one end of the range to the other, so that zero falls between two.
     A fresh store reads as the lowest level everywhere, as in the script.
-
-    Args:
-        bits: Of a code.
     """
 
     first_range = 0.01
@@ -140,7 +137,6 @@ def student_run(momentum: str, weights: str, seed: int, steps: int = STEPS) -> S
     """Train the student once.
 
     Args:
-        momentum: Name of a store.
         weights: ``q4-0``, rounded to nearest in each step, or ``fp32``.
         seed: Of teacher, student and data.
         steps: At most.

@@ -129,8 +129,6 @@ def compared(
     """Return a row for each variant; the first is what the others are compared with, seed by seed.
 
     Args:
-        variants: Ways to train.
-        size: The model, and the steps.
         seeds: Of weights, batches and rounding.
         progress: Called after each run.
         done: Parts that were done before.
@@ -158,9 +156,7 @@ def comparison_task(
     """Return the task that trains every variant on every seed.
 
     Args:
-        experiment: Its name, that of its command.
         variants: Ways to train, the baseline first.
-        size: The model and its steps.
         seeds: Of all runs.
         settings: What the record says besides the size.
         findings: Sentences that follow from the rows.

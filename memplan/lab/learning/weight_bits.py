@@ -31,7 +31,6 @@ def weight_bits(
     """Return the experiment.
 
     Args:
-        catalog: Of formats.
         size: The model, whose widths are multiples of 256 for formats with such blocks.
         seeds: Of all runs.
         weights: Of ``WEIGHTS``; all by default.

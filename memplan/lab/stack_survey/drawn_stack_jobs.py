@@ -224,10 +224,6 @@ def drawn_stack_job(
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone.
 
     Args:
-        seed: Of the survey.
-        number: Of the job in it.
-        catalog: Has the released models.
-        stacks: Of which one is drawn.
         linear: Whether the model has gated delta networks, as none has otherwise; kernels run them where installed.
         version: An older one of a stack, whose models or configs may be others.
     """
@@ -354,8 +350,6 @@ def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trac
     """Return the trace of the stack's own code.
 
     Args:
-        job: The job.
-        catalog: Has what it names.
         workspaces: Whether what CUDA's libraries hold is among the events.
 
     Raises:

@@ -70,8 +70,6 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
     """Return the keys of a model's config, its family under ``model_type``: every family is as likely.
 
     Args:
-        rng: Draws.
-        catalog: Has the released models.
         linear: Whether only families with gated delta networks are drawn, of which none is otherwise.
     """
     family = rng.choice(LINEAR if linear else tuple(name for name in families() if name not in LINEAR))

@@ -103,8 +103,6 @@ class Trainer:
     Args:
         model: The shapes.
         setup: Formats, optimizers, batch and sequence length.
-        options: How to train.
-        text: What on.
         seed: Of weights, batches and rounding.
 
     Raises:

@@ -62,7 +62,6 @@ def trace_document(traced: TracedStep, unit: str) -> Document:
     """Return the answer of ``memplan trace``.
 
     Args:
-        traced: The step.
         unit: Unit of bytes in tables.
     """
     trace, plan = traced.trace, traced.plan

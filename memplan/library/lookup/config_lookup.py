@@ -67,7 +67,6 @@ def find_setup(
 
     Args:
         config_given: Catalog name, path, ``-`` for standard input, or keys and values.
-        overrides: What is changed in it.
         catalog: Where names are looked up.
         model: The model that it is to train.
 
@@ -139,7 +138,6 @@ def parallels(parallel: Parallel, gpus: int, *, fixed: bool) -> tuple[Parallel, 
     """Return the ways in which so many GPUs may share the work: what a config says, else sharded and replicated.
 
     Args:
-        parallel: What the config says.
         gpus: ``--gpus``, or 1.
         fixed: Whether the stage was set on the command line.
     """

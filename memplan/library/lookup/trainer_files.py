@@ -122,7 +122,6 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
     The positions are 0 where the trainer takes those that the model was released with.
 
     Args:
-        text: The file's path.
         shapes: Shapes that are given besides, over those of the file.
 
     Raises:
@@ -161,8 +160,6 @@ def training_data(
     """Return the training config that a trainer's file stands for, as memplan's own files have it.
 
     Args:
-        text: The file's path.
-        beside: Files that go with it.
         gpus: GPUs that share the job, or None.
         catalog: Where its stack is looked up.
         content: What the file is to hold, where that is not yet written.

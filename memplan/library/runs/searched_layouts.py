@@ -62,12 +62,7 @@ class Layouts(Answer):
 
 
 def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
-    """Tell whether ``memplan suggest`` seeks layouts: on several GPUs, of a stack that divides models, or where none is named.
-
-    Args:
-        given: The model.
-        options: The job's keywords.
-    """
+    """Tell whether ``memplan suggest`` seeks layouts: on several GPUs, of a stack that divides models or of none."""
     inputs = job_inputs("suggest", given, options)
     if inputs.gpus == 1:
         return False

@@ -192,8 +192,6 @@ def instant_tolerance(task: Task, name: str, *, onednn: bool) -> Tolerance:
     """Return the tolerance of the need at the instant called ``name``.
 
     Args:
-        task: What was measured.
-        name: The instant's.
         onednn: Whether a CPU's products may have been oneDNN's, as in records that do not say so.
     """
     if task.device == "cuda":

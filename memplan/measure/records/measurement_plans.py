@@ -60,7 +60,6 @@ def cuda_tasks(catalog: Catalog, total_bytes: int = 0) -> Iterator[Task]:
     """Yield the measurement plan for a GPU: more than 60 configurations, short ones first.
 
     Args:
-        catalog: Models and configs.
         total_bytes: Memory of the card; larger tasks are left out. 0 for no limit.
     """
     for task in _all_cuda_tasks(catalog):

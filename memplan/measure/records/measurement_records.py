@@ -33,7 +33,6 @@ class Record:
     """One measurement that was written down; it is never edited.
 
     Attributes:
-        name: The file.
         task: What was run, built anew from today's catalog.
     """
 

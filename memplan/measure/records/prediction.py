@@ -54,7 +54,6 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
     """Return what is predicted for a task on the device that it was measured on.
 
     Args:
-        task: What was measured.
         measurement: Says which card it was, and how large its context.
     """
     counters = measurement.counters

@@ -155,7 +155,6 @@ def model(
 
     Args:
         config: The config, of which the keys that are left are read.
-        common: Its common keys.
         layers: All layers, or the one that all are equal to.
         tied: Whether a missing ``tie_word_embeddings`` means tied.
         dropout: Keys that hold a dropout probability; where none but attention has one, it stands for all.

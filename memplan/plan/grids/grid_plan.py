@@ -149,8 +149,6 @@ def outside_of(grid: Grid, device: Device, tables: HardwareTables, share: Reserv
 
     Args:
         grid: Degrees of parallelism.
-        device: The GPU.
-        tables: What is taken on cards.
         share: What the allocator needs beyond what it hands out.
     """
     groups = communicators(grid)

@@ -51,7 +51,6 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     """Return what every layer of a model keeps.
 
     Args:
-        spec: The model.
         keys: Keys of its ``config.json``, which state windows.
 
     Latent attention keeps what is compressed, and the rotated part of the keys that all heads share (transformers 4 kept

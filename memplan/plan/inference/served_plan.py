@@ -71,11 +71,9 @@ class ServedModel:
     """A model in its formats on a device, whose requests are planned.
 
     Args:
-        model: The model.
         keys: Keys of its ``config.json``, for windows.
         setup: A setup of frozen weights in floats: which kernels run, and in what dtype.
         stored: Format of each role's weights.
-        device: One GPU.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class Simulation:
     """One run, and the allocator's settings under which it is played.
 
     Args:
-        events: The run.
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 

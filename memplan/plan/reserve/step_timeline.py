@@ -96,10 +96,8 @@ def fullest_columns(
     """Return moments as a timeline of at most so many columns; components that there are none of are left out.
 
     Args:
-        components: What the sizes are of.
         moments: What the step does, and the bytes of each component: one list, which may change from one to the next.
         columns: How many columns at most.
-        count: How many moments there are.
     """
     best: dict[int, tuple[int, Column]] = {}
     for number, (phase, sizes) in enumerate(moments):

@@ -60,7 +60,6 @@ def suggested_configs(
     Args:
         models: Catalog names and models.
         setups: Configs that train all weights.
-        devices: Devices.
         verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
         adapters: Configs that train adapters alone, each as it is and for a device that only emulates its dtype.
     """

@@ -40,7 +40,6 @@ def draw_gaps(axes: Axes, lines: Sequence[str], series: Sequence[Series], *, apa
     Args:
         axes: Where.
         lines: What stands at the left, from the top.
-        series: What is drawn.
         apart: How far the series of a line are moved against each other, in lines.
     """
     axes.set_xscale("symlog", linthresh=LINEAR_TO, linscale=0.7)

@@ -36,7 +36,6 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
 
     Args:
         models: For one setup after the other, every device.
-        figures: What the notes print.
         unit: Unit of bytes in tables.
     """
     ranked = sorted(models, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
@@ -137,8 +136,6 @@ def where_document(
     Counts that are only bounds come last, whatever they cost, and are never the answer.
 
     Args:
-        model: The model.
-        setup: The training setup.
         placements: Where the job fits.
         unit: Unit of bytes in tables.
         prices: What each GPU costs.

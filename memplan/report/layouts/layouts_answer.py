@@ -31,7 +31,6 @@ def layouts_document(found: FoundLayouts, catalog_hash: str, unit: str) -> Docum
     """Return the front, or what comes nearest.
 
     Args:
-        found: What was found.
         catalog_hash: For the JSON.
         unit: Unit of bytes in tables.
     """

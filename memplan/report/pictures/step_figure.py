@@ -52,10 +52,8 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
     """Return a stacked chart of a step, its peak labelled, with lines for what the GPU has and what is expected.
 
     Args:
-        timeline: What is alive over the step.
         title: What stands above.
         peak: The instant of the peak, in the words of the answer.
-        limits: Lines across it.
     """
     figure, (axes,) = new_figure(width=9.0, height=4.8)
     top = _top(limits, limits.context_bytes + timeline.columns[timeline.peak].bytes)

@@ -47,7 +47,6 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
     """Return one plan as a screen.
 
     Args:
-        plan: The plan.
         canvas: Where it is shown.
         unit: Unit of bytes; GiB where it is empty.
         room: For a job that fits: key of the training config -> the largest value that fits by itself.

@@ -20,7 +20,6 @@ class Rewritten:
     """A trainer's file as it is and as it could be.
 
     Attributes:
-        path: The file.
         costs: What each change costs besides memory, in the order in which they were made.
     """
 

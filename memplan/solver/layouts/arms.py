@@ -43,10 +43,8 @@ class Arm:
     """A layout with its checkpointing, whose batch is not chosen yet.
 
     Args:
-        config: The config.
         plans: Its plan, by how many micro-batches a step has.
         batches: Micro-batches to try, and how many a step takes of each.
-        clock: Estimates its steps.
 
     Attributes:
         refusal: Why it cannot be planned; None as long as nobody knows that.

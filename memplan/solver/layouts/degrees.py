@@ -101,7 +101,6 @@ def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[Trai
     """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
 
     Args:
-        config: The config.
         stack: Its stack, which says what it can divide.
         asked: How many GPUs there are, and what is fixed.
 

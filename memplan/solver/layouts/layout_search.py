@@ -97,9 +97,6 @@ def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: 
     """Return how so many GPUs best share a job.
 
     Args:
-        model: The model.
-        request: What is searched.
-        device: One of the GPUs.
         catalog: Where names are looked up.
 
     Raises:

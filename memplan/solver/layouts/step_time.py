@@ -55,9 +55,7 @@ class StepClock:
     """Estimates a layout's step at any batch.
 
     Args:
-        plan: The layout, planned.
         cluster: Where it runs.
-        rates: Of one GPU.
     """
 
     def __init__(self, plan: CompiledPlan, cluster: Cluster, rates: Rates) -> None:
@@ -76,7 +74,6 @@ class StepClock:
         Args:
             batch: Sequences of a micro-batch.
             length: Tokens of a sequence.
-            steps: Micro-batches.
 
         Raises:
             CannotAnswerError: A link that it needs has no known bandwidth.
@@ -119,8 +116,6 @@ def kept_share(own: ModelSpec, ranks: int, sequence: bool) -> Fraction:
     """Return what a GPU keeps of a layer's saved tensors where several share its matrices.
 
     Args:
-        own: The model as it has it.
-        ranks: GPUs that share matrices.
         sequence: Whether they share what lies between these too.
 
     Formula:

@@ -103,11 +103,8 @@ class Search:
     """A search over one space for one model, device and sequence length.
 
     Args:
-        model: The model.
         space: What may be chosen.
-        device: What it has to fit on.
         length: Tokens per sequence.
-        catalog: Source of names and statuses.
         experimental: Whether experimental parts are allowed.
     """
 

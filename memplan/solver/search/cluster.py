@@ -93,8 +93,6 @@ def cluster_of(gpu: Gpu, networks: Mapping[str, Network], per_node: int | None =
     """Return the cluster that GPUs of a kind are in.
 
     Args:
-        gpu: The kind.
-        networks: Known networks by name.
         per_node: GPUs of a node; None for eight.
         network: What joins nodes, one port for each GPU; nothing for that of the vendor's reference system.
 
@@ -116,7 +114,6 @@ def rates_among(ranks: int, cluster: Cluster | None, device: Device, catalog: Ca
     Args:
         ranks: GPUs of a group.
         cluster: Where they are; None for nodes of eight of the vendor's own.
-        device: One of them.
         catalog: Where rates, links and networks are looked up.
 
     Raises:

@@ -82,11 +82,9 @@ class Sizes:
     """Parts of combinations, each computed on first use.
 
     Args:
-        model: The model.
         space: Where combinations come from.
         length: Tokens per sequence.
         catalog: Where names are looked up.
-        rates: Of the GPU.
         gpu: Which it is; kernels are those that run there.
     """
 

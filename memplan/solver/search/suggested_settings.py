@@ -141,10 +141,7 @@ def _searched(
     """Return the best settings of a space, or the nearest miss.
 
     Args:
-        model: The model.
-        request: What is asked for.
         space: What may be chosen.
-        device: What it has to fit on.
         catalog: Where names are looked up.
         lost: What every answer gives up, or nothing.
     """

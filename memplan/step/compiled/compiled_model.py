@@ -94,7 +94,6 @@ class CompiledModel:
     """What a compiled model of GPT-2's shapes has alive.
 
     Args:
-        inputs: What is compiled.
         taped: The same model on tape, whose weights it has.
     """
 
@@ -252,7 +251,6 @@ def padded_bytes(spec: ModelSpec, tokens: int) -> int:
     It times both on the card, which nothing here can; the upper end of an answer has the copy.
 
     Args:
-        spec: The model.
         tokens: Tokens of a micro-batch.
     """
     if spec.vocab_size % ALIGNED == 0:

@@ -186,8 +186,6 @@ class EngineStep:
 
     Args:
         inputs: What is compiled, with the scratch of the fullest rank's step.
-        taped: The model on tape.
-        groups: The optimizer's flat tensors.
         shares: What each rank has of their gradients.
     """
 
@@ -267,7 +265,6 @@ class Following:
         """Yield the moments of a part with what is there besides, and the instants that they name.
 
         Args:
-            parts: The part's backward.
             around: What lies around it.
             number: Of the layer that it is; none for another part.
             own: Name of the module that it is.

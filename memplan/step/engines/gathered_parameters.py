@@ -75,7 +75,6 @@ class GatheredParameters:
     Args:
         visits: All modules that run, in order.
         elements: Of each parameter, in the order in which the model has them.
-        whole: Those that stay whole.
         frozen: Those that are not trained.
         limits: What the rank gathers by.
 

@@ -120,10 +120,8 @@ class GatheredGradients:
     """Parameters that are gathered, and gradients that leave through a bucket into a rank's pieces of them, which stay.
 
     Args:
-        modules: The model's.
         gathered: What is gathered as they run.
         sizes: Elements of each parameter.
-        rules: How gradients are reduced.
         leaving: Where they leave for host memory.
     """
 
@@ -196,8 +194,6 @@ class GatheredStep:
     """One step of DeepSpeed's engine under ZeRO 3.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         rules: What a rank gathers and reduces by.
     """
 

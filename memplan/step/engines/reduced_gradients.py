@@ -83,10 +83,8 @@ class Buckets:
     """Gradients that leave.
 
     Args:
-        groups: The optimizer's flat tensors.
         shares: What each rank has of them.
         size: Elements of a bucket.
-        count: Buckets.
         width: Bytes of an element.
         copies: Whether pieces are copied before they are reduced.
         lingers: Whether a gradient larger than a bucket stays until the end on ranks that do not own it.

@@ -83,10 +83,7 @@ class PlayedSection:
     """One run of a part of the model within a stream.
 
     Args:
-        stream: What its events are written to.
-        events: The part's events.
         sizes: Bytes of each of its storages.
-        entry: The storage that it is given.
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 

@@ -83,7 +83,6 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
 
     Args:
-        section: The part.
         mode: What becomes of weight gradients.
         recomputation: What forward saves, and what is computed again.
     """

@@ -76,8 +76,6 @@ class StepPlayer:
     """Plays a training run.
 
     Args:
-        inputs: What a step depends on.
-        taped: The model on tape.
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
@@ -333,8 +331,6 @@ def run_events(
     """Return the events of a training run: what is made first, and so many steps.
 
     Args:
-        inputs: What a step depends on.
-        taped: The model on tape.
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.

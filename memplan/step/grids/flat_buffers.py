@@ -57,7 +57,6 @@ def flat_buffer(tensors: Sequence[RankTensor], bucketing: Bucketing) -> FlatBuff
 
     Args:
         tensors: The parameters in the order of the model.
-        bucketing: How buffers are cut.
     """
     if not bucketing.sharded:
         size = sum(tensor.elements for tensor in tensors)

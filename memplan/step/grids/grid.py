@@ -58,7 +58,6 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
     """Return the grid that degrees make of so many GPUs; what is left of them is data parallel.
 
     Args:
-        parallel: The degrees.
         gpus: GPUs; None for as many as the degrees name, ``data`` among them.
 
     Raises:

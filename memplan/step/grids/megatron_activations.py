@@ -56,11 +56,8 @@ def least_activations(
     """Return what is there at once on the ranks of each stage, at least, when most micro-batches are in flight there.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism.
         stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
     """
     return tuple(_stage(spec, grid, index, chunks, build, batch) for index, chunks in enumerate(stages))
 

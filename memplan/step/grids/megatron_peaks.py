@@ -53,11 +53,8 @@ def step_intervals(
     """Return the interval of each stage.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism.
         stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
         kernels: What runs as far as it is known; fused gradients and rotation may be or not.
     """
     given = (spec, grid, stages, build)
@@ -91,12 +88,8 @@ def step_peaks(
     """Return the peak of a step on the ranks of each stage beyond weights, gradients' buffers and optimizer states.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism.
         stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
-        kernels: What runs.
     """
     rank = RankSizes(spec, grid, batch, kernels)
     return tuple(_stage(rank, index, chunks, build) for index, chunks in enumerate(stages))

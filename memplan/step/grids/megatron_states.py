@@ -66,9 +66,7 @@ def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> 
     """Return what the ranks of every stage keep, the first stage first.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism; stage 1 is the distributed optimizer.
-        settings: What is told beyond degrees.
 
     Raises:
         CannotAnswerError: Megatron-LM has no such model or division, or it is not modelled.

@@ -68,10 +68,7 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
     """Return the parameters of one chunk of layers on one rank.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism.
-        chunk: The chunk.
-        build: How the model is built.
 
     Raises:
         CannotAnswerError: Megatron-LM has no such part, or it is not modelled.

@@ -58,9 +58,7 @@ def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[
     """Return the chunks of every stage, the first stage first.
 
     Args:
-        layers: Layers of the model.
         grid: Degrees of parallelism.
-        split: What is told about stages.
 
     Raises:
         InvalidFileError: Layers do not divide; the message names the nearest number of stages that does.

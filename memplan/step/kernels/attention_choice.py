@@ -79,9 +79,7 @@ def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables, order: Sequ
     """Return the kernel that torch takes on a card of any vendor.
 
     Args:
-        call: What is asked for.
         gpu: The card; of one of NVIDIA, the compute capability has to be known.
-        tables: What cards can do.
         order: Kernels among which a card of NVIDIA chooses, the one that comes first first; nothing is torch's own order.
 
     Source:

@@ -60,10 +60,8 @@ def attention_kernel(
     """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
 
     Args:
-        builder: Writes on the tape.
         heads: Query, key and value.
         scratch: What the kernel of backward allocates inside itself.
-        forward: What that of forward does.
         masks: A mask that is added to scores, where one is given.
     """
     tape, kernel = builder.tape, builder.profile.attention

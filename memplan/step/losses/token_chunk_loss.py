@@ -50,8 +50,6 @@ def token_chunk_cross_entropy(
     whose gradient nobody asks for, and adds the head's gradients of all chunks up.
 
     Args:
-        builder: Writes on the tape.
-        x: What the head is given.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.
         wide: Whether rows and head are copied in fp32 before autocast casts them, chunk by chunk.

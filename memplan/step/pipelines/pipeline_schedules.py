@@ -52,10 +52,6 @@ def stages_of(rank: int, parallel: Parallel) -> tuple[int, ...]:
 def actions_of(rank: int, parallel: Parallel) -> tuple[Action, ...]:
     """Return what a rank does in a step, in order.
 
-    Args:
-        rank: Of the pipeline.
-        parallel: Degrees, schedule and number of micro-batches.
-
     Raises:
         InvalidFileError: A schedule that does not suit the numbers of stages and micro-batches.
     """
@@ -117,8 +113,6 @@ def _in_rounds(rank: int, parallel: Parallel, hop: int, late: int | None) -> Ite
     """Yield rounds of micro-batches that pass a rank's stages one after another.
 
     Args:
-        rank: Of the pipeline.
-        parallel: Degrees.
         hop: Forwards that a rank is ahead of the next one.
         late: Gradients of weights that wait until later; None where a backward is one.
     """

@@ -31,7 +31,6 @@ class RankMemory:
 
     Attributes:
         step: Tapes of gathered weights, and the units that weights are gathered in.
-        setup: The training setup.
         sizes: Layers of every stage.
     """
 

@@ -45,8 +45,6 @@ def rank_row(
 
     Args:
         rank: From 0.
-        parallel: Degrees, schedule and number of micro-batches.
-        layers: Of the whole model.
         persistent_bytes: What it keeps between steps.
         instant: When it needs most.
         requested: Bytes that it requests then.

@@ -68,12 +68,7 @@ class Held:
 
 @lru_cache(maxsize=256)
 def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, Held], ...]:
-    """Return what a rank does with what there is before: of what is done alike, where no stage has fewer micro-batches in flight.
-
-    Args:
-        rank: Of the pipeline.
-        parallel: Degrees, schedule and number of micro-batches.
-    """
+    """Return what a rank does with what there is before: of what is done alike, where no stage has fewer in flight."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, Held]]] = {}
     for action, held in _all_moments(rank, parallel):
         rest = (action.kind, action.stage, replace(held, pairs=(), waiting=()))

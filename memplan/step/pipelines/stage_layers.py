@@ -15,10 +15,6 @@ from memplan.training.resolved import TrainingSetup
 def layers_of_stages(layers: int, parallel: Parallel) -> tuple[int, ...]:
     """Return how many layers each stage has, the first stage first: the embedding counts as some, and so does the head.
 
-    Args:
-        layers: Of the model.
-        parallel: Degrees.
-
     Raises:
         InvalidFileError: More stages than layers.
 

@@ -102,7 +102,6 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     """Yield the moments of a forward of prompts or of a token.
 
     Args:
-        tapes: The model on tape.
         shape: Rows and tokens of each.
         cached: Keys and values of all layers.
         own: Those of the layer that runs which its own operations have already, or less than nothing for what is there besides.

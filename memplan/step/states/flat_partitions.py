@@ -100,7 +100,6 @@ def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGro
     """Return the flat tensors of a setup's trained parameters, in the order of the optimizer's groups.
 
     Args:
-        setup: The training setup.
         trained: The parameters, single and in the order of the model.
     """
     parallel = setup.config.parallel
@@ -155,7 +154,6 @@ class RankShare:
 
     Attributes:
         gradient_bytes: The buffer that its parameters' gradients are copied into, each of them whole.
-        names: These parameters.
         step_bytes: Most that its step takes besides what stays, that buffer included.
     """
 

@@ -39,7 +39,6 @@ def muon_batches(
     """Return how the matrices of an optimizer's group are updated, by what makes them alike; ``ALONE`` are left out.
 
     Args:
-        setup: The training setup.
         group: All tensors of the optimizer, each with how often it is there.
         stored: Names of those whose gradients stand in a store, which are updated one by one.
     """

@@ -198,10 +198,6 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     Formula:
         ``ranks * elements of the shards * bytes of an element``.
 
-    Args:
-        tensors: Its tensors, whole.
-        setup: The training setup.
-
     Source:
         ``foreach_all_gather`` and ``foreach_reduce`` in
         torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).

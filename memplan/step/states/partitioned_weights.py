@@ -76,7 +76,6 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
 
     Args:
         setup: The training setup, with ``zero_stage: 3``.
-        states: Those of whole tensors.
         hidden_size: What ``auto`` values are multiples of.
 
     Formula:

@@ -228,7 +228,6 @@ def quantities(
     Args:
         batch: Sequences.
         length: Tokens of each.
-        chunks: Chunks of a chunked loss.
         vocab: Rows of the embedding.
         chunk: Tokens of a chunk, where that does not follow from their number.
         row: Tokens of one sequence in a chunk, likewise.

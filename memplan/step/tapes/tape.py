@@ -101,7 +101,6 @@ class Tape:
             inputs: Inputs with the way their gradients are made.
             outputs: Outputs, made by :meth:`value` or :meth:`view`.
             saves: Tensors that stay until this operation's backward is done.
-            weights: Parameters that it reads.
             traits: What else it does.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)

@@ -52,9 +52,7 @@ def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection
     """Return the class that updates a group of tensors.
 
     Args:
-        setup: The training setup.
         name: Catalog name of the optimizer, for messages.
-        entry: Its catalog entry.
         group: What its tensors are, each kind once.
 
     Raises:

@@ -58,7 +58,6 @@ class Trained:
         """Keep each gradient as it is formed, then call ``finished``, which updates at once.
 
         Args:
-            marks: What books the gradient.
             finished: Updates the weight inside backward; None leaves that to the step.
         """
 

@@ -152,10 +152,6 @@ def update_of(
     """Return what steps ``weights`` under the optimizer called ``name``.
 
     Args:
-        name: Catalog name.
-        entry: Catalog entry.
-        weights: The weights that it takes.
-        setup: Says which of torch's implementations runs.
         masters: Master weights, which are updated in the weights' place; empty for none.
         staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they are on the device.
 

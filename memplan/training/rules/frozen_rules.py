@@ -65,8 +65,6 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
     """Return a model whose tensors say whether they are frozen, with runs of layers in which all layers train alike.
 
     Args:
-        model: As its stack builds it.
-        freeze: Which parameters train.
         where: What messages begin with.
 
     Raises:

@@ -23,11 +23,7 @@ def with_images(
     """Return a vision-language model as a stack trains it on rows with images.
 
     Args:
-        model: As it was released.
         name: What messages call the config.
-        config: The config, filled in.
-        stack: Its stack.
-        profile: Its kernels.
         integers: Whether hidden matrices are multiplied as integers.
 
     Raises:

@@ -138,10 +138,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     """Yield what of a config's method the formula does not follow.
 
     Args:
-        config: The config, filled in.
-        stack: Its stack.
         catalog: Where other stacks are looked up.
-        hidden: Weight format of the hidden matrices.
 
     Source:
         Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in

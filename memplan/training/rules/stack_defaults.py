@@ -12,13 +12,7 @@ from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, cas
 
 
 def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> TrainingConfig:
-    """Return a config in which what it leaves to its stack is filled in.
-
-    Args:
-        config: The config.
-        stack: Its stack.
-        hidden: Weight format of the hidden matrices.
-    """
+    """Return a config in which what it leaves to its stack is filled in."""
     adapter = config.adapter
     if adapter is not None and adapter.dtype is None:
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))
