@@ -17,8 +17,7 @@ from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import Grid, grid_of
-from memplan.step.grids.megatron_activations import MegatronBatch
-from memplan.step.grids.megatron_layers import MegatronKernels
+from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
 from memplan.step.grids.megatron_peaks import step_intervals
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
@@ -128,7 +127,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
     batch = _batch(config, settings)
-    steps = step_intervals(known.spec, grid, chunks, settings.build, batch, _kernels(config, batch))
+    sizes = RankSizes(known.spec, grid, settings.build, batch, _kernels(config, batch))
+    steps = step_intervals(sizes, chunks)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, hardware_tables(inputs.catalog.root), share)
     usable = device.usable_bytes(parse_bytes(config.reserve))

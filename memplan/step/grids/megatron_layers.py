@@ -16,9 +16,33 @@ from typing import NamedTuple
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch
+from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS, column_sum_bytes
+from memplan.units import round_up
 from memplan.values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronBatch:
+    """What a step is given, and how it keeps it.
+
+    Attributes:
+        micro_batch_size: Sequences of a micro-batch.
+        sequence_length: Tokens of each.
+        micro_batches: Of a step.
+        whole_layers: Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
+        modules: What of a layer is computed again otherwise (``--recompute-modules``).
+        element_bytes: Bytes of an element that products read.
+        wide_logits: The loss copies logits to fp32.
+    """
+
+    micro_batch_size: int
+    sequence_length: int
+    micro_batches: int = 1
+    whole_layers: bool = False
+    modules: frozenset[str] = frozenset()
+    element_bytes: int = 2
+    wide_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +76,9 @@ class RankSizes:
 
     spec: ModelSpec
     grid: Grid
+    build: MegatronBuild
     batch: MegatronBatch
-    kernels: MegatronKernels
+    kernels: MegatronKernels = MegatronKernels()
 
     @property
     def tokens(self) -> int:
@@ -64,6 +89,12 @@ class RankSizes:
     def rows(self) -> int:
         """Tokens of the residual stream that it has."""
         return self.tokens // (self.grid.tensor if self.grid.sequence else 1)
+
+    @property
+    def words(self) -> int:
+        """Words of the vocabulary that it has rows of."""
+        multiple = self.build.vocabulary_multiple * self.grid.tensor
+        return round_up(self.spec.vocab_size, multiple) // self.grid.tensor
 
     @property
     def whole(self) -> int:
