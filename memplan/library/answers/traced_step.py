@@ -187,8 +187,8 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
     return _Subject(model, setup, device, options, inputs.catalog)
 
 
-def require_torch() -> None:
-    """Refuse to trace without torch.
+def require_torch(doing: str = "tracing") -> None:
+    """Refuse what cannot be done without torch.
 
     Raises:
         CannotAnswerError: It is not installed.
@@ -197,7 +197,7 @@ def require_torch() -> None:
 
     if find_spec("torch") is None:
         raise CannotAnswerError(
-            "tracing needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+            f"{doing} needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
         )
 
 
@@ -288,12 +288,12 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
         capacity = max(
             0, device.usable_bytes(setup.reserve_bytes) - context_range(device.gpu, setup.hardware).expected_bytes
         )
-        on_device = _replayed(run, alloc_conf, capacity)
+        on_device = replayed(run, alloc_conf, capacity)
     return TracedStep(
         title=title,
         trace=run,
         setup=setup,
-        replayed=_replayed(run, alloc_conf, None),
+        replayed=replayed(run, alloc_conf, None),
         on_device=on_device,
         plan=None if model is None or _has_no_formula(setup) else CompiledPlan(model, setup).evaluate(against),
         device=device,
@@ -307,7 +307,7 @@ def _has_no_formula(setup: TrainingSetup) -> bool:
     return bool(setup.unmodelled) or setup.config.compile == "layers"
 
 
-def _replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:
+def replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:
     """Return what the allocator does with the trace, with so many bytes to be had, or without a limit."""
     from memplan.allocator.caching_allocator import replay
     from memplan.allocator.settings import parse_alloc_conf

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from memplan.report.document import Table
+from memplan.report.experiments import interval_text
 from memplan.report.figures import MARKERS, PALETTE
 
 if TYPE_CHECKING:
@@ -32,6 +34,23 @@ class Series:
     name: str
     rows: Mapping[str, Mapping[str, Any]]
     place: int
+
+
+def gap_table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], title: str) -> Table:
+    """Return losses and their gaps to fp32, a line for each row, which the values of ``keys`` tell from the others."""
+    words = {True: "yes", False: "no"}
+    cells = [
+        (
+            *(words.get(row[key], row[key]) for key in keys),
+            f"{row['bytes_per_parameter']:.4g}",
+            interval_text(row["loss"], ".4f"),
+            gap_cell(row),
+            str(row["diverged"]),
+        )
+        for row in rows
+    ]
+    headers = (*(key.replace("_", " ") for key in keys), ">B/param", ">loss", ">gap to fp32, %", ">diverged")
+    return Table(headers, tuple(cells), title)
 
 
 def draw_gaps(axes: Axes, lines: Sequence[str], series: Sequence[Series], *, apart: float = 0.0) -> None:
