@@ -18,7 +18,8 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_file, write_remark
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job, job_inputs, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job
+from memplan.lab.stack_survey.judged_stack_jobs import job_inputs, planned
 from memplan.lab.survey.drawn_jobs import Job
 from memplan.measure.measure_stack import StackTask
 from memplan.measure.measured import Measurement
