@@ -1,0 +1,1 @@
+"""What a plan takes for granted, in sentences."""
