@@ -15,7 +15,7 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
 from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
 from memplan.step.divided.divided_products import whole_rows
-from memplan.step.end_settings import EndSettings, head_weights
+from memplan.step.ends.end_settings import EndSettings, head_weights
 from memplan.step.losses.cross_entropy import (
     cross_entropy,
     cross_entropy_in_pieces,
