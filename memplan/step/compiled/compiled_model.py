@@ -18,7 +18,8 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.behind_forward import EVALUATION
-from memplan.step.instants import StepForms, held_by_loop, step_instants
+from memplan.step.instants import StepForms, step_instants
+from memplan.step.kept_by_loop import held_by_loop
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.section import SavedTensor

@@ -15,15 +15,8 @@ from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
 from memplan.step.engines.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.head_instants import root_form, tied_sum
-from memplan.step.instants import (
-    StepForms,
-    backward_base,
-    escaped_form,
-    forward_instants,
-    graph_of_loss,
-    leaf_instants,
-    saved_by_layers,
-)
+from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
+from memplan.step.kept_by_loop import escaped_form, graph_of_loss
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player

@@ -30,15 +30,8 @@ from memplan.step.engines.gathered_parameters import GatheredParameters, Limits,
 from memplan.step.engines.module_visits import Modules
 from memplan.step.engines.reduced_gradients import Held
 from memplan.step.head_instants import TIED_SUM
-from memplan.step.instants import (
-    StepForms,
-    embedded_leaf,
-    graph_of_loss,
-    held_graph,
-    leaf_apart,
-    named_embeddings,
-    saved_by_layers,
-)
+from memplan.step.instants import StepForms, saved_by_layers
+from memplan.step.kept_by_loop import embedded_leaf, graph_of_loss, held_graph, leaf_apart, named_embeddings
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS

@@ -22,7 +22,8 @@ from functools import partial
 from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
-from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
+from memplan.step.instants import StepForms, saved_by_layers, step_instants
+from memplan.step.kept_by_loop import embedded_leaf
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
