@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.ends.ends_on_tape import Head
+from memplan.step.ends.head_on_tape import Head
 from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form

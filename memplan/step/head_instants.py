@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.ends.end_settings import EndSettings
-from memplan.step.ends.ends_on_tape import FUSED_LOSSES, Head
+from memplan.step.ends.head_on_tape import FUSED_LOSSES, Head
 from memplan.step.losses.fused_linear_loss import PLACE_BYTES
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape

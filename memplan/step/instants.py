@@ -16,7 +16,7 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.ends.ends_on_tape import IN_PIECES
+from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,

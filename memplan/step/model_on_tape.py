@@ -11,7 +11,7 @@ from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
-from memplan.step.ends.ends_on_tape import Head, Named, head_on_tape
+from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
 from memplan.step.kernels.image_rows import attends_jointly
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.places import layer_counts

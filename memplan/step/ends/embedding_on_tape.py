@@ -12,7 +12,7 @@ from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_ends import divided_embedding
 from memplan.step.ends.end_settings import EndSettings
-from memplan.step.ends.ends_on_tape import MOST_ENDS, Named
+from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value

@@ -15,7 +15,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import EVALUATION, behind_forward
-from memplan.step.ends.ends_on_tape import FUSED_LOSSES
+from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
     FORMULA,
     NORM_BYTES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan.step.chunks_at_once import all_logits
-from memplan.step.ends.ends_on_tape import Head
+from memplan.step.ends.head_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.section_events import section_events
 from memplan.step.head_instants import AGAIN

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from memplan.step.ends.ends_on_tape import IN_PIECES, evaluated_head
+from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memplan.step.behind_forward import behind_forward
 from memplan.step.divided.divided_ends import FORWARD_BYTES
-from memplan.step.ends.ends_on_tape import evaluated_head
+from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.kept_by_loop import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.kernels.layer_arguments import layer_arguments
