@@ -20,10 +20,10 @@ from memplan.errors import InvalidFileError
 from memplan.solver.search.axes import AXES
 
 if TYPE_CHECKING:
-    from memplan.library.answers.suggested_plans import SearchOptions as Searched
-    from memplan.library.answers.suggested_plans import Suggested
     from memplan.library.job_options import JobOptions
     from memplan.library.runs.searched_layouts import Layouts
+    from memplan.library.several.suggested_plans import SearchOptions as Searched
+    from memplan.library.several.suggested_plans import Suggested
 
 _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
