@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from memplan.library.runs.searched_layouts import suggest_layouts as suggest_layouts
     from memplan.library.runs.shared_ranks import Ranks as Ranks
     from memplan.library.runs.shared_ranks import plan_ranks as plan_ranks
-    from memplan.library.several.capacity import Grid as Grid
+    from memplan.library.several.batch_grid import Grid as Grid
+    from memplan.library.several.batch_grid import frontier as frontier
     from memplan.library.several.capacity import LargestModels as LargestModels
     from memplan.library.several.capacity import LargestValues as LargestValues
     from memplan.library.several.capacity import Where as Where
-    from memplan.library.several.capacity import frontier as frontier
     from memplan.library.several.capacity import largest as largest
     from memplan.library.several.capacity import where as where
-    from memplan.library.several.config_rows import Comparison as Comparison
+    from memplan.library.several.comparison import Comparison as Comparison
+    from memplan.library.several.comparison import compare as compare
     from memplan.library.several.config_rows import Fit as Fit
-    from memplan.library.several.config_rows import compare as compare
     from memplan.library.several.config_rows import fit as fit
     from memplan.library.several.suggested_plans import ConfigSuggestions as ConfigSuggestions
     from memplan.library.several.suggested_plans import SearchOptions as SearchOptions
@@ -83,16 +83,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "UnknownNameError",
     ),
     "memplan.library.answers.budget_check": ("Check", "check"),
-    "memplan.library.several.capacity": (
-        "Grid",
-        "LargestModels",
-        "LargestValues",
-        "Where",
-        "frontier",
-        "largest",
-        "where",
-    ),
-    "memplan.library.several.config_rows": ("Comparison", "Fit", "compare", "fit"),
+    "memplan.library.several.batch_grid": ("Grid", "frontier"),
+    "memplan.library.several.capacity": ("LargestModels", "LargestValues", "Where", "largest", "where"),
+    "memplan.library.several.comparison": ("Comparison", "compare"),
+    "memplan.library.several.config_rows": ("Fit", "fit"),
     "memplan.library.runs.history_replay": ("Replay", "replay"),
     "memplan.library.component_values": ("Components",),
     "memplan.library.answers.planned_job": ("Job", "Plan", "job", "plan"),
