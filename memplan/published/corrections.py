@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.recorded_rows import Records, Select
 from memplan.documents.printed_numbers import Interval, Value
+from memplan.documents.recorded_rows import Records, Select
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.largest_model import max_parameters
 from memplan.plan.memory_plan import Device

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
-from memplan.catalog.recorded_rows import Records
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.recorded_rows import Records
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
 from memplan.values import dataclass
