@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.errors import InvalidFileError, printable
 from memplan.values import dataclass
 

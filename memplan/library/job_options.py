@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.training_config import MAXIMUM_GPUS, Checkpointing
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.catalog.training_config import Checkpointing
 from memplan.documents.loading import setting_text
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.lookup import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError

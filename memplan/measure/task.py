@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import with_stack
+from memplan.catalog.stack_versions import with_stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.catalog.training_config import Parallel
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.values import dataclass

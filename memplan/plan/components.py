@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
-from memplan.catalog.training_config import Rollout
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded

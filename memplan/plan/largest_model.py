@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model

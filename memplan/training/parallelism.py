@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, DeepSpeed, FlatShards, Parallel, Schedule
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import (
-    MAXIMUM_GPUS,
-    DeepSpeed,
-    FlatShards,
-    Offload,
-    Parallel,
-    Schedule,
-    TrainingConfig,
-)
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
 from memplan.training.rules.flat_rules import flat_refusal, staying_refusal

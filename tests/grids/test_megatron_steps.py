@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_activations import least_activations, pairs_in_flight

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
-from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
+from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.engines.reduced_gradients import Buckets, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare

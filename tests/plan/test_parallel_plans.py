@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
+from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, FlatShards, Gradients, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.bytes_per_parameter import bytes_per_parameter

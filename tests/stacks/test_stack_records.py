@@ -135,7 +135,6 @@ NEAR = {
 }
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
 
-
 ROWS = {
     "torchtitan": "torchtitan 0.3.0, Llama 3",
     "torchtitan.qwen3": "torchtitan 0.3.0, Qwen3",

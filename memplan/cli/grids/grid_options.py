@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.option_groups import PARALLEL, CountedGpus, DeviceOptions, option
 from memplan.cli.training_options import TrainingOptions
 from memplan.documents.opening import opened, usable_path
@@ -34,7 +34,6 @@ KEYS: Mapping[str, str] = {
     "micro_batches": "micro_batches",
 }
 """Option -> the key of ``parallel`` that it sets."""
-
 
 DEGREES = "Degrees: tensor, pipeline, virtual, context, expert, expert tensor; replicas of what data ranks divide."
 NODES = f"Machines, and GPUs of each ({DEFAULT_GPUS_PER_NODE} where nothing is said)."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.cli.grouped_command import command, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option

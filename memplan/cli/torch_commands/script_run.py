@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import memplan
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, OutputOptions, option
 from memplan.cli.output import emit

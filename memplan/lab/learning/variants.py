@@ -27,7 +27,6 @@ LIMITS = (
 LEARNED_BELOW = 0.9
 """A run has diverged where a loss is not finite, or the last is above this part of the first."""
 
-
 NAMED = ("momentum", "weights", "gradient", "second_moment")
 """Keys of a row that name a run in progress messages."""
 

@@ -86,7 +86,6 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
 IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")
 """Families of which rows with images are modelled."""
 
-
 POOLED_IMAGES = ((56, 4), (112, 4), (112, 16), (224, 64), (448, 256))
 """Pixels of an image, each way, and the tokens that it becomes where patches are pooled."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range

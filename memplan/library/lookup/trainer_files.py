@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.training_config import Rollout, TrainingConfig
+from memplan.catalog.config_keys.method_keys import Rollout
+from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, first_lines, printable
 from memplan.training.rules.method_rules import GENERATING

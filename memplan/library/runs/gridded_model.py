@@ -7,8 +7,9 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
-from memplan.catalog.training_config import Offload, Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.stack_versions import DEFAULT_STACK
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.library.answers.answer import Answer
@@ -39,7 +40,6 @@ OWN_PRECISION = {
     "optimizer": {"default": "adamw-fp32"},
 }
 """What Megatron-LM keeps with ``--bf16`` where no config says otherwise (megatron/training/arguments.py)."""
-
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What ``--recompute-modules`` takes (core/transformer/transformer_config.py, 0.16.1)."""

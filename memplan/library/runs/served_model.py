@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Stage, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
 from memplan.library.lookup import find_device

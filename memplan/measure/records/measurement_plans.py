@@ -13,7 +13,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import Offload
 from memplan.errors import MemplanError
 from memplan.measure.records.prediction import planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memplan.catalog.training_config import Rollout
+from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
 from memplan.plan.assumed.in_short import LINEAR_ALONE, experts_format
 from memplan.plan.assumed.parallel_assumptions import parallel_assumptions
@@ -29,7 +29,6 @@ REFERENCES = {
     "precomputed": "none on the device; its log-probabilities have been computed before",
 }
 """Kind of reference model -> what there is of it."""
-
 
 LINEAR_ATTENTION = {
     "torch": "linear attention torch: transformers' own code runs gated delta networks, in fp32, as it does where "

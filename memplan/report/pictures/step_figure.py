@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 LEAST_LABEL_SHARE = 0.08
 """Share of the width that a phase takes at least to be labelled."""
 
-
 FLAT = 4
 """A job that takes less than one part in so many of the GPU is drawn by itself, and the GPU's line is said to lie above."""
 

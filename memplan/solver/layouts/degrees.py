@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED

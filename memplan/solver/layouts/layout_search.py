@@ -162,7 +162,7 @@ def layout_name(config: TrainingConfig) -> str:
     """Return a layout in a word.
 
     Example:
-        >>> from memplan.catalog.training_config import Parallel
+        >>> from memplan.catalog.config_keys.parallel_keys import Parallel
         >>> layout_name(TrainingConfig("", parallel=Parallel(data=8, zero_stage=3, tensor=8, sequence=True)))
         'tp8-sp-dp8-zero3'
     """

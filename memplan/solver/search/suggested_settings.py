@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.hardware.capabilities import is_native
 from memplan.hardware.hardware_tables import hardware_tables

@@ -34,7 +34,6 @@ STEPS = 3
 CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
-
 Values = tuple[Sequence[int], Sequence[int]]
 """Values of quantities: of a step, and of a forward that evaluates."""
 

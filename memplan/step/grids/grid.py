@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from memplan.catalog.training_config import MAXIMUM_GPUS, Parallel
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
 from memplan.errors import InvalidFileError
 from memplan.units import round_up
 from memplan.values import dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from memplan.catalog.training_config import TransformerImplementation
+from memplan.catalog.config_keys.parallel_keys import TransformerImplementation
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm

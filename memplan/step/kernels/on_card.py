@@ -22,7 +22,6 @@ TORCH_CHOOSES = "auto"
 Need = tuple[str, str, str]
 """Key of a training config, its value, and what a card has to be able to do for it."""
 
-
 TRITON = {
     "norm": ("in-place",),
     "rotary": ("in-place",),

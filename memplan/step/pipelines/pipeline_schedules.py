@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from memplan.catalog.training_config import Parallel, Schedule
+from memplan.catalog.config_keys.parallel_keys import Parallel, Schedule
 from memplan.errors import InvalidFileError
 from memplan.values import dataclass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.pipelines.pipeline_schedules import stages_of
 from memplan.step.pipelines.rank_timeline import most_pairs
 from memplan.step.pipelines.stage_layers import layers_of_stages

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import ge
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
 from memplan.values import dataclass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memplan.catalog.training_config import FlatShards
+from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec

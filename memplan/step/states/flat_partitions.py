@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Offload, Parallel
+from memplan.catalog.training_config import Offload
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, model_states

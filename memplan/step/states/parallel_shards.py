@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Offload, Parallel
+from memplan.catalog.training_config import Offload
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup

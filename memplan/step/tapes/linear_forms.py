@@ -91,7 +91,6 @@ EMBEDDING_DIRECT_INDICES = 3072
 EMBEDDING_ROWS_PER_PART = 10
 """Limits in aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
 
-
 LATE_CHUNKS = 3
 """Chunks of a gated delta network at the end of a sequence that are told one by one, as the first is; those between are alike."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.inventory import ParameterTensor, Role
 from memplan.units import ceil_div, round_up
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
 

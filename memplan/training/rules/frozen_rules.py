@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, Freeze, Parallel, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, Freeze, TrainingConfig
 from memplan.documents.name_patterns import name_pattern, take_long
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor, expanded

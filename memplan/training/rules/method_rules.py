@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Method, ReferenceModel, Rollout
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Method, Parallel, ReferenceModel, Rollout, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.training.rules.stack_rules import beside_codes
 
 Path = tuple[str, ...]

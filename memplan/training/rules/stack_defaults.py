@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, cast
 
+from memplan.catalog.config_keys.method_keys import Images
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Images, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import SCORED, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
