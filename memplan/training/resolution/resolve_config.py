@@ -61,7 +61,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
-        _refuse_first(parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack, whole), place)
+        _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
