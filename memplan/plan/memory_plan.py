@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from memplan.catalog.entries import Gpu
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, MachineProfile
-from memplan.plan.assumed.assumptions import assumptions, not_modelled
+from memplan.plan.assumptions import assumptions, not_modelled
 from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
 from memplan.plan.components import Component, components

@@ -11,9 +11,9 @@ from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import InvalidFileError, MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
-from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import (
     MOST_LAYERS,

@@ -18,8 +18,8 @@ from memplan.training.resolved import TrainingSetup
 if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
 
-    from memplan.plan.largest_model import LargestModel
-    from memplan.plan.placements import Placements
+    from memplan.plan.sizes.largest_model import LargestModel
+    from memplan.plan.sizes.placements import Placements
     from memplan.report.largest.largest_model_answer import Prices
     from memplan.solver.largest_per_device import Largest, Quantity
 
@@ -141,7 +141,7 @@ def largest(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
         )
     from memplan.library.lookup import catalog_model
-    from memplan.plan.largest_model import largest_models
+    from memplan.plan.sizes.largest_model import largest_models
     from memplan.step.kernels.on_card import refuse_unable
 
     setups = _setups(inputs)
@@ -210,8 +210,8 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
     """
     inputs = job_inputs("where", model, options, refused={"gpus": "how many GPUs it takes is the question"})
     from memplan.library.lookup.prices import load_prices
-    from memplan.plan.placements import placements
     from memplan.plan.reserve.simulation import Runs, simulated
+    from memplan.plan.sizes.placements import placements
 
     known = inputs.model()
     devices = inputs.devices()

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 from memplan.catalog.entries import Status
 from memplan.model.model import Model
-from memplan.plan.largest_model import LargestModel, largest_models
 from memplan.plan.memory_plan import Device
+from memplan.plan.sizes.largest_model import LargestModel, largest_models
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass

@@ -14,8 +14,8 @@ from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count, format_fraction
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel
-    from memplan.plan.placements import Placement, Placements
+    from memplan.plan.sizes.largest_model import LargestModel
+    from memplan.plan.sizes.placements import Placement, Placements
     from memplan.training.resolved import TrainingSetup
 
 WHY = (

@@ -20,9 +20,9 @@ from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
 from memplan.plan.job_allowances import devices_for, with_engine
-from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.cluster import rates_among
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing

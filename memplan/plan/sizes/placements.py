@@ -9,9 +9,9 @@ from functools import cache
 from memplan.errors import MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
-from memplan.plan.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 

@@ -1,1 +1,0 @@
-"""What a plan takes for granted, in sentences."""
