@@ -20,16 +20,12 @@ PRINTED_STEP = GIB // 100
 
 @dataclass(frozen=True, slots=True)
 class ContextRange:
-    """What a process is expected to hold outside torch's allocator on one device, and between which ends.
-
-    Attributes:
-        source: What was measured, on which cards.
-    """
+    """What a process is expected to hold outside torch's allocator on one device, and between which ends."""
 
     least_bytes: int
     expected_bytes: int
     most_bytes: int
-    source: str
+    source: str  # What was measured, on which cards
 
 
 def context_range(gpu: Gpu, tables: HardwareTables) -> ContextRange:

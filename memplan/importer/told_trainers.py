@@ -27,16 +27,11 @@ NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan im
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A source and whose it is.
-
-    Attributes:
-        head: The trainer.
-        kind: What the file is where it is no training job; else nothing.
-    """
+    """A source and whose it is."""
 
     keys: GivenKeys
-    head: TrainerHead
-    kind: str = ""
+    head: TrainerHead  # The trainer
+    kind: str = ""  # What the file is where it is no training job; else nothing
 
 
 def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Told:

@@ -81,16 +81,11 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class JobInputs:
-    """A question's keywords, checked, with the catalog that its names are looked up in.
-
-    Attributes:
-        given: The model as it was given.
-        options: The keywords that were given.
-    """
+    """A question's keywords, checked, with the catalog that its names are looked up in."""
 
     catalog: Catalog
-    given: ModelGiven
-    options: JobOptions
+    given: ModelGiven  # The model as it was given
+    options: JobOptions  # The keywords that were given
 
     def model(self) -> Model:
         """Return the model.

@@ -33,38 +33,22 @@ SIMULATED_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Allowances:
-    """Allowances for one or several devices.
+    """Allowances for one or several devices."""
 
-    Attributes:
-        library_bytes: Workspaces that libraries hold in the allocator's memory.
-        reserve_fraction: Share of the allocated bytes that the allocator holds besides.
-        upper_reserve_fraction: The same at the upper end.
-        context_bytes: Memory outside the allocator.
-        upper_context_bytes: The same at the upper end.
-        least_context_bytes: The same at the lower end.
-        library_source: Where ``library_bytes`` was read.
-        context_source: What ``context_bytes`` rests on.
-        measured_on: Card whose own figures workspaces and context are, or nothing.
-        nccl_bytes: NCCL's buffers, which ``context_bytes`` includes.
-        upper_nccl_bytes: The same at the upper end, which ``upper_context_bytes`` includes.
-        nccl_source: Where they were measured.
-        stream_bytes: Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes.
-        engine_bytes: What an engine that generates on the same device takes at the peak, which all contexts include.
-    """
-
-    library_bytes: int
-    reserve_fraction: Fraction
-    upper_reserve_fraction: Fraction
-    context_bytes: int
-    upper_context_bytes: int
-    least_context_bytes: int = 0
-    library_source: str = ""
-    context_source: str = ""
-    measured_on: str = ""
-    nccl_bytes: int = 0
-    upper_nccl_bytes: int = 0
-    nccl_source: str = ""
-    stream_bytes: int = 0
+    library_bytes: int  # Workspaces that libraries hold in the allocator's memory
+    reserve_fraction: Fraction  # Share of the allocated bytes that the allocator holds besides
+    upper_reserve_fraction: Fraction  # The same at the upper end
+    context_bytes: int  # Memory outside the allocator
+    upper_context_bytes: int  # The same at the upper end
+    least_context_bytes: int = 0  # The same at the lower end
+    library_source: str = ""  # Where ``library_bytes`` was read
+    context_source: str = ""  # What ``context_bytes`` rests on
+    measured_on: str = ""  # Card whose own figures workspaces and context are, or nothing
+    nccl_bytes: int = 0  # NCCL's buffers, which ``context_bytes`` includes
+    upper_nccl_bytes: int = 0  # The same at the upper end, which ``upper_context_bytes`` includes
+    nccl_source: str = ""  # Where they were measured
+    stream_bytes: int = 0  # Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes
+    # What an engine that generates on the same device takes at the peak, which all contexts include.
     engine_bytes: int = 0
 
     def reserve_bytes(self, allocated_bytes: int) -> int:
@@ -91,20 +75,13 @@ class Allowances:
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What ``memplan validate --calibrate`` found on one card, for plans instead of the shipped allowances.
-
-    Attributes:
-        torch_version: Version of torch that ran there.
-        library_bytes: Workspaces of libraries in the allocator's memory.
-        context_bytes: Memory outside the allocator, median of the records.
-        upper_context_bytes: The same, largest of the records.
-    """
+    """What ``memplan validate --calibrate`` found on one card, for plans instead of the shipped allowances."""
 
     device: str
-    torch_version: str
-    library_bytes: int
-    context_bytes: int
-    upper_context_bytes: int
+    torch_version: str  # Version of torch that ran there
+    library_bytes: int  # Workspaces of libraries in the allocator's memory
+    context_bytes: int  # Memory outside the allocator, median of the records
+    upper_context_bytes: int  # The same, largest of the records
 
 
 def measured_allowances(allowances: Allowances, profile: MachineProfile, count: int = 1) -> Allowances:

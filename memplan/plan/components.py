@@ -49,20 +49,14 @@ ENGINE_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One line of the sum.
-
-    Attributes:
-        formula: How the bytes come about, in symbols.
-        values: What the symbols stand for.
-        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
-    """
+    """One line of the sum."""
 
     name: str
     bytes: int
-    formula: str
-    values: Mapping[str, int | str]
+    formula: str  # How the bytes come about, in symbols
+    values: Mapping[str, int | str]  # What the symbols stand for
     source: str
-    kind: Kind
+    kind: Kind  # ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances
 
 
 def components(plan: MemoryPlan) -> tuple[Component, ...]:

@@ -11,15 +11,10 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """Device bytes and verdict of a requested peak, without evaluating a whole plan.
+    """Device bytes and verdict of a requested peak, without evaluating a whole plan."""
 
-    Attributes:
-        usable_bytes: Memory of the device that a job may use, after the reserve.
-        allowances: What is added to the requested bytes on this device.
-    """
-
-    usable_bytes: int
-    allowances: Allowances
+    usable_bytes: int  # Memory of the device that a job may use, after the reserve
+    allowances: Allowances  # What is added to the requested bytes on this device
 
     def device_bytes(self, requested: int, rounding: int) -> int:
         """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""

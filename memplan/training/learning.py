@@ -37,25 +37,16 @@ TRAINING, LITERATURE = "memplan/evidence/1", "memplan/literature/1"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What decides how training learns.
+    """What decides how training learns."""
 
-    Attributes:
-        weights: Weight format of each role.
-        optimizers: Optimizer of each role.
-        gradients: Dtype that gradients of hidden matrices are kept in.
-        coded: Whether weights are trained as codes.
-        adapter: Kind of adapter, or nothing.
-        scaled: Whether the loss is scaled, as fp16 needs.
-    """
-
-    weights: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    gradients: str
+    weights: tuple[str, ...]  # Weight format of each role
+    optimizers: tuple[str, ...]  # Optimizer of each role
+    gradients: str  # Dtype that gradients of hidden matrices are kept in
     compute_dtype: str
     master_weights: str
-    coded: bool
-    adapter: str
-    scaled: bool
+    coded: bool  # Whether weights are trained as codes
+    adapter: str  # Kind of adapter, or nothing
+    scaled: bool  # Whether the loss is scaled, as fp16 needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,16 +36,11 @@ Source: https://github.com/SQCU/pfhe, scripts/benchmark_optimizer_variants.py; i
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """How the second moment is stored.
+    """How the second moment is stored."""
 
-    Attributes:
-        bits: Of each code.
-        scales: fp32 numbers that a block of 128 has besides.
-        rounded: Replaces a block's numbers, (blocks, 128), by those that its codes stand for.
-    """
-
-    bits: int
-    scales: int
+    bits: int  # Of each code
+    scales: int  # fp32 numbers that a block of 128 has besides
+    # Replaces a block's numbers, (blocks, 128), by those that its codes stand for.
     rounded: Callable[[Tensor, int], Tensor]
 
     @property

@@ -70,19 +70,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        keys: What tells its row from the others.
-        setup: Formats and optimizers.
-        options: How to train.
-        prepare: Changes something about the trainer before the first step.
-    """
-
-    keys: Mapping[str, Any]
-    setup: TrainingSetup
-    options: TrainingOptions = field(default_factory=TrainingOptions)
-    prepare: Callable[[Trainer], None] | None = None
+    keys: Mapping[str, Any]  # What tells its row from the others
+    setup: TrainingSetup  # Formats and optimizers
+    options: TrainingOptions = field(default_factory=TrainingOptions)  # How to train
+    prepare: Callable[[Trainer], None] | None = None  # Changes something about the trainer before the first step
 
 
 def lab_setup(

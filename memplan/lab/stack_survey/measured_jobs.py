@@ -34,17 +34,11 @@ FIGURES = ("requested", "allocated", "reserved")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """A job that ran.
+    """A job that ran."""
 
-    Attributes:
-        job: The job, as a survey prints it.
-        planned: Peaks by the plan: ``requested``, ``allocated`` and ``reserved`` bytes.
-        measurement: What the device had.
-    """
-
-    job: StackJob
-    planned: dict[str, int]
-    measurement: Measurement
+    job: StackJob  # The job, as a survey prints it
+    planned: dict[str, int]  # Peaks by the plan: ``requested``, ``allocated`` and ``reserved`` bytes
+    measurement: Measurement  # What the device had
 
     def share(self, figure: str) -> float | None:
         """Return by how much of what was measured the plan is above it, where that was measured."""

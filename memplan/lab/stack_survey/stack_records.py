@@ -24,21 +24,13 @@ from memplan.trace.recording.trace_result import Trace
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """One job and what it did.
+    """One job and what it did."""
 
-    Attributes:
-        job: The job, as a survey prints it.
-        instants: Requested bytes by instant.
-        components: Requested bytes by component at the peak.
-        persistent_bytes: What a step leaves for the next.
-        events: Digest of the sizes of all births and deaths of the reported step, in order.
-    """
-
-    job: str
-    instants: Mapping[str, int]
-    components: Mapping[str, int]
-    persistent_bytes: int
-    events: str
+    job: str  # The job, as a survey prints it
+    instants: Mapping[str, int]  # Requested bytes by instant
+    components: Mapping[str, int]  # Requested bytes by component at the peak
+    persistent_bytes: int  # What a step leaves for the next
+    events: str  # Digest of the sizes of all births and deaths of the reported step, in order
 
     @property
     def peak_bytes(self) -> int:

@@ -36,15 +36,10 @@ CHECKPOINTING = ("full", "none")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        plan: At the batch and length that were asked for.
-        batch: The largest micro-batch that fits, 0 where none does; others than the plan's by the allocator's share.
-    """
-
-    plan: MemoryPlan
-    batch: int
+    plan: MemoryPlan  # At the batch and length that were asked for
+    batch: int  # The largest micro-batch that fits, 0 where none does; others than the plan's by the allocator's share
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -20,22 +20,16 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LargestModel:
-    """The largest model for one device, as a bound and as a real one.
-
-    Attributes:
-        bytes_per_parameter: Uniform figure of the config.
-        max_parameters: Usable bytes over that figure: an upper bound that leaves out activations,
-            embeddings in other formats, the allocator and the CUDA context.
-        largest_fitting: Name of the largest catalog model that FITS, or None.
-        largest_fitting_parameters: Its parameters, or 0.
-    """
+    """The largest model for one device, as a bound and as a real one."""
 
     device: Device
     setup: TrainingSetup
-    bytes_per_parameter: Fraction
+    bytes_per_parameter: Fraction  # Uniform figure of the config
+    # Usable bytes over that figure: an upper bound that leaves out activations, embeddings in other formats, the
+    # allocator and the CUDA context.
     max_parameters: int
-    largest_fitting: str | None
-    largest_fitting_parameters: int
+    largest_fitting: str | None  # Name of the largest catalog model that FITS, or None
+    largest_fitting_parameters: int  # Its parameters, or 0
 
 
 def max_parameters(setup: TrainingSetup, device: Device) -> int:

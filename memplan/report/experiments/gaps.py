@@ -23,17 +23,11 @@ LINEAR_TO = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Gaps that share a colour and a marker.
+    """Gaps that share a colour and a marker."""
 
-    Attributes:
-        name: What the legend says.
-        rows: Rows of a record by the line that they stand on.
-        place: Which colour and marker.
-    """
-
-    name: str
-    rows: Mapping[str, Mapping[str, Any]]
-    place: int
+    name: str  # What the legend says
+    rows: Mapping[str, Mapping[str, Any]]  # Rows of a record by the line that they stand on
+    place: int  # Which colour and marker
 
 
 def gap_table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], title: str) -> Table:

@@ -112,15 +112,11 @@ def _max_sentence(rows: Sequence[LargestModel]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What an hour of one GPU costs, as a user says.
+    """What an hour of one GPU costs, as a user says."""
 
-    Attributes:
-        hourly: Price by catalog name; GPUs that are not in it have none.
-        currency: What the prices are in, or nothing.
-    """
-
+    # Price by catalog name; GPUs that are not in it have none.
     hourly: Mapping[str, Fraction] = field(default_factory=dict)
-    currency: str = ""
+    currency: str = ""  # What the prices are in, or nothing
 
     def text(self, amount: Fraction) -> str:
         """Return an amount with two decimals and its currency."""

@@ -27,17 +27,11 @@ FLAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Lines across a picture, in bytes of the device.
+    """Lines across a picture, in bytes of the device."""
 
-    Attributes:
-        context_bytes: What lies outside the allocator, below everything else.
-        lines: What a line says -> its bytes; a line of 0 bytes is left out.
-        capacity: Which of the lines is what the GPU has.
-    """
-
-    context_bytes: int
-    lines: Mapping[str, int]
-    capacity: str = "usable"
+    context_bytes: int  # What lies outside the allocator, below everything else
+    lines: Mapping[str, int]  # What a line says -> its bytes; a line of 0 bytes is left out
+    capacity: str = "usable"  # Which of the lines is what the GPU has
 
 
 def plan_figure(plan: MemoryPlan, timeline: Timeline) -> Figure:

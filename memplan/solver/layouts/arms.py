@@ -26,17 +26,12 @@ NOTABLE = 10
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One layout at one batch: what it takes, and how long.
-
-    Attributes:
-        device_bytes: What a GPU is expected to show.
-        upper_bytes: The same at the upper end.
-    """
+    """One layout at one batch: what it takes, and how long."""
 
     config: TrainingConfig
     time: StepTime
-    device_bytes: int
-    upper_bytes: int
+    device_bytes: int  # What a GPU is expected to show
+    upper_bytes: int  # The same at the upper end
 
 
 class Arm:

@@ -20,19 +20,12 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What layouts are asked for.
+    """What layouts are asked for."""
 
-    Attributes:
-        gpus: GPUs in all.
-        per_node: GPUs of a node.
-        fixed: Keys of ``parallel`` that stay as they are.
-        own_precision: Whether dtypes stay as they are, too, where an engine wants others.
-    """
-
-    gpus: int
-    per_node: int
-    fixed: Collection[str] = ()
-    own_precision: bool = True
+    gpus: int  # GPUs in all
+    per_node: int  # GPUs of a node
+    fixed: Collection[str] = ()  # Keys of ``parallel`` that stay as they are
+    own_precision: bool = True  # Whether dtypes stay as they are, too, where an engine wants others
 
 
 Axis = Callable[[TrainingConfig, Stack, Asked], Iterator[TrainingConfig]]

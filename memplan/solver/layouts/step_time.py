@@ -27,23 +27,14 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The estimate of an optimizer step, in picoseconds, and what each GPU sends in it.
+    """The estimate of an optimizer step, in picoseconds, and what each GPU sends in it."""
 
-    Attributes:
-        total: All of it.
-        exposed: Communication that products wait for.
-        overlapped: Communication that runs beside them.
-        inside_bytes: Sent to GPUs of the same node.
-        between_bytes: Sent to other nodes.
-        tokens: That all GPUs together learn from.
-    """
-
-    total: int
-    exposed: int
-    overlapped: int
-    inside_bytes: int
-    between_bytes: int
-    tokens: int
+    total: int  # All of it
+    exposed: int  # Communication that products wait for
+    overlapped: int  # Communication that runs beside them
+    inside_bytes: int  # Sent to GPUs of the same node
+    between_bytes: int  # Sent to other nodes
+    tokens: int  # That all GPUs together learn from
 
     @property
     def token_femtoseconds(self) -> int:

@@ -45,39 +45,25 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        front: The Pareto front, best first.
-        tight: Whether these may not fit at the upper end.
-        considered: Combinations in the space.
-        compiled: Plans that were compiled.
-        rates: The rates behind the time estimates.
-    """
-
-    front: tuple[Combination, ...]
-    tight: bool
-    considered: int
-    compiled: int
-    rates: Rates
+    front: tuple[Combination, ...]  # The Pareto front, best first
+    tight: bool  # Whether these may not fit at the upper end
+    considered: int  # Combinations in the space
+    compiled: int  # Plans that were compiled
+    rates: Rates  # The rates behind the time estimates
 
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """A combination whose batch is not chosen yet.
-
-    Attributes:
-        room: Bytes left for transient tensors, gradients included.
-        update: Estimated time of the optimizer step.
-        soonest: Lower bound of the time per token over its batches.
-    """
+    """A combination whose batch is not chosen yet."""
 
     state: StateChoice
     standing: Standing
     run: Run
-    room: int
-    update: int
-    soonest: int
+    room: int  # Bytes left for transient tensors, gradients included
+    update: int  # Estimated time of the optimizer step
+    soonest: int  # Lower bound of the time per token over its batches
 
     def timed(self) -> Iterator[tuple[int, int]]:
         """Yield (time, index) of each batch that may fit."""

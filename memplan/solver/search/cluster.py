@@ -24,21 +24,13 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """GPUs, the nodes that they are in, and what joins them.
+    """GPUs, the nodes that they are in, and what joins them."""
 
-    Attributes:
-        per_node: GPUs of a node.
-        link: What joins the GPUs of a node.
-        inside: Bytes per second that a GPU sends over it, one way; 0 where it is not known.
-        network: What joins nodes, or nothing where that is not known.
-        between: Bytes per second of a GPU's share of it, one way; 0 likewise.
-    """
-
-    per_node: int
-    link: str
-    inside: int
-    network: str = ""
-    between: int = 0
+    per_node: int  # GPUs of a node
+    link: str  # What joins the GPUs of a node
+    inside: int  # Bytes per second that a GPU sends over it, one way; 0 where it is not known
+    network: str = ""  # What joins nodes, or nothing where that is not known
+    between: int = 0  # Bytes per second of a GPU's share of it, one way; 0 likewise
 
     def spans(self, ranks: int, stride: int = 1) -> bool:
         """Tell whether groups of so many GPUs, every ``stride``-th of them, lie on several nodes."""

@@ -44,21 +44,13 @@ Named = tuple[tuple[str, Weight], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """Final norm, head and loss on tape.
+    """Final norm, head and loss on tape."""
 
-    Attributes:
-        section: All of them; where the loss is chunked, the norm alone.
-        normed: What the head is given.
-        weights: The head's weight, and its bias where it has one.
-        chunk: Head and loss of one chunk of tokens; None where the loss is not chunked.
-        logits: What the model returns beside the loss; None where it forms them chunk by chunk.
-    """
-
-    section: Section
-    normed: Value
-    weights: tuple[Weight, ...]
-    chunk: Section | None
-    logits: Value | None
+    section: Section  # All of them; where the loss is chunked, the norm alone
+    normed: Value  # What the head is given
+    weights: tuple[Weight, ...]  # The head's weight, and its bias where it has one
+    chunk: Section | None  # Head and loss of one chunk of tokens; None where the loss is not chunked
+    logits: Value | None  # What the model returns beside the loss; None where it forms them chunk by chunk
 
     @property
     def delayed_bytes(self) -> int:

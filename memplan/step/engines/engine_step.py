@@ -41,15 +41,10 @@ FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A part of the model, cut where something happens beside its operations.
+    """A part of the model, cut where something happens beside its operations."""
 
-    Attributes:
-        forward: Its forward.
-        backward: Its backward, with what is computed again for it.
-    """
-
-    forward: tuple[Segment, ...] = ()
-    backward: tuple[Segment, ...] = ()
+    forward: tuple[Segment, ...] = ()  # Its forward
+    backward: tuple[Segment, ...] = ()  # Its backward, with what is computed again for it
 
 
 def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False) -> Segments:
@@ -80,24 +75,15 @@ def _cut(player: Player) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """One forward and backward of the engine.
+    """One forward and backward of the engine."""
 
-    Attributes:
-        inputs: What is compiled.
-        taped: The model on tape.
-        layers: Its kinds of layers, cut where something happens beside their operations.
-        embedding: What stands before the layers.
-        head: What stands behind them, with the loss.
-        forward: Yields the moments of forward.
-        tied: Yields the sum of the gradients of a tied embedding and head.
-    """
-
-    inputs: StepInputs
-    taped: ModelOnTape
-    layers: tuple[Segments, ...]
-    embedding: Segments
-    head: Segments
-    forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]
+    inputs: StepInputs  # What is compiled
+    taped: ModelOnTape  # The model on tape
+    layers: tuple[Segments, ...]  # Its kinds of layers, cut where something happens beside their operations
+    embedding: Segments  # What stands before the layers
+    head: Segments  # What stands behind them, with the loss
+    forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]  # Yields the moments of forward
+    # Yields the sum of the gradients of a tied embedding and head.
     tied: Callable[[EnginePass, Following, Form], Iterator[Instant]]
 
     def instants(self, gradients: Gradients) -> Iterator[Instant]:

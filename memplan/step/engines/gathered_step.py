@@ -83,17 +83,13 @@ def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
 class Leaving(NamedTuple):
     """How a rank's pieces of gradients leave for host memory.
 
-    Attributes:
-        last: Whether the optimizer steps behind this micro-step.
-        summed: Whether those of micro-steps before come back to be added to.
-
     Source:
         ``partition_grads``, ``_offload_grad_partition_at_boundary`` and ``_constant_buffered_norm2`` in
         deepspeed/runtime/zero/stage3.py (0.19.8).
     """
 
-    last: bool
-    summed: bool
+    last: bool  # Whether the optimizer steps behind this micro-step
+    summed: bool  # Whether those of micro-steps before come back to be added to
 
     def most(self, pieces: Sequence[int], width: int) -> int:
         """Return the most that is there besides as one piece after the other leaves.

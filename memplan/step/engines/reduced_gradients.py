@@ -23,15 +23,10 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is there besides a model's own tensors.
+    """What is there besides a model's own tensors."""
 
-    Attributes:
-        communication: Buckets and copies.
-        gradients: Gradients that are whole, that wait, and a rank's own.
-    """
-
-    communication: int
-    gradients: int
+    communication: int  # Buckets and copies
+    gradients: int  # Gradients that are whole, that wait, and a rank's own
 
     @property
     def bytes(self) -> int:

@@ -40,24 +40,16 @@ Values = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class RunEvents:
-    """A training run from the first weight on.
+    """A training run from the first weight on."""
 
-    Attributes:
-        sizes: Bytes of each storage.
-        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
-        libraries: Storages that are workspaces of libraries.
-        steps: Place of the first event of each step.
-        passes: For each step, where every micro-step but its first begins and the last ends: the place of the event, and
-            the number of storages by then.
-        stream: What they were written to, which tells what each storage is of, and what the step does when.
-    """
-
-    sizes: Sequence[int]
-    codes: Sequence[int]
-    libraries: frozenset[int]
-    steps: tuple[int, ...]
+    sizes: Sequence[int]  # Bytes of each storage
+    codes: Sequence[int]  # ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it
+    libraries: frozenset[int]  # Storages that are workspaces of libraries
+    steps: tuple[int, ...]  # Place of the first event of each step
+    # For each step, where every micro-step but its first begins and the last ends: the place of the event, and the
+    # number of storages by then.
     passes: tuple[tuple[tuple[int, int], ...], ...]
-    stream: EventStream
+    stream: EventStream  # What they were written to, which tells what each storage is of, and what the step does when
 
     @property
     def steady_from(self) -> int:

@@ -24,50 +24,31 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MegatronBatch:
-    """What a step is given, and how it keeps it.
+    """What a step is given, and how it keeps it."""
 
-    Attributes:
-        micro_batch_size: Sequences of a micro-batch.
-        sequence_length: Tokens of each.
-        micro_batches: Of a step.
-        whole_layers: Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
-        modules: What of a layer is computed again otherwise (``--recompute-modules``).
-        element_bytes: Bytes of an element that products read.
-        wide_logits: The loss copies logits to fp32.
-    """
-
-    micro_batch_size: int
-    sequence_length: int
-    micro_batches: int = 1
+    micro_batch_size: int  # Sequences of a micro-batch
+    sequence_length: int  # Tokens of each
+    micro_batches: int = 1  # Of a step
+    # Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
     whole_layers: bool = False
-    modules: frozenset[str] = frozenset()
-    element_bytes: int = 2
-    wide_logits: bool = True
+    modules: frozenset[str] = frozenset()  # What of a layer is computed again otherwise (``--recompute-modules``)
+    element_bytes: int = 2  # Bytes of an element that products read
+    wide_logits: bool = True  # The loss copies logits to fp32
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronKernels:
-    """What runs, where flags and installed packages decide.
+    """What runs, where flags and installed packages decide."""
 
-    Attributes:
-        engine: Transformer Engine's modules; else Megatron-LM's own.
-        fused_gradients: Products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
-        fused_rotary: One kernel rotates (``--no-rope-fusion`` not given).
-        fused_attention: cuDNN's or flash attention; else scores are formed.
-        dropout: Of hidden states.
-        attention_dropout: Of scores.
-        masks: Sequences of a micro-batch that have a mask of attention of their own.
-        most: What was read and not run is taken at its most.
-    """
-
-    engine: bool = True
+    engine: bool = True  # Transformer Engine's modules; else Megatron-LM's own
+    # Products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
     fused_gradients: bool = False
-    fused_rotary: bool = False
-    fused_attention: bool = True
-    dropout: bool = False
-    attention_dropout: bool = False
-    masks: int = 1
-    most: bool = False
+    fused_rotary: bool = False  # One kernel rotates (``--no-rope-fusion`` not given)
+    fused_attention: bool = True  # cuDNN's or flash attention; else scores are formed
+    dropout: bool = False  # Of hidden states
+    attention_dropout: bool = False  # Of scores
+    masks: int = 1  # Sequences of a micro-batch that have a mask of attention of their own
+    most: bool = False  # What was read and not run is taken at its most
 
 
 @dataclass(frozen=True, slots=True)

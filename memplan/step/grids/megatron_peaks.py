@@ -28,17 +28,11 @@ ENGINE_WORKSPACE, GROUPED_WORKSPACES = 32 * 1024 * 1024 + 1024, 4
 
 @dataclass(frozen=True, slots=True)
 class StepInterval:
-    """What a step takes on the ranks of one stage beside what is kept between steps.
+    """What a step takes on the ranks of one stage beside what is kept between steps."""
 
-    Attributes:
-        least: What is there at once whatever kernels run.
-        expected: The peak with Megatron-LM's defaults.
-        most: The peak with what of its flags takes most.
-    """
-
-    least: int
-    expected: int
-    most: int
+    least: int  # What is there at once whatever kernels run
+    expected: int  # The peak with Megatron-LM's defaults
+    most: int  # The peak with what of its flags takes most
 
 
 def step_intervals(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[StepInterval, ...]:

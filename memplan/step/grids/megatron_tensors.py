@@ -31,19 +31,12 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """A parameter as one rank has it.
+    """A parameter as one rank has it."""
 
-    Attributes:
-        name: Its name in the rank's chunk of the model.
-        shape: Dimensions of what the rank has.
-        expert: It is a routed expert's, whose gradients are reduced over a group of its own.
-        shared: It is a copy of the embedding on the first or last of several stages.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    expert: bool = False
-    shared: bool = False
+    name: str  # Its name in the rank's chunk of the model
+    shape: tuple[int, ...]  # Dimensions of what the rank has
+    expert: bool = False  # It is a routed expert's, whose gradients are reduced over a group of its own
+    shared: bool = False  # It is a copy of the embedding on the first or last of several stages
 
     @property
     def elements(self) -> int:
@@ -53,15 +46,10 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBuild:
-    """How Megatron-LM builds a model.
+    """How Megatron-LM builds a model."""
 
-    Attributes:
-        implementation: ``--transformer-impl``.
-        vocabulary_multiple: ``--make-vocab-size-divisible-by``.
-    """
-
-    implementation: TransformerImplementation = "transformer_engine"
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE
+    implementation: TransformerImplementation = "transformer_engine"  # ``--transformer-impl``
+    vocabulary_multiple: int = VOCABULARY_MULTIPLE  # ``--make-vocab-size-divisible-by``
 
 
 def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuild) -> tuple[RankTensor, ...]:

@@ -26,18 +26,13 @@ FLASH_WIDTH_MULTIPLE = 8
 
 
 class Heads(NamedTuple):
-    """Query, key and value, and how many heads they have.
-
-    Attributes:
-        number: Heads of the query.
-        groups: Heads of key and value.
-    """
+    """Query, key and value, and how many heads they have."""
 
     query: Value
     key: Value
     value: Value
-    number: int
-    groups: int
+    number: int  # Heads of the query
+    groups: int  # Heads of key and value
 
     @property
     def tensors(self) -> tuple[Value, Value, Value]:

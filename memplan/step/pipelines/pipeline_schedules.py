@@ -27,18 +27,13 @@ MOST_GATHERED = 3
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One thing that a rank does."""
 
-    Attributes:
-        kind: ``input`` is the part of backward that forms the gradient of a stage's input, ``weight`` the rest;
-            ``gather``, ``release`` and ``reduce`` are of a stage's weights and gradients.
-        stage: Of the pipeline, from 0.
-        micro_batch: From 0; -1 where it is of none.
-    """
-
+    # ``input`` is the part of backward that forms the gradient of a stage's input, ``weight`` the rest; ``gather``,
+    # ``release`` and ``reduce`` are of a stage's weights and gradients.
     kind: Kind
-    stage: int
-    micro_batch: int = -1
+    stage: int  # Of the pipeline, from 0
+    micro_batch: int = -1  # From 0; -1 where it is of none
 
 
 def stages_of(rank: int, parallel: Parallel) -> tuple[int, ...]:

@@ -28,17 +28,11 @@ Tapes = Callable[[int, int], tuple[StepInputs, ModelOnTape, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What is generated together.
+    """What is generated together."""
 
-    Attributes:
-        rows: Completions.
-        prompt: Tokens of each prompt.
-        length: Tokens of prompt and completion.
-    """
-
-    rows: int
-    prompt: int
-    length: int
+    rows: int  # Completions
+    prompt: int  # Tokens of each prompt
+    length: int  # Tokens of prompt and completion
 
 
 def refuse_generation(spec: ModelSpec, setup: TrainingSetup) -> None:

@@ -49,17 +49,11 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True, slots=False)
 class FlatGroup:
-    """A group of an optimizer's parameters in a flat tensor.
+    """A group of an optimizer's parameters in a flat tensor."""
 
-    Attributes:
-        names: The parameters, in the order in which they lie there.
-        sizes: Their elements.
-        ranks: Ranks that share it.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ranks: int
+    names: tuple[str, ...]  # The parameters, in the order in which they lie there
+    sizes: tuple[int, ...]  # Their elements
+    ranks: int  # Ranks that share it
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -151,16 +145,11 @@ def _dealt(group: Sequence[Single], ranks: int) -> list[Single]:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank has of the gradients of one step.
+    """What a rank has of the gradients of one step."""
 
-    Attributes:
-        gradient_bytes: The buffer that its parameters' gradients are copied into, each of them whole.
-        step_bytes: Most that its step takes besides what stays, that buffer included.
-    """
-
-    gradient_bytes: int
+    gradient_bytes: int  # The buffer that its parameters' gradients are copied into, each of them whole
     names: frozenset[str]
-    step_bytes: int
+    step_bytes: int  # Most that its step takes besides what stays, that buffer included
 
 
 def gradient_width(setup: TrainingSetup) -> int:

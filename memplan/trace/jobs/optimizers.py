@@ -33,15 +33,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Update(Protocol):
-    """What steps some of the weights.
+    """What steps some of the weights."""
 
-    Attributes:
-        note: What is not traced, in a sentence.
-        on_host: Whether all its states are in host memory, whatever device their tensors name.
-    """
-
-    note: str
-    on_host: bool
+    note: str  # What is not traced, in a sentence
+    on_host: bool  # Whether all its states are in host memory, whatever device their tensors name
 
     def step(self) -> None:
         """Update the weights from their gradients."""

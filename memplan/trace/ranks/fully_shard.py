@@ -43,13 +43,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Allocates:
-    """A collective that allocates its buffers and moves nothing.
+    """A collective that allocates its buffers and moves nothing."""
 
-    Attributes:
-        recorder: Books what is allocated as communication; None books nothing.
-    """
-
-    recorder: Recorder | None = None
+    recorder: Recorder | None = None  # Books what is allocated as communication; None books nothing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer, as ``DefaultAllocMixin`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
