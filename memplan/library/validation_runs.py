@@ -11,7 +11,7 @@ from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.library.answers.traced_step import require_torch
+from memplan.host.installed_torch import require_torch
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.report.document import Document
 from memplan.report.validation_answer import (

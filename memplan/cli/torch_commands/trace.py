@@ -15,7 +15,7 @@ from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
-from memplan.library.answers.traced_step import require_torch
+from memplan.host.installed_torch import require_torch
 from memplan.report.figures import check_drawable
 
 ONE = "give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"

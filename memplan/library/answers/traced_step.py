@@ -13,6 +13,7 @@ from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range
+from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
@@ -185,20 +186,6 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
         refuse_unlearned(model, setup.config.sequence_length)
         setup = on_card(setup, model, inputs.catalog.gpus[DEFAULT_GPU] if device is None else device.gpu)
     return _Subject(model, setup, device, options, inputs.catalog)
-
-
-def require_torch(doing: str = "tracing") -> None:
-    """Refuse what cannot be done without torch.
-
-    Raises:
-        CannotAnswerError: It is not installed.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise CannotAnswerError(
-            f"{doing} needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
-        )
 
 
 def _say_nothing(_: str) -> None:
