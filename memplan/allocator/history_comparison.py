@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import CachingAllocator, result_of
 from memplan.allocator.history_storages import older_blocks, storages, unknown_frees
-from memplan.allocator.memory_history import (
-    ALLOC,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-)
+from memplan.allocator.memory_history import ALLOC, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memplan.allocator.segments import DriverCall
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 

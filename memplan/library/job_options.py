@@ -13,15 +13,7 @@ from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.catalog.training_config import Checkpointing
 from memplan.documents.loading import setting_text
 from memplan.errors import InvalidFileError, match_hint, printable
-from memplan.library.lookup import (
-    Overrides,
-    Shapes,
-    find_device,
-    find_devices,
-    find_model,
-    find_setup,
-    open_catalog,
-)
+from memplan.library.lookup import Overrides, Shapes, find_device, find_devices, find_model, find_setup, open_catalog
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model

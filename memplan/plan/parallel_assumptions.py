@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.training_config import TrainingConfig
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
-from memplan.step.states.parallel_shards import (
-    is_accelerated,
-    is_flat,
-    is_partitioned,
-    is_sharded,
-    is_whole,
-)
+from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_partitioned, is_sharded, is_whole
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import format_bytes
 

@@ -11,9 +11,7 @@ from operator import mul
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.model.model import Model
-from memplan.plan.allowances import (
-    beside_engine,
-)
+from memplan.plan.allowances import beside_engine
 from memplan.plan.job_allowances import allowances_of, engine_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load

@@ -5,14 +5,7 @@ from __future__ import annotations
 from memplan.step.kernels.family_code import family_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import (
-    ZERO,
-    Form,
-    Part,
-    Quantity,
-    constant_form,
-    single_form,
-)
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
 
 

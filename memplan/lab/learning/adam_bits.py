@@ -12,15 +12,7 @@ from torch import Tensor
 
 from memplan.catalog.catalog import Catalog
 from memplan.lab.experiment_record import Row, row_of
-from memplan.lab.learning.variants import (
-    Size,
-    Task,
-    Variant,
-    chosen,
-    comparison_task,
-    lab_setup,
-    percent_text,
-)
+from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Trainer, TrainingOptions
 
 BLOCK = 128

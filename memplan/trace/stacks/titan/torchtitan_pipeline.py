@@ -15,11 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._utils import (
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    extract_tensor_meta,
-)
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, extract_tensor_meta
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.distributed import pipeline_parallel
 
