@@ -32,10 +32,9 @@ class Series:
 
 def gap_table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], title: str) -> Table:
     """Return losses and their gaps to fp32, a line for each row, which the values of ``keys`` tell from the others."""
-    words = {True: "yes", False: "no"}
     cells = [
         (
-            *(words.get(row[key], row[key]) for key in keys),
+            *(("no", "yes")[row[key]] if key == "scaled" else row[key] for key in keys),
             f"{row['bytes_per_parameter']:.4g}",
             interval_text(row["loss"], ".4f"),
             gap_cell(row),
